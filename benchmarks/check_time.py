@@ -49,8 +49,8 @@ def main() -> int:
 
 
 def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Seconds of each recipe, of a run of one step in each of `layouts` and of the import, and
-    their ratios.
+    """Return seconds of each recipe, of a run of one step in each of `layouts` and of the import,
+    and their ratios.
     """
     commands = {
         name: [sys.executable, str(ROOT / "launch.py"), "check", f"recipe={name}"]
@@ -95,8 +95,8 @@ def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> 
 
 
 def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds of the wall and of the CPU of each command, the least of `rounds`, in each of which
-    all take turns.
+    """Return seconds of the wall and of the CPU of each command, the least of `rounds`, in each of
+    which all take turns.
     """
     best: dict[str, tuple[float, float]] = {}
     for _ in range(rounds):
@@ -108,7 +108,7 @@ def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[floa
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Seconds of the wall and of the CPU that a process takes.
+    """Return seconds of the wall and of the CPU that a process takes.
 
     Raises:
         RuntimeError: it fails.

@@ -39,7 +39,7 @@ VOCAB = 32000
 
 
 def texts() -> list[str]:
-    """Text files and sources of this Python installation."""
+    """Return text files and sources of this Python installation."""
     out = []
     for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(root).rglob("*")):
@@ -58,7 +58,7 @@ def texts() -> list[str]:
 
 
 def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]:
-    """The documents, those for the baseline, and a tokenizer."""
+    """Return the documents, those for the baseline, and a tokenizer."""
     held = [text for text in texts() if len(text) > 200]
     rng = random.Random(1)
     tokenizer = folder / "tokenizer.json"
@@ -153,7 +153,7 @@ def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, 
 
 
 def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """The builder and each engine in turn; the best of each, and ratios."""
+    """Return the builder and each engine in turn; the best of each, and ratios."""
     source, less, tokenizer = make(folder, given.mb, given.baseline_mb)
     theirs = list[dict[str, float]]()
     engines = given.engines.split(",")
@@ -174,13 +174,13 @@ def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def begins_alike(shorter: Path, longer: Path) -> bool:
-    """Whether a file begins with all of another."""
+    """Return whether a file begins with all of another."""
     with open(longer, "rb") as file:
         return file.read(shorter.stat().st_size) == shorter.read_bytes()
 
 
 def indexes(folder: Path, documents: int) -> dict[str, float]:
-    """Seconds of the index of many documents."""
+    """Return seconds of the index of many documents."""
     from megatron.core.datasets.indexed_dataset import _IndexWriter
 
     lengths = np.random.default_rng(0).integers(1, 2000, documents).astype(np.int32)

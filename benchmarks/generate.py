@@ -56,7 +56,7 @@ def main() -> int:
 def measured(
     words: list[str], prompted: int, tokens: int, rows: list[int], threads: int
 ) -> dict[str, Any]:
-    """Tokens a second of each, and the ratio for one prompt."""
+    """Return tokens a second of each, and the ratio for one prompt."""
     from mtrain import mcore as adapter
     from mtrain.cli.setup import load
     from mtrain.devices import registry

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def contenders(dtype: str, tokens: int, hidden: int, vocab: int) -> dict[str, Callable[[], None]]:
-    """Each way of computing the mean loss of the same numbers and its gradients."""
+    """Return each way of computing the mean loss of the same numbers and its gradients."""
     import torch
     from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
     from torch.nn import functional as F

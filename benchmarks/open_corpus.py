@@ -97,7 +97,9 @@ def forget(prefix: Path) -> None:
 
 
 def opened(prefix: str, order: str) -> dict[str, Any]:
-    """Seconds until the corpus is open, and until the first batch is read, without imports."""
+    """Return seconds until the corpus is open, and until the first batch is read,
+    without imports.
+    """
     from mtrain.config.groups import DataConfig
     from mtrain.data import WholeDocuments, open_splits, prepare
     from mtrain.data.batch import GlobalBatches

@@ -139,7 +139,7 @@ def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[st
 
 
 def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
-    """Sends seconds of steps of a configuration, or of kernels; in a world that ends with this
+    """Send seconds of steps of a configuration, or of kernels; in a world that ends with this
     process.
     """
     import torch.distributed as dist
@@ -163,7 +163,7 @@ def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
 
 
 def kernels() -> dict[str, float]:
-    """Seconds of a product and of a copy, which all ranks do at the same time."""
+    """Return seconds of a product and of a copy, which all ranks do at the same time."""
     import torch
     import torch.distributed as dist
 
@@ -184,7 +184,7 @@ def kernels() -> dict[str, float]:
 
 
 def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of every step by phase."""
+    """Return seconds of every step by phase."""
     with tempfile.TemporaryDirectory() as folder:
         port = 20000 + os.getpid() % 10000
         out = Path(folder) / "seconds.json"
@@ -216,8 +216,8 @@ def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
 def compared(
     seconds: dict[str, list[dict[str, float]]], of_steps: Callable[[list[float]], float]
 ) -> dict[str, Any]:
-    """The fit on one model, and what it predicts of the others; `of_steps`: the median, or another
-    one of them.
+    """Return the fit on one model, and what it predicts of the others; `of_steps`: the median, or
+    another one of them.
     """
     from mtrain.cli.setup import load
     from mtrain.plan.time import step_time

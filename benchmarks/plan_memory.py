@@ -43,7 +43,7 @@ Row = dict[str, str]
 
 
 def base_model(row: Row) -> str:
-    """The model that a row trains, without how."""
+    """Return the model that a row trains, without how."""
     return row["model"].removesuffix("_sft").removesuffix("_lora")
 
 
@@ -65,7 +65,7 @@ def missing(row: Row) -> Iterator[str]:
 
 
 def words(row: Row) -> list[str]:
-    """The configuration of a row, with what it does not say as mtrain has it by default."""
+    """Return the configuration of a row, with what it does not say as mtrain has it by default."""
     layout = "".join(
         f"{key}{row[name]}"
         for key, name in (
@@ -109,8 +109,8 @@ def words(row: Row) -> list[str]:
 
 
 def peak(row: Row, more: list[str]) -> float:
-    """Bytes that the plan allocates at the peak, without the context, and the reserve where that
-    was not measured.
+    """Return bytes that the plan allocates at the peak, without the context, and the reserve where
+    that was not measured.
     """
     stages = stage_memories(load([*words(row), *more], BIG, {}, to_run=False).run)
     worst = max(stages, key=lambda stage: stage.peak)
@@ -132,7 +132,7 @@ def planned(row: Row, more: list[str]) -> float | str:
 
 
 def line(row: Row, found: float | str, compared: bool) -> str:
-    """A row as it is printed."""
+    """Return a row as it is printed."""
     published = float(row["peak"]) * UNITS[row["unit"]]
     layout = " ".join(
         f"{key}{row[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1")

@@ -65,7 +65,7 @@ def _read(name: str) -> list[dict[str, str]]:
 
 
 def strong() -> list[Row]:
-    """The published points of 177B."""
+    """Return the published points of 177B."""
     return [
         {
             **{"model": "gpt_177b", "gpus": int(row["gpus"]), "batch": 1152, "tp": 8, "pp": 6},
@@ -76,7 +76,7 @@ def strong() -> list[Row]:
 
 
 def weak() -> list[Row]:
-    """The published points of models that grow with the number of GPUs."""
+    """Return the published points of models that grow with the number of GPUs."""
     names = ("gpus", "batch", "tp", "pp")
     return [
         {
@@ -119,7 +119,7 @@ def as_published(row: Mapping[str, Any], reached: Efficiencies) -> Row:
 
 
 def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[Row]:
-    """Every point with both predictions."""
+    """Return every point with both predictions."""
     reached = theirs()
     counts = [row["gpus"] for row in rows]
     each = [
@@ -140,7 +140,7 @@ def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[R
 
 
 def results() -> dict[str, list[Row]]:
-    """Both tables, rounded to what is stored."""
+    """Return both tables, rounded to what is stored."""
     made = {
         "strong": table(strong(), COMMON, is_weak=False),
         "weak": table(weak(), COMMON, is_weak=True),
@@ -162,7 +162,7 @@ def _rounded(row: Row) -> Row:
 
 
 def markdown(name: str, rows: Sequence[Row]) -> str:
-    """A table of the documentation."""
+    """Return a table of the documentation."""
     head = [
         "GPUs",
         *["model", "batch"] * (name == "weak"),
@@ -199,7 +199,7 @@ def _rate(tflops: float, first: float) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The errors of a table in a line."""
+    """Return the errors of a table in a line."""
     errors = sorted(abs(row["as_published"]["error"]) for row in rows)
     middle = len(errors) // 2
     median = errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
@@ -212,7 +212,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def written(text: str, found: Mapping[str, Sequence[Row]]) -> str:
-    """The page with its tables, each between its marks."""
+    """Return the page with its tables, each between its marks."""
     for name, rows in found.items():
         inner = f"<!-- {name} -->\n{markdown(name, rows)}\n\n{summary(rows)}\n<!-- /{name} -->"
         found_ = re.findall(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.S)

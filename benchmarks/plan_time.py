@@ -172,12 +172,12 @@ def efficiencies(
 
 
 def predicted(case: Case, theta: Theta) -> float:
-    """Tokens a second and device."""
+    """Return tokens a second and device."""
     return timed(case, theta).tokens_per_second_per_device
 
 
 def timed(case: Case, theta: Theta) -> StepTime:
-    """The step of a row."""
+    """Return the step of a row."""
     m = case.measured
     row = m.row
     return priced(
@@ -314,7 +314,7 @@ def said(what: str, errors: Sequence[float]) -> dict[str, float]:
 
 
 def read(path: Path) -> list[Case]:
-    """Rows of a file that are configurations; the others are printed with the reason."""
+    """Return rows of a file that are configurations; the others are printed with the reason."""
     cases: list[Case] = []
     for row in published.rows(path):
         found = published.measured(row)
@@ -340,7 +340,7 @@ def agreeing(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
 
 
 def saved(theta: Theta) -> dict[str, Any]:
-    """The efficiencies of mtrain, which captures no graphs and overlaps neither tensor- nor
+    """Return the efficiencies of mtrain, which captures no graphs and overlaps neither tensor- nor
     expert-parallel sends.
     """
     found = asdict(efficiencies(theta, BASE)) | {"software": SOFTWARE}

@@ -34,7 +34,8 @@ class Recipe:
 
 
 def recipe(model: str, gpu: str, precision: str, release: str, layout: str) -> Recipe:
-    """The newest up to a release, or the oldest; of another precision where this one has none.
+    """Return the newest up to a release, or the oldest; of another precision where this one has
+    none.
 
     A table is printed behind the recipes of its release: the first later one that has the `layout`
     (tp, pp, virtual stages, ep) counts where that one has another.

@@ -94,7 +94,7 @@ def software(row: Row) -> str:
 
 
 def base_name(row: Row) -> str:
-    """The model that a row trains, without how it does."""
+    """Return the model that a row trains, without how it does."""
     return row["model"].removesuffix("_tokendrop").removesuffix("_nomtp").removesuffix("_lora")
 
 
@@ -120,22 +120,24 @@ def graphed(row: Row) -> frozenset[str]:
 
 
 def experts_overlapped(row: Row) -> bool:
-    """Whether tokens travelled to experts beside computation; pipelines do so between virtual
-    stages.
+    """Return whether tokens travelled to experts beside computation; pipelines do so between
+    virtual stages.
     """
     able = row["pp"] in ("", "1") or row["vp"] not in ("", "1")
     return (recipe_of(row).overlaps_experts and able) or "EP overlap" in row["source"]
 
 
 def overlapped(row: Row) -> bool:
-    """Whether tensor-parallel sends ran beside products: Megatron's, torchtitan's async TP."""
+    """Return whether tensor-parallel sends ran beside products: Megatron's,
+    torchtitan's async TP.
+    """
     if "torchtitan" in row["source"]:
         return "async TP" in row["source"]
     return recipe_of(row).overlaps_tp if release(row) else "Automodel" not in row["source"]
 
 
 def obstacle(row: Row) -> str | None:
-    """Why a row is no configuration of mtrain."""
+    """Return why a row is no configuration of mtrain."""
     base = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     if NAMES.get(base, base) not in choices_of_group("model"):
         return f"{base} is not a model that ships"
@@ -172,7 +174,7 @@ def degrees(row: Row) -> dict[str, int]:
 
 
 def words(row: Row) -> list[str]:
-    """The configuration of a row."""
+    """Return the configuration of a row."""
     name = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     p = degrees(row)
     layout = "".join(
@@ -246,7 +248,7 @@ def _experts(row: Row, p: dict[str, int]) -> list[str]:
 
 
 def _flex(row: Row) -> bool:
-    """Whether tokens go to a domain once, by DeepEP or HybridEP."""
+    """Return whether tokens go to a domain once, by DeepEP or HybridEP."""
     return not release(row) or recipe_of(row).flex
 
 
@@ -279,7 +281,7 @@ def _recomputed(*words: str) -> list[str]:
 
 
 def layers_of(name: str) -> int:
-    """Layers of a model that ships."""
+    """Return layers of a model that ships."""
     base = name.removesuffix("_tokendrop").removesuffix("_lora")
     values = yaml.safe_load((ROOT / "conf" / "model" / f"{NAMES.get(base, base)}.yaml").read_text())
     if "num_layers" in values:
@@ -288,8 +290,8 @@ def layers_of(name: str) -> int:
 
 
 def _stages(row: Row, p: dict[str, int]) -> list[str]:
-    """Layers that do not divide: the embedding and the output layer count as one, or the last
-    stages have fewer.
+    """Return layers that do not divide: the embedding and the output layer count as one, or the
+    last stages have fewer.
     """
     parts = p["pp"] * (p["vp"] if p["pp"] > 1 else 1)
     if parts == 1:
@@ -316,8 +318,8 @@ def _stages(row: Row, p: dict[str, int]) -> list[str]:
 
 
 def contradicted(m: Measured) -> str | None:
-    """Why a row cannot have been measured as it says: to gather its weights takes longer than its
-    step.
+    """Return why a row cannot have been measured as it says: to gather its weights takes longer
+    than its step.
     """
     run = m.run
     c = m.run.cluster
@@ -342,8 +344,8 @@ def contradicted(m: Measured) -> str | None:
 
 
 def _loaded(row: Row) -> RunConfig:
-    """The run of a row; where mtrain refuses its format beside the model, that of 16 bits in the
-    other format.
+    """Return the run of a row; where mtrain refuses its format beside the model, that of 16 bits in
+    the other format.
     """
     try:
         return load(words(row), BIG, {}, to_run=False).run
@@ -385,7 +387,7 @@ def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
 
 
 def measured(row: Row) -> Measured | str:
-    """A row as a configuration, or why it is none."""
+    """Return a row as a configuration, or why it is none."""
     why = obstacle(row)
     if why:
         return why

@@ -67,7 +67,7 @@ TABLE = (
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[str], list[str]]]:
-    """A name, the words of a model on a cluster, and those of its published layout."""
+    """Yield a name, the words of a model on a cluster, and those of its published layout."""
     if not options.rows and not options.oom:
         for model, cluster, nodes, layout, seq, batch, more in TABLE:
             task = [f"model={model}", f"cluster={cluster}", f"cluster.nodes={nodes}", "data=mock"]
@@ -94,7 +94,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[str], list[st
 
 
 def planned(words: list[str]) -> Layout:
-    """The layout of a command line."""
+    """Return the layout of a command line."""
     run = resolve(compose(words).run, BIG)
     wrong = [found.rule for found in findings(run) if found.severity == "error"]
     if wrong:

@@ -98,7 +98,7 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
 def mtrain_step(
     run: Any, world: Any, folder: Path
 ) -> tuple[Callable[[], float], Callable[[], None]]:
-    """One step of a training run with its hooks, and what ends it."""
+    """Return one step of a training run with its hooks, and what ends it."""
     from mtrain.train import hooks
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.progress import Progress
@@ -124,8 +124,8 @@ def mtrain_step(
 
 
 def bare_step(run: Any, world: Any) -> Callable[[], float]:
-    """The shortest loop around megatron-core's objects that trains the same model on the same
-    samples.
+    """Return the shortest loop around megatron-core's objects that trains the same model on the
+    same samples.
     """
     from mtrain.assembly.model import build_model
     from mtrain.assembly.optim import build_optimizer, build_schedule

@@ -200,7 +200,7 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
-    """One step of a training run with its hooks, and the model."""
+    """Return one step of a training run with its hooks, and the model."""
     from mtrain.train import hooks
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.progress import Progress
@@ -224,7 +224,9 @@ def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
 
 
 def samples(run: Any) -> Iterator[tuple[Any, Any]]:
-    """Tokens and labels [batch, seq] of one step after another, the ones that mtrain draws."""
+    """Yield tokens and labels [batch, seq] of one step after another, the ones that
+    mtrain draws.
+    """
     import numpy as np
     import torch
 
@@ -242,7 +244,7 @@ def samples(run: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def core_step(run: Any, world: Any, chunk: Any) -> Step:
-    """A bare loop over megatron-core's own objects: local layer specs, data parallelism and
+    """Return a bare loop over megatron-core's own objects: local layer specs, data parallelism and
     optimizer.
     """
     import torch
@@ -303,7 +305,7 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
 
 
 def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
-    """Steps of Hugging Face's Llama with the same weights; none where transformers is not
+    """Return steps of Hugging Face's Llama with the same weights; none where transformers is not
     installed.
     """
     try:
@@ -370,7 +372,7 @@ def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
 
 
 def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
-    """The model's weights under the names of Hugging Face's Llama, in fp32."""
+    """Return the model's weights under the names of Hugging Face's Llama, in fp32."""
     from mtrain.mcore.local_params import unwrap
 
     state = {k: v.detach().float().clone() for k, v in unwrap(chunk).named_parameters()}

@@ -153,7 +153,7 @@ class Step:
 
 
 def steps(packages: Path, site: Path, jobs: int, nvidia_wheels: bool) -> list[Step]:
-    """The commands that build and install what lies in a folder.
+    """Return the commands that build and install what lies in a folder.
 
     nvidia_wheels: headers of CUDA and cuDNN are those of NVIDIA's wheels, which torch depends on.
 
@@ -236,7 +236,9 @@ def build(packages: Path, site: Path, jobs: int) -> None:
 
 
 def _expanded(word: str) -> list[str]:
-    """A pattern of a wheel that an earlier command made; the word itself where it is none."""
+    """Return a pattern of a wheel that an earlier command made; the word itself where
+    it is none.
+    """
     if "*" not in word:
         return [word]
     found = [str(path) for path in sorted(Path(word).parent.glob(Path(word).name))]

@@ -165,8 +165,8 @@ class Driven:
 def _start(
     stage: Stage, results: Results, walk: Walk, limit_s: float, worker: int = 0, of: int = 1
 ) -> tuple[int | None, str]:
-    """The exit code of a stage's process, None where it ran past the limit, and what it wrote to
-    stderr.
+    """Return the exit code of a stage's process, None where it ran past the limit, and what it
+    wrote to stderr.
     """
     environment = dict(os.environ)
     if walk.dry:
@@ -198,8 +198,8 @@ def _start(
 def _wait(
     child: subprocess.Popen[bytes], size: Callable[[], int], limit_s: float, unit_s: float
 ) -> int | None:
-    """The exit code of a stage's process: None past the limit, `STUCK` where no result came for as
-    long as a unit may take.
+    """Return the exit code of a stage's process: None past the limit, `STUCK` where no result came
+    for as long as a unit may take.
     """
     now = begin = time.monotonic()
     seen = size()

@@ -31,8 +31,8 @@ FORMATS = ("e4m3", "e5m2")
 
 
 def every_bf16(device: Any) -> Tensor:
-    """All numbers of bf16 [512, 128], a row of one sign and exponent; without subnormal ones in the
-    interpreter.
+    """Return all numbers of bf16 [512, 128], a row of one sign and exponent; without subnormal ones
+    in the interpreter.
 
     That gives 0 for them when it makes fp32 of bf16.
     """
@@ -51,7 +51,7 @@ def _known(x: Tensor) -> Tensor:
 
 
 def every_exponent(device: Any) -> Tensor:
-    """fp32 [512, 128] of random mantissas, a row for each exponent twice.
+    """Return fp32 [512, 128] of random mantissas, a row for each exponent twice.
 
     The second time the greatest is a little above 7/4 of a power of two: its scale has a mantissa
     of ones alone, which a division gets right last.
@@ -66,7 +66,7 @@ def every_exponent(device: Any) -> Tensor:
 
 
 def numbers(device: Any) -> Tensor:
-    """fp32 [1536, 128]: both of the above, and of each number of bf16 the tie above it."""
+    """Return fp32 [1536, 128]: both of the above, and of each number of bf16 the tie above it."""
     all_of_bf16 = every_bf16(device)
     ties = (all_of_bf16.view(torch.int16).int() << 16) | 0x8000
     return _known(
@@ -105,7 +105,7 @@ def functions_kernel(
 
 
 def applied(what: str, x: Tensor, slope: float = 1.0) -> Tensor:
-    """A function of the kernels of each number of `x` [r, 128]; of all of a row for
+    """Return a function of the kernels of each number of `x` [r, 128]; of all of a row for
     "greatest_finite".
     """
     y = torch.empty_like(x)
@@ -145,7 +145,7 @@ def functions(device: Any) -> dict[str, str]:
 
 
 def operands(device: Any) -> dict[str, str]:
-    """The same of quantised tensors, and of experts' rows, every byte."""
+    """Return the same of quantised tensors, and of experts' rows, every byte."""
     found = {}
     counts = torch.tensor([130, 0, 1, 381], device=device)
     for kind, x in (("bf16", every_bf16(device)), ("fp32", every_exponent(device))):
@@ -185,7 +185,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _other(found: Tensor, wanted: Tensor, tolerance: float, absolute: float = 0.0) -> str:
-    """The first number that is not what was wanted, and how many are not; to the bit for a
+    """Return the first number that is not what was wanted, and how many are not; to the bit for a
     tolerance of 0.
     """
     a = found.double()

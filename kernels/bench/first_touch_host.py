@@ -35,7 +35,7 @@ LAUNCHES = ("LaunchKernel", "GraphLaunch")
 
 
 def host(walk: Walk, folder: Path) -> Units:
-    """The step of the 1B shape in bf16 and FP8; of a dry run, of a tiny model."""
+    """Return the step of the 1B shape in bf16 and FP8; of a dry run, of a tiny model."""
     if walk.dry:
         return {"tiny bf16": functools.partial(_profiled, walk, TINY, "bf16")}
     return {
@@ -132,7 +132,9 @@ def by_layer(marks: list[tuple[str, int, float, int]]) -> dict[str, dict[str, fl
 
 
 def marks_of(events: list[dict[str, Any]]) -> list[tuple[str, int, float, int]]:
-    """The marks of a trace of torch.profiler with launches of the driver, as `Marks` notes them."""
+    """Return the marks of a trace of torch.profiler with launches of the driver, as `Marks` notes
+    them.
+    """
     found = []
     launched = 0
     for event in sorted(
@@ -152,8 +154,8 @@ def marks_of(events: list[dict[str, Any]]) -> list[tuple[str, int, float, int]]:
 
 
 def functions_of(profile: cProfile.Profile, steps: int = 1) -> list[dict[str, Any]]:
-    """The functions in which most time is spent, without what they call: module, name, calls,
-    microseconds a step.
+    """Return the functions in which most time is spent, without what they call: module, name,
+    calls, microseconds a step.
     """
     rows = []
     for (path, line, name), (_, calls, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
@@ -175,8 +177,8 @@ def functions_of(profile: cProfile.Profile, steps: int = 1) -> list[dict[str, An
 
 
 def module_of(path: str) -> str:
-    """The module that a file is, by the folder of packages that it lies in; "builtins" where it is
-    none.
+    """Return the module that a file is, by the folder of packages that it lies in; "builtins" where
+    it is none.
     """
     if path.startswith("~") or path.startswith("<"):
         return "builtins" if path.startswith("~") else path
@@ -227,7 +229,7 @@ def _profiled(walk: Walk, model: tuple[str, Any], precision: str) -> dict[str, A
 
 
 def _layers(chunks: list[Any]) -> list[Any]:
-    """The layers of a model: of the longest list of modules that is called so."""
+    """Return the layers of a model: of the longest list of modules that is called so."""
     lists = [
         module.layers for chunk in chunks for module in chunk.modules() if hasattr(module, "layers")
     ]
@@ -252,7 +254,7 @@ def _timed(
 
 
 def _counted(step: Callable[[], Any], layers: list[Any]) -> dict[str, Any]:
-    """Launches of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a
+    """Launch of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a
     CPU.
     """
     marks, total = (

@@ -26,7 +26,7 @@ def _ops(walk: Walk) -> list[str]:
 
 
 def parity(walk: Walk, folder: Path) -> Units:
-    """Every case of every op beside its definition in fp64, at odd sizes and a model's, and
+    """Return every case of every op beside its definition in fp64, at odd sizes and a model's, and
     `first_touch_edges`.
     """
     from mtrain_kernels.registry import MODELS, Model, ops
@@ -110,8 +110,8 @@ def _agreement(
 
 
 def autotune(walk: Walk, folder: Path) -> Units:
-    """The tiles of products of experts, attention and logits, measured for models; later stages and
-    runs take it.
+    """Return the tiles of products of experts, attention and logits, measured for models; later
+    stages and runs take it.
     """
     some = {
         "grouped_gemm": ("qwen3_30b_a3b", "deepseek_v3"),
@@ -160,8 +160,8 @@ def _tune(walk: Walk, op: str, name: str) -> dict[str, str]:
 
 
 def measured(walk: Walk, folder: Path) -> Units:
-    """The bench of every case: each contender a row, with its share of what the device can do at
-    that size.
+    """Return the bench of every case: each contender a row, with its share of what the device can
+    do at that size.
     """
     from mtrain_kernels.registry import MODELS, ops
 

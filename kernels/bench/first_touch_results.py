@@ -90,7 +90,7 @@ class Results:
         self.path = folder / "results.jsonl"
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """All of them; the last may be cut off."""
+        """Yield all of them; the last may be cut off."""
         for text in self.path.read_text().splitlines() if self.path.exists() else ():
             try:
                 yield json.loads(text)
@@ -98,7 +98,7 @@ class Results:
                 continue
 
     def ends(self, stage: str) -> dict[str, dict[str, Any]]:
-        """The last line with an end of each unit of a stage."""
+        """Return the last line with an end of each unit of a stage."""
         found = {}
         for line in self.lines():
             if line["stage"] == stage and any(
@@ -112,7 +112,7 @@ class Results:
         return {unit for unit, line in self.ends(stage).items() if not line.get("late")}
 
     def planned(self, stage: str) -> list[str] | None:
-        """The units that a stage has; None where it was never started."""
+        """Return the units that a stage has; None where it was never started."""
         lines = [line for line in self.lines() if line["stage"] == stage and line["unit"] == PLAN]
         return lines[-1]["units"] if lines else None
 
@@ -123,7 +123,7 @@ class Results:
         )
 
     def open(self, stage: str, worker: int = 0) -> str | None:
-        """The unit that a process began last, if it has no end."""
+        """Return the unit that a process began last, if it has no end."""
         begun = self._begun(stage, worker)
         return begun[-1] if begun and begun[-1] not in self.done(stage) else None
 
@@ -174,15 +174,15 @@ def workers_of(stage: Stage, dry: bool) -> int:
 
 
 def read_yaml(path: Path) -> Any:
-    """A data file beside the programs."""
+    """Return a data file beside the programs."""
     import yaml
 
     return yaml.safe_load(path.read_text())
 
 
 def tree_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a command: this process's, what is added, and the tree before whatever is
-    installed.
+    """Return the environment of a command: this process's, what is added, and the tree before
+    whatever is installed.
     """
     given = {**os.environ, **(added or {})}
     first = [(added or {}).get("PYTHONPATH", ""), str(ROOT / "src"), str(ROOT / "kernels")]

@@ -57,7 +57,7 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """True for `launch.py` without a verb."""
+        """Return true for `launch.py` without a verb."""
         return self.program is None and (not self.argv or "=" in self.argv[0])
 
 

@@ -44,7 +44,8 @@ def environment(walk: Walk, folder: Path) -> Units:
 
 
 def _written_commit() -> str:
-    """The commit of a copied tree, from a file COMMIT beside `launch.py`; empty without the file.
+    """Return the commit of a copied tree, from a file COMMIT beside `launch.py`; empty without the
+    file.
 
     It comes before what git says: a copy may lie inside of another repository.
     """

@@ -31,7 +31,7 @@ def write(results: Results, walk: Walk, command: str) -> int:
 
 
 def summary(results: Results, walk: Walk, command: str) -> Summary:
-    """All that the results say; of units that were done again, the last."""
+    """Return all that the results say; of units that were done again, the last."""
     ends = {stage.name: results.ends(stage.name) for stage in STAGES}
     machine = ends["environment"].get("machine", {}).get("result", {})
     name = machine.get("device", "unknown")
@@ -126,7 +126,7 @@ def _whys(result: Mapping[str, Any]) -> str:
 
 
 def _op_of(unit: str) -> str:
-    """The op of a unit that ended with an error."""
+    """Return the op of a unit that ended with an error."""
     from mtrain_kernels.registry import ops
 
     case = unit.split()[0]
@@ -169,8 +169,8 @@ def planned_of(run: Path) -> dict[str, Any] | None:
 
 
 def figures(made: Summary) -> list[dict[str, Any]]:
-    """Every figure that has a plan or a goal: name, unit, measured, planned, goal, whether it is
-    met, the source.
+    """Return every figure that has a plan or a goal: name, unit, measured, planned, goal, whether
+    it is met, the source.
     """
     known = read_yaml(GOALS)
     found = []
@@ -232,7 +232,7 @@ def _measured(said: Mapping[str, Any], key: str) -> float | None:
 
 
 def value_of(made: Summary, place: str) -> float | None:
-    """The figure at `STAGE UNIT: KEY`; None where it was not measured."""
+    """Return the figure at `STAGE UNIT: KEY`; None where it was not measured."""
     where, key = place.rsplit(": ", 1)
     stage, unit = where.split(" ", 1)
     value = made.get(stage, {}).get(unit, {}).get(key)
@@ -240,7 +240,7 @@ def value_of(made: Summary, place: str) -> float | None:
 
 
 def page(made: Summary) -> str:
-    """The summary as text."""
+    """Return the summary as text."""
     known = {
         name: version for name, version in made["versions"].items() if version != "not installed"
     }
@@ -269,7 +269,7 @@ def page(made: Summary) -> str:
 
 
 def shown(value: float | None, name: str) -> str:
-    """A figure as text, by the unit that its name ends in."""
+    """Return a figure as text, by the unit that its name ends in."""
     if value is None:
         return ""
     return f"{value / 1e9:.2f} GB" if name.endswith("_bytes") else f"{value:.3f}"
@@ -301,7 +301,7 @@ def _parity_in_words(made: Summary) -> list[str]:
 
 
 def _table_of_trainings(made: Summary) -> list[str]:
-    """Each training beside its plan, and how busy the device was."""
+    """Return each training beside its plan, and how busy the device was."""
     rows = [
         f"{'training':<32} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'step s':>8} {'planned':>8}"
         f" {'busy':>5}"

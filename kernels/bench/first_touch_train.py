@@ -65,7 +65,9 @@ def train(walk: Walk, folder: Path) -> Units:
 def words_of(
     walk: Walk, model: tuple[str, Mapping[str, int]], precision: str, kernels: str
 ) -> list[str]:
-    """The configuration of a shape: one rank, mock data, four micro-batches of one sample."""
+    """Return the configuration of a shape: one rank, mock data, four micro-batches of
+    one sample.
+    """
     steps, length = (3, 16) if walk.dry else (STEPS, SEQUENCE)
     words = [f"model={model[0]}", *(f"model.{key}={value}" for key, value in model[1].items())]
     words += ["parallel=single", f"precision={precision}", f"kernels={kernels}", "data=mock"]
@@ -165,8 +167,8 @@ class DriverMemory:
 
 
 def rivals(walk: Walk, folder: Path) -> Units:
-    """The same models by transformers: with Liger's kernels and torch.compile, where they are
-    installed.
+    """Return the same models by transformers: with Liger's kernels and torch.compile, where they
+    are installed.
 
     Liger's replace those of transformers in the whole process: what is measured without them comes
     first.
@@ -231,7 +233,7 @@ def _transformers(
 
 
 def _hugging_face(model: tuple[str, Mapping[str, int]]) -> dict[str, Any]:
-    """The sizes of a model of ours under the names of transformers."""
+    """Return the sizes of a model of ours under the names of transformers."""
     import yaml
 
     m = yaml.safe_load((ROOT / "conf/model" / f"{model[0]}.yaml").read_text()) | dict(model[1])

@@ -32,7 +32,7 @@ MODELS = {"1b": "Llama 3.2 1B", "8b": "a model of 8 layers with the widths of Ll
 
 
 def folder_of(summary: Summary) -> str:
-    """The name of the folder that holds a summary."""
+    """Return the name of the folder that holds a summary."""
     device = re.sub(r"[^a-z0-9]+", "_", summary["device"]["name"].lower()).strip("_")
     return f"{summary['date']}_{device}_{summary['commit'][:COMMIT]}"
 
@@ -60,13 +60,13 @@ def add(out: Path, results: Path = RESULTS) -> Path:
 
 
 def newest(results: Path = RESULTS) -> tuple[Path, Summary]:
-    """The folder with the latest date, and its summary."""
+    """Return the folder with the latest date, and its summary."""
     folder = max(results.iterdir(), key=lambda path: path.name)
     return folder, json.loads((folder / "summary.json").read_text())
 
 
 def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
-    """Text by file and marker."""
+    """Return text by file and marker."""
     return {
         ("README.md", "gpu"): _headline(summary),
         ("docs/gpu.md", "gpu"): _measured(folder, summary),
@@ -90,8 +90,8 @@ def _place(folder: Path, summary: Summary) -> str:
 
 
 def _headline(summary: Summary) -> str:
-    """A few sentences: what passed, how fast bf16 trains beside transformers, how many goals are
-    reached.
+    """Return a few sentences: what passed, how fast bf16 trains beside transformers, how many goals
+    are reached.
     """
     runs = summary["runs"]
     figures = summary["figures"]
@@ -127,7 +127,7 @@ def _headline(summary: Summary) -> str:
 
 
 def _facts(folder: Path, summary: Summary) -> list[str]:
-    """A table of device, date, commit, versions, command, and where the results lie."""
+    """Return a table of device, date, commit, versions, command, and where the results lie."""
     versions = {
         name: version for name, version in summary["versions"].items() if version != "not installed"
     }
@@ -206,7 +206,7 @@ def _parity(folder: Path, summary: Summary) -> str:
 
 
 def filled(text: str, marker: str, content: str) -> str:
-    """A page with what stands between `<!-- marker -->` and `<!-- /marker -->` replaced.
+    """Return a page with what stands between `<!-- marker -->` and `<!-- /marker -->` replaced.
 
     Raises:
         ValueError: the page has no such place.

@@ -82,8 +82,8 @@ class Clock:
         self.flush = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
     def seconds(self, call: Callable[..., Any], prepare: Callable[[], Any] = tuple) -> float:
-        """The median time of `call(*prepare())`, what is prepared not counted, after calls that
-        warm up.
+        """Return the median time of `call(*prepare())`, what is prepared not counted, after calls
+        that warm up.
         """
         warm = self._once(call, prepare())
         while warm < self.warm_s:
@@ -104,8 +104,8 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
     def memory(self, call: Callable[..., Any], prepare: Callable[[], Any] = tuple) -> int | None:
-        """How many bytes the device holds at most during the call beyond what it held before; None
-        on a CPU.
+        """Return how many bytes the device holds at most during the call beyond what it held
+        before; None on a CPU.
         """
         arguments = prepare()
         if self.api is None:
@@ -122,8 +122,8 @@ class Clock:
 def ceilings(
     clock: Clock, dtype: torch.dtype, tiny: bool, copied: int = 1 << 30, side: int = 8192
 ) -> dict[str, float]:
-    """The measured copy rate in bytes/s, both ways counted, and the matrix rate in FLOP/s, of bytes
-    and a side.
+    """Return the measured copy rate in bytes/s, both ways counted, and the matrix rate in FLOP/s,
+    of bytes and a side.
     """
     n, side = (1 << 16, 64) if tiny else (copied, side)
     source, target = (torch.zeros(n, dtype=torch.uint8, device=clock.device) for _ in range(2))
@@ -135,7 +135,7 @@ def ceilings(
 
 
 def ceilings_of(cost: Cost, setting: Setting) -> dict[str, float]:
-    """The rates at the size of a case: as many bytes copied, matrices of as many FLOPs."""
+    """Return the rates at the size of a case: as many bytes copied, matrices of as many FLOPs."""
     if cost.bytes >= 1 << 31 or setting.clock.warm_s == 0.0:
         return setting.rates
     side = min(8192, max(256, round((cost.flops / 2) ** (1 / 3) / 256) * 256))
@@ -184,7 +184,7 @@ class Setting:
 
 
 def measure(op: str, case: Case, model: Model, setting: Setting) -> Iterator[Row]:
-    """A row for every contender of a case; one that cannot run says why."""
+    """Yield a row for every contender of a case; one that cannot run says why."""
     torch.manual_seed(0)
     inputs = case.make(model, setting.clock.device, setting.dtype)
     truth: list[Tensor] = []
@@ -223,8 +223,8 @@ PIECE = 1 << 28  # elements that are compared at a time: fp64 of more has no roo
 
 
 def last_line(error: BaseException) -> str:
-    """An error in a line: the last of what the compiler said, which names the fault, under the
-    innermost cause.
+    """Return an error in a line: the last of what the compiler said, which names the fault, under
+    the innermost cause.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -371,7 +371,7 @@ def surroundings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def line(row: Row) -> str:
-    """One row of the printed table."""
+    """Return one row of the printed table."""
 
     def way(
         seconds: float | None, gb: float | None, tflop: float | None, share: float | None
@@ -397,7 +397,7 @@ def line(row: Row) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> str | None:
-    """Draws shares of the limit, a panel a model; why not, if matplotlib is missing."""
+    """Draw shares of the limit, a panel a model; why not, if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -427,7 +427,7 @@ def plot(report: dict[str, Any], path: Path) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures what the command line names, prints the table, writes JSON and plot, returns the
+    """Measure what the command line names, prints the table, writes JSON and plot, returns the
     report.
     """
     parser = argparse.ArgumentParser(

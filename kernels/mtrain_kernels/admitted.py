@@ -48,7 +48,9 @@ input has.
 
 @functools.cache
 def admitted() -> dict[int, dict[str, dict[str, Any]]]:
-    """The record: of each generation the ops that ran there, with device, commit and date."""
+    """Return the record: of each generation the ops that ran there, with device, commit
+    and date.
+    """
     record: dict[str, dict[str, dict[str, Any]]] = json.loads(RECORD.read_text())
     return {int(generation): ops for generation, ops in record.items()}
 
@@ -64,8 +66,8 @@ def missing(generation: int | None, ops: Iterable[str]) -> list[str]:
 def gathered(
     summaries: Iterable[Mapping[str, Any]], registered: Iterable[str]
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The record that results admit, which are `summary.json` of `first_touch` in any order; of
-    `registered` ops.
+    """Return the record that results admit, which are `summary.json` of `first_touch` in any order;
+    of `registered` ops.
 
     Raises `ValueError` for a run without a device.
     """
@@ -104,7 +106,7 @@ def _decided(commit: str, unit: str) -> str | None:
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    """The record as it stands in its file."""
+    """Return the record as it stands in its file."""
     return json.dumps(record, indent=1) + "\n"
 
 

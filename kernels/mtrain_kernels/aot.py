@@ -101,7 +101,7 @@ class _Driver:
 
 @contextmanager
 def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[None]:
-    """Turns each launch, or with `once` the first of each kernel, into a compilation for `arch`,
+    """Turn each launch, or with `once` the first of each kernel, into a compilation for `arch`,
     kept by hash.
     """
     from triton.runtime.driver import driver
@@ -240,7 +240,7 @@ def compile_all(
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text, one kernel and target a line."""
+    """Return the rows as text, one kernel and target a line."""
     head = (
         f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"
     )
@@ -262,7 +262,7 @@ def accesses(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table and every fault; the exit code is 1 if there is one."""
+    """Print the table and every fault; the exit code is 1 if there is one."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.aot", description=__doc__)
     parser.add_argument("ops", nargs="*")
     parser.add_argument("--models", type=lambda text: text.split(","), default=[])

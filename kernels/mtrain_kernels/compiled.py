@@ -62,7 +62,7 @@ def name_of(row: Row) -> str:
 
 
 def narrow(row: Row) -> float:
-    """The share of the tile's bytes that goes through accesses of 8 or 16 bits a lane."""
+    """Return the share of the tile's bytes that goes through accesses of 8 or 16 bits a lane."""
     bits = {int(width): int(width) * count for width, count in row.accesses.items()}
     return sum(n for width, n in bits.items() if width < 32) / max(1, sum(bits.values()))
 
@@ -99,8 +99,8 @@ def worse(rows: Iterable[Row], version: str) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as Markdown, a kernel a line; in bold where its instructions take longer than its
-    memory.
+    """Return the rows as Markdown, a kernel a line; in bold where its instructions take longer than
+    its memory.
     """
     kernels: dict[tuple[str, str, int, str], dict[int, Row]] = {}
     for row in rows:
@@ -127,8 +127,8 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def merged(before: str, now: str, names: Iterable[str]) -> str:
-    """The table `before` with the lines of the ops `names` taken from `now`; all of `now` for no
-    names.
+    """Return the table `before` with the lines of the ops `names` taken from `now`; all of `now`
+    for no names.
     """
     if not (chosen := set(names)):
         return now
@@ -149,7 +149,7 @@ def _cycles(row: Row | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the record, and the table for the installed Triton; the exit code is 1 if a kernel
+    """Write the record, and the table for the installed Triton; the exit code is 1 if a kernel
     does not do.
     """
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.compiled", description=__doc__)

@@ -28,7 +28,9 @@ class DeviceTables:
         self._known: dict[tuple[torch.device, Hashable], Tensor] = {}
 
     def of(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """The table of a key on a device, made on the host by `make` where it is not known."""
+        """Return the table of a key on a device, made on the host by `make` where it is
+        not known.
+        """
         captured = capturing(device)
         table = self._known.pop((device, key), None)
         if table is None:
@@ -47,5 +49,5 @@ class DeviceTables:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Return whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

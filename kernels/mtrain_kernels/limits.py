@@ -14,8 +14,8 @@ SHOWN = ("llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3")
 
 
 def table() -> str:
-    """The limits of every case in BF16 as Markdown: MB and GFLOP at the first model that has the
-    op, then us.
+    """Return the limits of every case in BF16 as Markdown: MB and GFLOP at the first model that has
+    the op, then us.
     """
     head = ["op", "case", "moved, MB", "GFLOP", *SHOWN]
     rows = [

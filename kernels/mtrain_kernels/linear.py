@@ -50,8 +50,8 @@ def use(library: Library) -> None:
 
 
 def faster(rounds: int = 5) -> tuple[Library, float]:
-    """The library to take here, and the rate of oneDNN over that of the BLAS; about 0.1 s of a
-    core.
+    """Return the library to take here, and the rate of oneDNN over that of the BLAS; about 0.1 s of
+    a core.
 
     It is measured on the three products of some layers, forward and backward: the least CPU seconds
     of some rounds, the two in turn, so that other processes disturb little.
@@ -102,7 +102,9 @@ def linear(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is made by oneDNN: fp32 on a CPU, of some size, where `use` said so."""
+    """Return whether a product is made by oneDNN: fp32 on a CPU, of some size, where
+    `use` said so.
+    """
     return (
         _library == "onednn"
         and x.device.type == "cpu"
@@ -133,7 +135,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t,
+    """Add `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t,
     k].
 
     `into` in fp32 gets the products of half precision unrounded: cuBLAS adds to it as it
@@ -155,8 +157,8 @@ def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
-    """Zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens` rows of
-    which n > k.
+    """Return zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens`
+    rows of which n > k.
     """
     n, k = weight.shape
     if n > k and dtype == weight.dtype and fits(weight.new_empty((1, 1)).expand(tokens, k), weight):

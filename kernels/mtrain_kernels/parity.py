@@ -38,7 +38,7 @@ def check(
     tolerance: float | Limits | None = None,
     seed: int = 0,
 ) -> None:
-    """Asserts that `op(**inputs)` and the gradient of each input with requires_grad equal those of
+    """Assert that `op(**inputs)` and the gradient of each input with requires_grad equal those of
     `reference`.
 
     Memory that `op` allocates is poisoned. `upcast` evaluates the reference in fp64 (turn it off
@@ -74,7 +74,7 @@ def check_format(
     roundings: int = 1,
     seed: int = 1,
 ) -> None:
-    """Asserts that values and gradients in half precision are exact ones that were rounded
+    """Assert that values and gradients in half precision are exact ones that were rounded
     `roundings` times.
 
     `check` forgives an error of some roundings wherever it comes from, and its inputs have few
@@ -113,7 +113,7 @@ def check_format(
 
 
 def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
-    """Asserts shape and values of one tensor, to the tolerance of `found`'s dtype unless one is
+    """Assert shape and values of one tensor, to the tolerance of `found`'s dtype unless one is
     given.
     """
     assert found.shape == wanted.shape, (
@@ -147,7 +147,7 @@ def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | Non
 
 
 def assert_within(name: str, found: Tensor, wanted: Tensor, limit: Tensor) -> None:
-    """Asserts shape and values of one tensor, each to its own `limit`; what is no number is within
+    """Assert shape and values of one tensor, each to its own `limit`; what is no number is within
     none.
     """
     assert found.shape == wanted.shape, (
@@ -164,7 +164,7 @@ def assert_within(name: str, found: Tensor, wanted: Tensor, limit: Tensor) -> No
 
 
 def _directions(values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Gradients of outputs: the same numbers in every dtype."""
+    """Return gradients of outputs: the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     names = [name for name in values if name.startswith("output ")]
     return {name: torch.randn(values[name].shape, generator=generator).bfloat16() for name in names}
@@ -206,7 +206,7 @@ def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills memory from `torch.empty` and its relatives with NaN (integers: the largest): what
+    """Fill memory from `torch.empty` and its relatives with NaN (integers: the largest): what
     nobody wrote shows.
     """
     before = torch.are_deterministic_algorithms_enabled()
@@ -222,8 +222,8 @@ def poisoned() -> Iterator[None]:
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The values of `x` in other strides: padded rows, every second element, and the axes stored in
-    reverse order.
+    """Yield the values of `x` in other strides: padded rows, every second element, and the axes
+    stored in reverse order.
     """
     grad = x.requires_grad
     x = x.detach()
@@ -243,7 +243,7 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def mutated(module: str, old: str, new: str) -> Iterator[None]:
-    """Runs with a variant of `module` in which the text `old`, which must occur, reads `new`: a
+    """Run with a variant of `module` in which the text `old`, which must occur, reads `new`: a
     seeded bug.
 
     The variant stands in for the module for whoever imports it inside the `with`, as ops do when

@@ -111,8 +111,8 @@ class Cost:
     flops: int = 0
 
     def seconds(self, copy: float, gemm: float) -> float:
-        """The time limit on a device that copies `copy` bytes/s, both ways counted, and multiplies
-        `gemm` FLOP/s.
+        """Return the time limit on a device that copies `copy` bytes/s, both ways counted, and
+        multiplies `gemm` FLOP/s.
         """
         return max(self.bytes / copy, self.flops / gemm)
 
@@ -165,7 +165,7 @@ class Op:
 
 @functools.cache
 def ops() -> dict[str, Op]:
-    """Every op by name: the `OPS` of each folder's `op.py`."""
+    """Return every op by name: the `OPS` of each folder's `op.py`."""
     folder = Path(__file__).parent
     found: dict[str, Op] = {}
     for module in pkgutil.iter_modules([str(folder)]):
@@ -184,7 +184,7 @@ def pick(name: str, impl: str, device: torch.device, obstacle: str | None = None
 
 
 def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
-    """The implementation that `impl` names and the reason, which `auto` logs once.
+    """Return the implementation that `impl` names and the reason, which `auto` logs once.
 
     `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a
     width) is beyond every implementation but the reference. Raises `Unavailable` where the named

@@ -126,15 +126,15 @@ if HAS_TRITON:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in the interpreter; decided by TRITON_INTERPRET when this module
-    is imported.
+    """Return whether Triton kernels run in the interpreter; decided by TRITON_INTERPRET when this
+    module is imported.
     """
     return HAS_TRITON and INTERPRETED.value
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on tensors of `device`, or None; on meta tensors only shapes
-    are worked out.
+    """Return why Triton kernels cannot run on tensors of `device`, or None; on meta tensors only
+    shapes are worked out.
     """
     if not HAS_TRITON:
         return "triton is not installed"
@@ -164,8 +164,8 @@ def _driver_obstacle(device: torch.device) -> str | None:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many programs run side by side on `device`; an H200's number for meta tensors, 2 in the
-    interpreter.
+    """Return how many programs run side by side on `device`; an H200's number for meta tensors, 2
+    in the interpreter.
     """
     if device.type == "meta":
         return H200_PROCESSORS
@@ -175,8 +175,8 @@ def processors(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU without its dot, else 0; of meta tensors that which
-    is compiled for.
+    """Return the compute capability of an NVIDIA GPU without its dot, else 0; of meta tensors that
+    which is compiled for.
     """
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
@@ -192,7 +192,7 @@ def capability(device: torch.device) -> int:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Makes x's GPU the current one, where Triton launches; does nothing for other tensors."""
+    """Make x's GPU the current one, where Triton launches; does nothing for other tensors."""
     return torch.cuda.device_of(x)
 
 
@@ -202,7 +202,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n` and 1."""
+    """Return the smallest power of two that is at least `n` and 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -98,8 +98,8 @@ def read(cubin: bytes, ttgir: str, warps: int, arch: int, tools: Path) -> Readin
 
 
 def tile_of(listing: str) -> list[tuple[str, str]]:
-    """The instructions (name, operands) of the loops that touch global memory, or of the kernel if
-    none does.
+    """Return the instructions (name, operands) of the loops that touch global memory, or of the
+    kernel if none does.
     """
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
@@ -124,8 +124,8 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
 
 
 def tile_bytes(ttgir: str) -> tuple[int, int, bool]:
-    """Bytes that a tile's loads and stores name, and those again; whether in loops, or in a kernel
-    without any.
+    """Return bytes that a tile's loads and stores name, and those again; whether in loops, or in a
+    kernel without any.
     """
     fresh = Counter[bool]()
     again = Counter[bool]()
@@ -151,7 +151,7 @@ def _again(line: str) -> bool:
 
 
 def _named(line: str) -> int:
-    """Bytes of a load or store: elements of the tensor of pointers times their size."""
+    """Return bytes of a load or store: elements of the tensor of pointers times their size."""
     pointers = re.search(r"(?:tensor<([\dx]+)x)?!tt\.ptr<(?:bf|f|i|f8E\w*?)(\d+)", line)
     if pointers is None:
         return 0

@@ -41,8 +41,8 @@ class Variant(Protocol):
 
 
 def products(rows: int, groups: int, hidden: int, ffn: int) -> list[tuple[str, int, int]]:
-    """The products of a layer of gated experts, both ways, and the gradients of weights: kind, n
-    and k of each.
+    """Return the products of a layer of gated experts, both ways, and the gradients of weights:
+    kind, n and k of each.
     """
     up = 2 * ffn
     found = [("gated", ffn, hidden), ("rows", up, hidden), ("rows", hidden, ffn)]
@@ -60,7 +60,7 @@ def measure(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product
+    """Measure all products of a layer and notes the fastest tiles in the file at `path`: product
     -> tile.
 
     A tile that the device cannot launch is left out.
@@ -98,7 +98,7 @@ def measure_attention(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures causal attention, `widths` of a head and its values, without a window and with one
+    """Measure causal attention, `widths` of a head and its values, without a window and with one
     of an eighth.
 
     The two passes of the backward are measured together, while the tiles of one of them change.
@@ -134,7 +134,7 @@ def measure_loss(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures who makes the logits of a chunk of `tokens` and their statistics, kept for gradients
+    """Measure who makes the logits of a chunk of `tokens` and their statistics, kept for gradients
     or not.
 
     See `linear_cross_entropy.tiles`. Notes the faster in the file at `path`: kernel -> way.
@@ -180,7 +180,7 @@ def _attention_calls(
 
 
 def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[], object]:
-    """A product of a kind with random tensors."""
+    """Return a product of a kind with random tensors."""
     from mtrain_kernels.grouped_gemm import triton
 
     (rows, k), groups = x.shape, len(ends)
@@ -223,7 +223,7 @@ def _times(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures on the first GPU; the exit code is 1 where there is none that Triton serves."""
+    """Measure on the first GPU; the exit code is 1 where there is none that Triton serves."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.tune", description=__doc__)
     parser.add_argument("--model", choices=list(MODELS), help="sizes of a layer")
     parser.add_argument("--rows", type=int, help="copies of tokens that the experts of a rank get")

@@ -33,8 +33,8 @@ def use(record: Record) -> None:
 
 
 def recorded(kernel: str, shapes: str) -> str | None:
-    """The variant to take for a class of shapes; None: nothing was measured, or everything has to
-    be repeatable.
+    """Return the variant to take for a class of shapes; None: nothing was measured, or everything
+    has to be repeatable.
     """
     if torch.are_deterministic_algorithms_enabled():
         return None
@@ -42,8 +42,8 @@ def recorded(kernel: str, shapes: str) -> str | None:
 
 
 def file_of(device: torch.device) -> Path:
-    """The file of measurements of a device with the installed Triton; `MTRAIN_KERNELS_CACHE` names
-    another folder.
+    """Return the file of measurements of a device with the installed Triton; `MTRAIN_KERNELS_CACHE`
+    names another folder.
     """
     import triton
 
@@ -87,6 +87,8 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
 
 
 def fastest(times: Mapping[str, float], margin: float = 0.03) -> str:
-    """The variant that takes the least time, or one before it that is less than `margin` slower."""
+    """Return the variant that takes the least time, or one before it that is less than `margin`
+    slower.
+    """
     least = min(times.values())
     return next(name for name, time in times.items() if time <= least * (1 + margin))

@@ -46,7 +46,7 @@ class Related:
     """Who set it; empty where that is not known."""
 
     def render(self) -> str:
-        """The key as `parallel.pp = 4 (command line)`."""
+        """Return the key as `parallel.pp = 4 (command line)`."""
         text = show(self.value)
         source = f" ({self.source})" if self.source else ""
         return (
@@ -77,7 +77,7 @@ class Problem:
     """The other keys of the rule."""
 
     def render(self) -> str:
-        """The problem as up to three lines of plain text."""
+        """Return the problem as up to three lines of plain text."""
         origin = f"{self.source}: " if self.source else ""
         head = f"{self.severity}[{self.code}] {origin}"
         if self.path:
@@ -123,18 +123,18 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Prints each text in one line, whatever is in it: no value ends a line or moves the cursor."""
+    """Print each text in one line, whatever is in it: no value ends a line or moves the cursor."""
     _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Prints a warning, unless nobody can read it: no warning ends a run."""
+    """Print a warning, unless nobody can read it: no warning ends a run."""
     with suppress(OSError, ValueError):
         say(f"warning: {text}", error=True)
 
 
 def say_page(text: str, *, error: bool = False) -> None:
-    """Prints a text whose line breaks are its own, as generated text or a file are; what else is in
+    """Print a text whose line breaks are its own, as generated text or a file are; what else is in
     it is shown.
     """
     _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
@@ -146,7 +146,7 @@ STYLES = {"bold": "1", "dim": "2", "loss": "1;32"}
 
 
 def say_styled(*lines: Styled) -> None:
-    """Prints lines on a terminal in the styles of their parts, elsewhere as plain text."""
+    """Print lines on a terminal in the styles of their parts, elsewhere as plain text."""
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     out = []
     for line in lines:
@@ -160,7 +160,7 @@ def say_styled(*lines: Styled) -> None:
 
 
 def _put(text: str, stream: TextIO) -> None:
-    """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII.
+    """Print with escapes for what the stream has no letters for, as where its encoding is ASCII.
 
     Raises:
         OSError: the stream cannot be written; the error names it in place of a file.
@@ -176,7 +176,7 @@ def _put(text: str, stream: TextIO) -> None:
 
 
 def show(value: object) -> str:
-    """A configuration value as YAML would spell it, in one line."""
+    """Return a configuration value as YAML would spell it, in one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -284,7 +284,7 @@ class Preempted(MtrainError):
 
 
 def message(error: MtrainError) -> str:
-    """An error as it is printed: every problem, and how many there are."""
+    """Return an error as it is printed: every problem, and how many there are."""
     if not isinstance(error, ConfigError):
         return str(error)
     problems = error.problems

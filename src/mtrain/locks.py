@@ -58,8 +58,8 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """True where it has certainly ended; that of a process on another machine cannot be seen
-        from here.
+        """Return true where it has certainly ended; that of a process on another machine cannot be
+        seen from here.
         """
         if self.host != platform.node():
             return False

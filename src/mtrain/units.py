@@ -14,7 +14,7 @@ MANY_DAYS = 10
 
 
 def count(n: float) -> str:
-    """A count with a decimal suffix: 8030261248 -> '8.03B'."""
+    """Return a count with a decimal suffix: 8030261248 -> '8.03B'."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.2f}{suffix}"
@@ -22,8 +22,8 @@ def count(n: float) -> str:
 
 
 def short(n: float) -> str:
-    """A number to three digits with a decimal suffix and never a power of ten: 99660 -> '99.7k',
-    12.34 -> '12.3'.
+    """Return a number to three digits with a decimal suffix and never a power of ten: 99660 ->
+    '99.7k', 12.34 -> '12.3'.
     """
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")):
         if abs(n) >= 0.9995 * size:
@@ -37,7 +37,7 @@ def _three_digits(n: float) -> str:
 
 
 def bytes_(n: float) -> str:
-    """Bytes with a binary suffix: 1536 -> '1.5 KiB'."""
+    """Return bytes with a binary suffix: 1536 -> '1.5 KiB'."""
     for size, suffix in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(n) >= size:
             return f"{n / size:.1f} {suffix}"
@@ -45,7 +45,7 @@ def bytes_(n: float) -> str:
 
 
 def seconds(t: float) -> str:
-    """A duration: 5e6 -> '58 days', 4000 -> '1h06m', 75 -> '1m15s', 1.234 -> '1.2s'."""
+    """Return a duration: 5e6 -> '58 days', 4000 -> '1h06m', 75 -> '1m15s', 1.234 -> '1.2s'."""
     if t >= MANY_DAYS * DAY:
         return f"{t / DAY:.0f} days"
     if t >= FEW_DAYS * DAY:
@@ -58,7 +58,7 @@ def seconds(t: float) -> str:
 
 
 def in_unit(size: int, unit: int) -> str:
-    """A number of bytes in GiB or MiB."""
+    """Return a number of bytes in GiB or MiB."""
     number = size / unit
     if not size:
         return "-"
@@ -66,7 +66,7 @@ def in_unit(size: int, unit: int) -> str:
 
 
 def duration(t: float) -> str:
-    """A duration to three digits: 1.234 -> '1.23 s', 0.0123 -> '12.3 ms'."""
+    """Return a duration to three digits: 1.234 -> '1.23 s', 0.0123 -> '12.3 ms'."""
     return f"{t:.3g} s" if t >= 1 else f"{t * 1e3:.3g} ms"
 
 

@@ -100,7 +100,7 @@ def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def alive(run: RunConfig) -> int:
-    """A job of one rank: the most bytes that were alive at once in the second step."""
+    """Return a job of one rank: the most bytes that were alive at once in the second step."""
     from mtrain.mcore.shaped import shaped
     from mtrain.train import step as steps
     from mtrain.train.assemble import assemble, splits_of

@@ -50,22 +50,22 @@ class Row:
 def bad(
     number: int, words: str, code: str, path: str, *says: str, origin: str = "command line"
 ) -> Row:
-    """A command line that is refused."""
+    """Return a command line that is refused."""
     return Row(number, tuple(words.split()), code, path, says, origin=origin)
 
 
 def odd(number: int, words: str, code: str, path: str, *says: str) -> Row:
-    """A command line with a warning."""
+    """Return a command line with a warning."""
     return Row(number, tuple(words.split()), code, path, says, "warning")
 
 
 def fine(number: int, words: str) -> Row:
-    """A command line that today's systems refuse or spoil, and that works here."""
+    """Return a command line that today's systems refuse or spoil, and that works here."""
     return Row(number, tuple(words.split()))
 
 
 def recipe(number: int, text: str, line: int, code: str, path: str, *says: str) -> Row:
-    """A recipe that is refused because of one line."""
+    """Return a recipe that is refused because of one line."""
     return Row(number, ("recipe={file}",), code, path, says, text=text, line=line)
 
 
@@ -434,7 +434,7 @@ tested at preflight.
 
 @cache
 def accepted() -> tuple[RunConfig, ...]:
-    """The configurations of the catalogue that the schema accepts."""
+    """Return the configurations of the catalogue that the schema accepts."""
     found = []
     for row in ROWS:
         if not row.text:

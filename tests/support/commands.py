@@ -30,8 +30,8 @@ SMALL = (
 
 
 def latest(*argv: str) -> list[str]:
-    """A command line of which a key that is set twice is set to the later value: a test's words
-    over a base.
+    """Return a command line of which a key that is set twice is set to the later value: a test's
+    words over a base.
     """
     last = {word.partition("=")[0]: index for index, word in enumerate(argv)}
     return [
@@ -42,7 +42,7 @@ def latest(*argv: str) -> list[str]:
 
 
 def command(*argv: str) -> list[str]:
-    """The words of `python launch.py ...`."""
+    """Return the words of `python launch.py ...`."""
     return [sys.executable, str(ROOT / "launch.py"), *latest(*argv)]
 
 
@@ -68,7 +68,7 @@ def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.Complete
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's metrics."""
+    """Return the complete lines of a run's metrics."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []

@@ -57,14 +57,14 @@ def within_a_second() -> Iterator[None]:
 
 
 def tiny(**changes: Any) -> RunConfig:
-    """The small run with dotted keys changed; `__` stands for the dot."""
+    """Return the small run with dotted keys changed; `__` stands for the dot."""
     return apply(
         RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()}
     )
 
 
 def refusals(*words: str) -> list[Problem]:
-    """The problems for which composition refuses a command line."""
+    """Return the problems for which composition refuses a command line."""
     with pytest.raises(ConfigError) as caught:
         compose(words)
     return list(caught.value.problems)
@@ -76,12 +76,12 @@ def validate(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
 
 
 def errors(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
-    """The errors only."""
+    """Return the errors only."""
     return [problem for problem in validate(raw, machine) if problem.severity == "error"]
 
 
 def first_fix(problem: Problem) -> dict[str, Any]:
-    """The first alternative of a fix as a change, parsed like a command line."""
+    """Return the first alternative of a fix as a change, parsed like a command line."""
     words = shlex.split(problem.fix.split(" or ")[0])
     pairs = [word.partition("=") for word in words]
     keys = {group: key for key, group in CHOOSING.items()}

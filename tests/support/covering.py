@@ -9,7 +9,7 @@ import pytest
 
 
 def some(table: Iterable[str], always: Iterable[str]) -> list[Any]:
-    """The names of a table as parameters: `full` outside of `always`."""
+    """Return the names of a table as parameters: `full` outside of `always`."""
     names = list(table)
     kept = set(always)
     assert kept <= set(names), f"no such cases: {sorted(kept - set(names))}"
@@ -20,7 +20,7 @@ def some(table: Iterable[str], always: Iterable[str]) -> list[Any]:
 
 
 def some_recipes(names: Iterable[str]) -> list[Any]:
-    """The names of recipes as parameters: `full` but for the first of each folder."""
+    """Return the names of recipes as parameters: `full` but for the first of each folder."""
     first: dict[str, str] = {}
     for name in sorted(names):
         first.setdefault(name.partition("/")[0], name)
@@ -28,8 +28,8 @@ def some_recipes(names: Iterable[str]) -> list[Any]:
 
 
 def cover(features: Sequence[frozenset[Hashable]]) -> list[int]:
-    """Indices of cases that together have every feature: again and again the one with most new
-    ones.
+    """Return indices of cases that together have every feature: again and again the one with most
+    new ones.
     """
     missing: set[Hashable] = set().union(*features)
     chosen: list[int] = []

@@ -28,7 +28,7 @@ TYPES: dict[str, Any] = {
 
 
 def unknown_words(schema: Any, path: str = "#") -> Iterator[str]:
-    """Words of a schema that draft-07 does not have or that are not checked here."""
+    """Yield words of a schema that draft-07 does not have or that are not checked here."""
     if isinstance(schema, bool):
         return
     for key, value in schema.items():

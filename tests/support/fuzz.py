@@ -152,7 +152,7 @@ def texts() -> list[str]:
 
 
 def mutations(count: int, seed: int, file: Path) -> Counter[str]:
-    """Validates `count` mutated recipes; how often each code came."""
+    """Validate `count` mutated recipes; how often each code came."""
     rng = random.Random(seed)
     originals = texts()
     codes = Counter[str]()
@@ -170,7 +170,7 @@ def mutations(count: int, seed: int, file: Path) -> Counter[str]:
 
 
 def attacks(count: int, seed: int, file: Path) -> Counter[str]:
-    """Validates `count` hostile inputs; those that are more than data must be refused."""
+    """Validate `count` hostile inputs; those that are more than data must be refused."""
     codes = Counter[str]()
     for attack in hostile(count, seed):
         file.write_bytes(attack.data)

@@ -73,8 +73,8 @@ def _constant(node: ast.ClassDef, name: str) -> Any:
 
 
 def _class_of(kind: str) -> tuple[Path, list[ast.ClassDef]]:
-    """The file of the configuration class of a kind, and the class with those that it is made of,
-    the last first.
+    """Return the file of the configuration class of a kind, and the class with those that it is
+    made of, the last first.
     """
     found = [
         (path, node) for path, node in _classes().values() if _constant(node, "model_type") == kind
@@ -105,7 +105,7 @@ def _methods(line: list[ast.ClassDef]) -> Iterator[ast.FunctionDef]:
 
 
 def _filled_in(line: list[ast.ClassDef]) -> set[str]:
-    """Keys for which a class puts another value where they are null."""
+    """Return keys for which a class puts another value where they are null."""
     out = set()
     for function in _methods(line):
         for node in ast.walk(function):
@@ -230,7 +230,7 @@ def of_kind(kind: str) -> dict[str, Any]:
 
 @cache
 def known() -> frozenset[str]:
-    """Every key that some configuration class of the kinds here declares."""
+    """Return every key that some configuration class of the kinds here declares."""
     return frozenset(name for kind in (*KINDS, *INSIDE) for name in _fields(_class_of(kind)[1]))
 
 
@@ -245,7 +245,7 @@ def table() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file: a line for each list."""
+    """Return the file: a line for each list."""
     made = table()
     lines = [f' "transformers": {json.dumps(made["transformers"])},', ' "kinds": {']
     for kind, one in made["kinds"].items():

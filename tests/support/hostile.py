@@ -207,7 +207,7 @@ def hostile(count: int, seed: int) -> Iterator[Attack]:
 
 
 def kinds() -> int:
-    """How many attacks there are."""
+    """Return how many attacks there are."""
     return len([*_in_files(), *_on_command_lines()])
 
 

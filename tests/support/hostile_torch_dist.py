@@ -33,7 +33,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def write_good(folder: Path) -> Path:
-    """A checkpoint of two tensors and an object, and a tracker beside it; the folder of its
+    """Return a checkpoint of two tensors and an object, and a tracker beside it; the folder of its
     iteration.
     """
     path = folder / "iter_0000100"
@@ -53,12 +53,12 @@ def write_good(folder: Path) -> Path:
 
 
 def text(value: str) -> bytes:
-    """A text in a pickle."""
+    """Return a text in a pickle."""
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def calls(module: str, name: str, *arguments: bytes) -> bytes:
-    """A pickle that calls something."""
+    """Return a pickle that calls something."""
     return b"\x80\x04c" + f"{module}\n{name}\n".encode() + b"(" + b"".join(arguments) + b"tR."
 
 
@@ -186,7 +186,7 @@ def _tensor(meta: Metadata) -> TensorStorageMetadata:
 
 
 def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metadata], None]:
-    """The tensor has these chunks, stored where its one chunk was, a part for each."""
+    """Return the tensor has these chunks, stored where its one chunk was, a part for each."""
 
     def change(meta: Metadata) -> None:
         _tensor(meta).chunks = [
@@ -202,7 +202,7 @@ def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metada
 
 
 def stored(**changes: Any) -> Callable[[Metadata], None]:
-    """A change of where the bytes of a tensor are."""
+    """Return a change of where the bytes of a tensor are."""
 
     def change(meta: Metadata) -> None:
         index = MetadataIndex(OTHER, (0, 0))
@@ -223,7 +223,9 @@ _NO = TensorProperties(dtype=torch.complex64)
 
 
 def _doubled(times: int) -> Any:
-    """A tuple of itself twice, so many times over: a few bytes of a pickle, and ages to print."""
+    """Return a tuple of itself twice, so many times over: a few bytes of a pickle, and ages to
+    print.
+    """
     out: Any = ()
     for _ in range(times):
         out = (out, out)
@@ -374,7 +376,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 
 
 def item(pickled: bytes, numbers: bytes = bytes(64), **changes: Any) -> bytes:
-    """A tensor as torch saves it, with a pickle and numbers that are given."""
+    """Return a tensor as torch saves it, with a pickle and numbers that are given."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", changes.get("compression", zipfile.ZIP_STORED)) as archive:
         for name, content in {
@@ -469,6 +471,6 @@ def items(canary: Path) -> dict[str, bytes]:
 
 
 def put_item(path: Path, data: bytes) -> None:
-    """Puts bytes in place of those of a tensor of a checkpoint that this module wrote."""
+    """Put bytes in place of those of a tensor of a checkpoint that this module wrote."""
     (path / "__1_0.distcp").write_bytes(data)
     change_metadata(path, stored(relative_path="__1_0.distcp", offset=0, length=len(data)))

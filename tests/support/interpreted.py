@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
-    """Losses of all steps, then gradient norms, of every run by its name; a run is the words behind
-    `mtrain`.
+    """Return losses of all steps, then gradient norms, of every run by its name; a run is the words
+    behind `mtrain`.
 
     Raises `AssertionError` with what a run printed if it did not end well.
     """

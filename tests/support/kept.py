@@ -37,7 +37,9 @@ class Kept:
         return saved
 
     def now(self) -> int:
-        """Bytes at this moment; a storage that was emptied since counts as what it is now."""
+        """Return bytes at this moment; a storage that was emptied since counts as what
+        it is now.
+        """
         return sum(found[1].nbytes() for found in self.live.values())
 
     def table(self) -> list[tuple[int, str, str, str]]:
@@ -108,8 +110,8 @@ def _gathered(parts: Any) -> Callable[[], set[int]]:
 
 
 def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
-    """A job of one rank: one step's forward and backward, and the most that was kept after any
-    forward.
+    """Return a job of one rank: one step's forward and backward, and the most that was kept after
+    any forward.
     """
     from mtrain.mcore import linear
     from mtrain.train import step as steps
@@ -169,8 +171,8 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
 
 
 def held(run: RunConfig) -> dict[str, Any]:
-    """A job of one rank: bytes of weights, gradients and optimizer state after a step, each storage
-    once.
+    """Return a job of one rank: bytes of weights, gradients and optimizer state after a step, each
+    storage once.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step

@@ -26,7 +26,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -90,13 +90,13 @@ class Launched:
         return self.output.read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes that it forked, by rank; none before all are there or after they have
-        ended.
+        """Return the rank processes that it forked, by rank; none before all are there or after
+        they have ended.
         """
         return sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -105,7 +105,7 @@ class Launched:
         return self.returncode
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Its exit code, once it has ended."""
+        """Return its exit code, once it has ended."""
         deadline = time.monotonic() + patient(timeout_s)
         while time.monotonic() < deadline:
             if (code := self.poll()) is not None:
@@ -131,7 +131,7 @@ def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.Complete
 
 
 def as_rank(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
-    """The environment of one rank on this machine as a launcher sets it."""
+    """Return the environment of one rank on this machine as a launcher sets it."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -84,7 +84,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def meetings(size: int, timeout_s: float = 60.0) -> list[Any]:
-    """The places of all ranks in one store."""
+    """Return the places of all ranks in one store."""
     from mtrain.ckpt.meeting import Meeting
 
     store = dist.HashStore()

@@ -125,7 +125,7 @@ CASES = {
 
 
 def build(case: Case, seed: int) -> Any:
-    """A `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor
+    """Return a `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor
     parallelism.
     """
     from megatron.core import parallel_state
@@ -179,7 +179,7 @@ def alone(fn: Callable[[], Any]) -> Any:
 
 
 def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
-    """Saves weights as megatron-core does, and what Megatron-LM saves beside them."""
+    """Save weights as megatron-core does, and what Megatron-LM saves beside them."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -209,7 +209,7 @@ def _beside_weights() -> dict[str, Any]:
 
 
 def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
-    """Loads weights as megatron-core does; the names that it does not ask for."""
+    """Load weights as megatron-core does; the names that it does not ask for."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
@@ -223,11 +223,11 @@ def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
 
 
 def state_of(model: Any, metadata: Metadata = None) -> dict[str, Any]:
-    """Its sharded state."""
+    """Return its sharded state."""
     found: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     return found
 
 
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its parameters."""
+    """Yield its parameters."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())

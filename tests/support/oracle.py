@@ -120,7 +120,7 @@ class Validated:
 
 
 def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
-    """Asks `check` and tries; needs the adapter installed in this process."""
+    """Ask `check` and tries; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
     found = [problem.code for problem in (*errors(drawn.raw), *kernels.problems(run, LAPTOP, {}))]
     if state_bytes(run) > MEMORY * (
@@ -131,7 +131,7 @@ def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
-    """Builds a resolved run on forked ranks and makes a step; what went wrong, empty where nothing
+    """Build a resolved run on forked ranks and makes a step; what went wrong, empty where nothing
     did.
     """
     from tests.support.forked import RankFailed, run_ranks
@@ -145,7 +145,7 @@ def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
 
 
 def _step(run: RunConfig) -> str:
-    """The job of a rank: one step, and whether its numbers are numbers."""
+    """Return the job of a rank: one step, and whether its numbers are numbers."""
     import torch
 
     from mtrain.train.assemble import assemble, splits_of

@@ -245,8 +245,8 @@ class Drawn:
 
 
 def keys() -> dict[str, tuple[Any, ...]]:
-    """Every key that is drawn, with its values; those of a section that may be null apply where it
-    is there.
+    """Return every key that is drawn, with its values; those of a section that may be null apply
+    where it is there.
     """
     fields = {k: f for k, f in schema_keys().items() if not k.startswith(LEFT_ALONE)}
     return {
@@ -256,7 +256,7 @@ def keys() -> dict[str, tuple[Any, ...]]:
 
 
 def values_of(field: FieldInfo) -> Iterator[Any]:
-    """Values of a field at its edges, by its type alone; none where no type is known."""
+    """Yield values of a field at its edges, by its type alone; none where no type is known."""
     bounds: dict[str, Any] = {}
     for item in field.metadata:
         bounds |= {
@@ -304,8 +304,8 @@ def _of(annotation: Any, bounds: dict[str, Any]) -> Iterator[Any]:
 
 
 def draw(rng: random.Random, max_ranks: int) -> Drawn:
-    """One configuration of at most `max_ranks` ranks that the schema accepts: half are valid as far
-    as `check` says, the others are a valid one with one or two keys changed to anything.
+    """Return one configuration of at most `max_ranks` ranks that the schema accepts: half are valid
+    as far as `check` says, the others are a valid one with one or two keys changed to anything.
     """
     table = keys()
     while True:
@@ -375,5 +375,5 @@ def _quiet(raw: RunConfig) -> RunConfig:
 
 
 def _ranks(raw: RunConfig) -> int | None:
-    """How many ranks a configuration would start on this machine."""
+    """Return how many ranks a configuration would start on this machine."""
     return resolve(raw, LAPTOP).parallel.ranks

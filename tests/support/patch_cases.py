@@ -107,7 +107,9 @@ def _moe_loss_tokens() -> str:
 
 
 def _sequence_loss() -> str:
-    """Whether the balancing loss weighs as much as it does with one sequence after the other."""
+    """Return whether the balancing loss weighs as much as it does with one sequence after the
+    other.
+    """
     tiny.start_world()
     moe = {**tiny.MOE, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
     router = (
@@ -144,7 +146,7 @@ def _routed_padding() -> str:
 
 
 def _recomputed_padding() -> str:
-    """Whether gradients beside padding are those of layers that are not computed again."""
+    """Return whether gradients beside padding are those of layers that are not computed again."""
     from mtrain.mcore.padding import padding_is
 
     tiny.start_world()
@@ -187,7 +189,9 @@ def _expert_gradients() -> str:
 
 
 def _expert_norm() -> str:
-    """Whether the norm is that of all gradients; each rank of two holds two experts with biases."""
+    """Return whether the norm is that of all gradients; each rank of two holds two experts with
+    biases.
+    """
     from mtrain.mcore import api
 
     tiny.start_world(tp=2, ep=2, etp=1)
@@ -308,7 +312,9 @@ def _gathered_pieces() -> str:
 
 
 def _host_weights() -> str:
-    """Whether weights drawn on the host are those of the host's seed, whatever the device's is."""
+    """Return whether weights drawn on the host are those of the host's seed, whatever the device's
+    is.
+    """
     from mtrain.mcore import api
 
     tiny.start_world()
@@ -426,8 +432,8 @@ def _recomputed_bias() -> str:
 
 
 def _short_groups() -> str:
-    """Whether three layers that are computed again two and one give the gradients of three that are
-    kept.
+    """Return whether three layers that are computed again two and one give the gradients of three
+    that are kept.
     """
     tiny.start_world()
     found = []
@@ -446,14 +452,14 @@ def _short_groups() -> str:
 
 
 def _refilled_outputs() -> str:
-    """Whether a norm is computed again where there is no ninja."""
+    """Return whether a norm is computed again where there is no ninja."""
     os.environ["PATH"] = ""
     return _train(recompute_granularity="selective", recompute_modules=["layernorm"])
 
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
-    """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms
-    of a plain one.
+    """Return whether mtrain's own run with these keys of `parallel` and `optim` has the losses and
+    norms of a plain one.
     """
     # it is installed already, with the patches of this case
     mcore.install = lambda device: None  # type: ignore[assignment,misc]

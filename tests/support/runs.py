@@ -42,7 +42,8 @@ def tiny_run(
     kernel: Any = None,
     **parallel: Any,
 ) -> RunConfig:
-    """A resolved run of a tiny Llama on synthetic tokens; keyword arguments are keys of `parallel`.
+    """Return a resolved run of a tiny Llama on synthetic tokens; keyword arguments are keys of
+    `parallel`.
 
     `kernel` is `kernels.optimizer`.
     """
@@ -166,7 +167,7 @@ def _flip(parts: Any) -> None:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint put together from its pieces, by key."""
+    """Return every tensor of a checkpoint put together from its pieces, by key."""
     from mtrain.train import prove
 
     return prove.whole_tensors(checkpoint)
@@ -181,8 +182,8 @@ def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def held_alike(run: RunConfig) -> dict[str, float]:
-    """A job of one rank: two steps, then the sum of each parameter that all tensor-parallel ranks
-    hold whole.
+    """Return a job of one rank: two steps, then the sum of each parameter that all tensor-parallel
+    ranks hold whole.
     """
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of

@@ -156,7 +156,7 @@ def _watching() -> type:
 
 
 def _caller() -> str:
-    """File and function of the innermost frame of mtrain's or megatron-core's."""
+    """Return file and function of the innermost frame of mtrain's or megatron-core's."""
     frames = [
         f
         for f in traceback.extract_stack()

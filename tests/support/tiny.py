@@ -68,7 +68,9 @@ def start_world(
 
 
 def config(**over: Any) -> Any:
-    """A config of two layers whose initial weights do not depend on the tensor parallelism."""
+    """Return a config of two layers whose initial weights do not depend on the tensor
+    parallelism.
+    """
     from mtrain.mcore import api
 
     values: dict[str, Any] = {
@@ -102,8 +104,8 @@ def config(**over: Any) -> Any:
 def model(
     cfg: Any, spec: Any = None, *, wrap: bool = True, distributed_optimizer: bool = False
 ) -> Any:
-    """A GPTModel of one stage with the portable backend (or `spec`); in DistributedDataParallel if
-    `wrap`.
+    """Return a GPTModel of one stage with the portable backend (or `spec`); in
+    DistributedDataParallel if `wrap`.
     """
     from mtrain.mcore import api, backend
 
@@ -135,8 +137,8 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
-    """One forward and backward over `batch()` by megatron-core's schedule, gradients finalised; the
-    mean loss.
+    """Return one forward and backward over `batch()` by megatron-core's schedule, gradients
+    finalised; the mean loss.
     """
     from mtrain.mcore import api
 
@@ -160,7 +162,7 @@ def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
 
 
 def gradients(chunk: Any) -> dict[str, torch.Tensor]:
-    """Copies of all gradients by whole name."""
+    """Return copies of all gradients by whole name."""
     return {whole_name(name): p.main_grad.clone() for name, p in chunk.named_parameters()}
 
 
@@ -174,7 +176,7 @@ def redraw_matrices(chunk: Any) -> None:
 
 
 def whole_name(name: str) -> str:
-    """A parameter's name without wrappers and with experts counted over all ranks,
+    """Return a parameter's name without wrappers and with experts counted over all ranks,
     grouped or not.
     """
     from mtrain.mcore import api

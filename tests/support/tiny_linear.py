@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
 
 
 def output_norm() -> str:
-    """Whether the norm behind the states of all heads has the gradient of all heads."""
+    """Return whether the norm behind the states of all heads has the gradient of all heads."""
     from mtrain.mcore import api
 
     tiny.start_world(tp=2)

@@ -27,7 +27,7 @@ EOD = "<|endoftext|>"
 
 
 def documents(many: int, seed: int = 0) -> list[str]:
-    """Texts of random length, made of TEXTS and of words; some are empty."""
+    """Return texts of random length, made of TEXTS and of words; some are empty."""
     rng = np.random.default_rng(seed)
     words = " ".join(TEXTS).split(" ")
     out = []
@@ -48,7 +48,7 @@ def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
 
 
 def bpe(folder: Path, vocab_size: int = 400) -> Path:
-    """A tokenizer.json: byte-level BPE, id 0 ends documents."""
+    """Return a tokenizer.json: byte-level BPE, id 0 ends documents."""
     from mtrain.data import bpe as trained
 
     path = folder / "tokenizer.json"
@@ -93,7 +93,7 @@ def bert(folder: Path) -> Path:
 
 
 def sentencepiece(folder: Path) -> Path:
-    """A model of sentencepiece."""
+    """Return a model of sentencepiece."""
     import sentencepiece as library
 
     model = io.BytesIO()
@@ -110,7 +110,7 @@ def sentencepiece(folder: Path) -> Path:
 
 
 def tiktoken(folder: Path) -> Path:
-    """A vocabulary of tiktoken: bytes, and a few longer tokens."""
+    """Return a vocabulary of tiktoken: bytes, and a few longer tokens."""
     longer = (
         b"th",
         b"the",
@@ -207,7 +207,7 @@ def with_builder(
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether `.bin` and `.idx` of two prefixes are the same bytes."""
+    """Return whether `.bin` and `.idx` of two prefixes are the same bytes."""
     return all(
         Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes()
         for end in (".bin", ".idx")

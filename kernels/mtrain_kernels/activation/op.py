@@ -22,8 +22,8 @@ def activation(
     limit: float = 7.0,
     impl: str = "auto",
 ) -> Tensor:
-    """The activation `kind` of `x` [..., f'], times `weight` [...] where given: [..., f] in x's
-    dtype.
+    """Return the activation `kind` of `x` [..., f'], times `weight` [...] where given: [..., f] in
+    x's dtype.
 
     `kind` is `swiglu`, `geglu`, `geglu_tanh`, `swiglu_clamped` (gate and up are the halves of the
     last axis, f' = 2f; the last one knows `alpha` and `limit`) or `squared_relu` (f' = f);
@@ -40,8 +40,8 @@ def activation(
 
 
 def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto") -> Tensor:
-    """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a
-    graph.
+    """Return the gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody
+    kept a graph.
     """
     return activation_gradients(dy, x, kind, impl=impl)[0]
 

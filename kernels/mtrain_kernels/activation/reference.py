@@ -13,8 +13,8 @@ KINDS = (*GATED, "squared_relu")
 def activation(
     x: Tensor, kind: str, *, weight: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0
 ) -> Tensor:
-    """The activation `kind` of `x` [..., f'], times `weight` [...] where given, in x's dtype and
-    fp32 inside.
+    """Return the activation `kind` of `x` [..., f'], times `weight` [...] where given, in x's dtype
+    and fp32 inside.
 
     Gated kinds take gate g and up u from the two halves of the last axis, f' = 2f, and give [...,
     f]: `swiglu` silu(g) u; `geglu` gelu(g) u with erf; `geglu_tanh` the same with the tanh
@@ -32,7 +32,7 @@ def activation(
 
 
 def require(x: Tensor, kind: str, weight: Tensor | None) -> None:
-    """Raises `ValueError` where x, kind and weight do not belong together."""
+    """Raise `ValueError` where x, kind and weight do not belong together."""
     if kind not in KINDS:
         raise ValueError(f"no activation {kind!r}; choose one of {', '.join(KINDS)}")
     for name, value in (("x", x), ("weight", weight)):

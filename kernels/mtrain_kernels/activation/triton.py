@@ -145,7 +145,7 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def forward(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float) -> Tensor:
-    """Launches the forward kernel on `x` [..., f'] and `weight` [...]: the activation,
+    """Launch the forward kernel on `x` [..., f'] and `weight` [...]: the activation,
     contiguous.
     """
     gate = kind in GATED
@@ -177,7 +177,7 @@ def forward(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: fl
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel: gradients of `x` and of `weight`, the second empty without a
+    """Launch the backward kernel: gradients of `x` and of `weight`, the second empty without a
     weight.
     """
     gate = kind in GATED

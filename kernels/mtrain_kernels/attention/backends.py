@@ -22,7 +22,7 @@ HAS_FLASH3 = importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _has_windows() -> bool:
-    """Whether this torch has attention over packed sequences that knows windows and grouped
+    """Return whether this torch has attention over packed sequences that knows windows and grouped
     queries.
     """
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -61,15 +61,15 @@ class Call(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether every query sees all keys, or all up to its own: what kernels know without a
-        mask.
+        """Return whether every query sees all keys, or all up to its own: what kernels know without
+        a mask.
         """
         return not self.masked and not self.packed and self.window in ((-1, -1), (-1, 0))
 
     @property
     def plain(self) -> bool:
-        """Whether all fused kernels know it: nothing is hidden but what comes later, and scores are
-        as they are.
+        """Return whether all fused kernels know it: nothing is hidden but what comes later, and
+        scores are as they are.
         """
         return self.dense and not self.sink and not self.softcap
 
@@ -85,7 +85,7 @@ def describe(
     dropout_p: float,
     packed: bool,
 ) -> Call:
-    """The call that these tensors and settings make."""
+    """Return the call that these tensors and settings make."""
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     return Call(
@@ -199,8 +199,8 @@ RULES = {  # in the order in which `auto` tries them: the faster first, see the 
 
 
 def order(call: Call) -> list[str]:
-    """The backends as `auto` tries them: ours before the one of torch that needs a number for each
-    pair it hides.
+    """Return the backends as `auto` tries them: ours before the one of torch that needs a number
+    for each pair it hides.
     """
     names = list(RULES)
     if call.plain:
@@ -210,7 +210,7 @@ def order(call: Call) -> list[str]:
 
 
 def unwanted(name: str, call: Call) -> str | None:
-    """Why `auto` passes a backend over that can run, or None."""
+    """Return why `auto` passes a backend over that can run, or None."""
     if name == "triton" and call.device == "cpu":
         return "Triton's interpreter is for tests"
     generation = 10 * call.capability[0] + call.capability[1]
@@ -230,8 +230,8 @@ SDPA = {
 def seen(
     call: Call, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """The boolean mask [s, t] (or `mask`) of a call for those who know no other way; None if all is
-    seen.
+    """Return the boolean mask [s, t] (or `mask`) of a call for those who know no other way; None if
+    all is seen.
     """
     if mask is not None or (call.window == (-1, -1) and not call.packed):
         return mask

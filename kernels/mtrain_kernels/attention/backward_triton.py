@@ -211,8 +211,8 @@ def backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those of sinks
-    are made.
+    """Return gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those
+    of sinks are made.
     """
     (b, n, s, d), (_, g, t, e) = q.shape, v.shape
     d_q = token_major(q, d)

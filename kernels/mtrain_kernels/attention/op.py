@@ -85,7 +85,8 @@ def attention(
 
 
 def fuses_parts(q: Tensor, v: Tensor, *, dropout_p: float = 0.0, impl: str = "auto") -> bool:
-    """Whether `flash` attends to parts of the keys, or of queries, for ranks that share a sequence.
+    """Return whether `flash` attends to parts of the keys, or of queries, for ranks that share a
+    sequence.
 
     That is where `impl` is `triton`, or `auto` may take it. Raises `Unavailable` where it is named
     and cannot run.
@@ -225,8 +226,8 @@ def _backend(call: tuple[Any, ...], impl: str, refusals: tuple[tuple[str, str], 
 
 @functools.lru_cache(maxsize=1024)
 def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -> Explanation:
-    """The backend for a call, the same for the same call; said once in the log for each kind of
-    call.
+    """Return the backend for a call, the same for the same call; said once in the log for each kind
+    of call.
     """
     if impl not in (*RULES, "auto"):
         raise ValueError(
@@ -332,7 +333,7 @@ def _capped_cost(products: float, passes: int) -> Any:
 
 
 def _device_obstacle(name: str) -> Any:
-    """Why a backend cannot run on a device, whatever the call."""
+    """Return why a backend cannot run on a device, whatever the call."""
 
     def obstacle(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -50,7 +50,7 @@ def partial_attention(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of `partial_attention` over different keys as one; outputs [..., e] with
+    """Return two parts of `partial_attention` over different keys as one; outputs [..., e] with
     log-sum-exps [...].
     """
     both = torch.logaddexp(lse, more_lse)
@@ -59,8 +59,8 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The output [b, n, s, e] of all parts where each head has one more key of value zero, with
-    logit `sink` [n].
+    """Return the output [b, n, s, e] of all parts where each head has one more key of value zero,
+    with logit `sink` [n].
     """
     column = sink.float().view(1, -1, 1)
     return out * (lse - torch.logaddexp(lse, column)).exp().unsqueeze(-1)

@@ -62,7 +62,7 @@ def visible(
     q_segments: Tensor | None = None,
     k_segments: Tensor | None = None,
 ) -> Tensor:
-    """The boolean mask [s, t] of which key position each query position sees.
+    """Return the boolean mask [s, t] of which key position each query position sees.
 
     Positions are integers [s] and [t] in any order. `causal`: no key after the query. `window`
     (left, right): no key more than `left` before or `right` after the query; a negative number is

@@ -35,8 +35,8 @@ CHANCE = 1e-6
 
 
 def limits(inputs: Mapping[str, Any], directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The largest error of each element of the output, and of the gradients of q, k, v and sink, by
-    name, in fp64.
+    """Return the largest error of each element of the output, and of the gradients of q, k, v and
+    sink, by name, in fp64.
 
     `inputs` are arguments of `op.attention` without mask and dropout; `directions` has the gradient
     of the output under "output 0". Takes memory for a few numbers for each query and key of one

@@ -25,12 +25,12 @@ class Seen:
 
     @property
     def masks_left(self) -> bool:
-        """Whether keys before those that a query sees may be hidden."""
+        """Return whether keys before those that a query sees may be hidden."""
         return self.table is not None or self.left >= 0
 
     @property
     def masks_right(self) -> bool:
-        """Whether keys behind those that a query sees may be hidden."""
+        """Return whether keys behind those that a query sees may be hidden."""
         return self.table is not None or self.right >= 0
 
     @classmethod
@@ -56,8 +56,8 @@ class Seen:
 def table(
     q_at: Tensor, k_at: Tensor, window: tuple[int, int] = (-1, -1), cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The table of `Seen` for queries and keys at ascending positions [s] and [t] of a batch; int32
-    [2 s + 2 t].
+    """Return the table of `Seen` for queries and keys at ascending positions [s] and [t] of a
+    batch; int32 [2 s + 2 t].
 
     `window` (left, right) hides keys more than so many positions before or behind a query, negative
     numbers nothing. `cu_seqlens` are the edges of sequences that do not see each other; what lies

@@ -17,8 +17,8 @@ MOST_SCORES = 1 << 23  # 32 MiB of them at a time; longer sequences are the fuse
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether causal attention of `q` [b, n, s, d] to `k` and `v` [b, g, s, d] is what this is made
-    for.
+    """Return whether causal attention of `q` [b, n, s, d] to `k` and `v` [b, g, s, d] is what this
+    is made for.
     """
     b, n, s, _ = q.shape
     half = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype

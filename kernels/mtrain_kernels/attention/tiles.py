@@ -94,7 +94,7 @@ EXACT = {"forward": Tile(32, 32, 4, 1), "queries": Tile(32, 32, 4, 1), "keys": T
 
 
 def candidates(pass_: str, q: Tensor, v: Tensor) -> tuple[Tile, ...]:
-    """The tiles of the table for heads of this width and dtype."""
+    """Return the tiles of the table for heads of this width and dtype."""
     widths = Widths.of(q.shape[-1], v.shape[-1])
     width = max(widths.first + widths.second, widths.value)
     if q.dtype == torch.float32:

@@ -201,8 +201,8 @@ def forward_kernel(
 
 
 def token_major(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty [b, n, s, width] whose memory is [s, b, n, width]: what the layer behind attention
-    reads as a view.
+    """Return an empty [b, n, s, width] whose memory is [s, b, n, width]: what the layer behind
+    attention reads as a view.
     """
     b, n, s, _ = like.shape
     return like.new_empty((s, b, n, width), dtype=dtype or like.dtype).permute(1, 2, 0, 3)

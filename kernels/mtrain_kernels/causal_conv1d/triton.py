@@ -231,7 +231,7 @@ def _tile(times: int, elements: int) -> tuple[int, int]:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
 ) -> Tensor:
-    """The convolution of `x` [b, d, t] with `weight` [d, w]."""
+    """Return the convolution of `x` [b, d, t] with `weight` [d, w]."""
     x, weight, bias, segments = (
         None if v is None else v.contiguous() for v in (x, weight, bias, segments)
     )  # type: ignore[assignment]
@@ -263,7 +263,9 @@ def forward(
 def backward(
     d_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, that of the bias in fp32 and also where there is none."""
+    """Return gradients of x, weight and bias, that of the bias in fp32 and also where there is
+    none.
+    """
     d_y = d_y.contiguous()
     x, weight, bias, segments = (
         None if v is None else v.contiguous() for v in (x, weight, bias, segments)

@@ -30,8 +30,8 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The loss of each token, with the vocabulary on one rank or in equal parts over the ranks of
-    `group`.
+    """Return the loss of each token, with the vocabulary on one rank or in equal parts over the
+    ranks of `group`.
 
     `logits` [..., v_local], in fp32, fp16, bf16 (or fp64 in the reference), `labels` [...] int64
     over the whole vocabulary, the same on every rank; the result is [...] in fp32 and the same on
@@ -59,14 +59,14 @@ def cross_entropy(
 
 
 def obstacle(*tensors: Tensor) -> str | None:
-    """Why the Triton kernels do not take these tensors, or None."""
+    """Return why the Triton kernels do not take these tensors, or None."""
     wrong = {str(t.dtype) for t in tensors if t.dtype not in DTYPES}
     return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
 
 
 def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
-    """The statistics, in place, with NaN for tokens whose label is neither in the vocabulary nor to
-    be ignored.
+    """Return the statistics, in place, with NaN for tokens whose label is neither in the vocabulary
+    nor to be ignored.
     """
     foreign = ((labels < 0) | (labels >= terms.vocab)) & (labels != terms.ignore_index)
     statistics[0].masked_fill_(foreign, torch.nan)

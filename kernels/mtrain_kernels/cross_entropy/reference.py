@@ -41,8 +41,8 @@ def row_statistics(
     class_weights: Tensor | None = None,
     ranked: bool = False,
 ) -> Tensor:
-    """The numbers of each row: log-sum-exp, logit of the label and, if labels are smoothed, the sum
-    of logits.
+    """Return the numbers of each row: log-sum-exp, logit of the label and, if labels are smoothed,
+    the sum of logits.
 
     `logits` [t, v_local], `labels` [t] int64 over the whole vocabulary, `first` the vocabulary
     index of column 0; `class_weights` [v] of the whole vocabulary weigh the sum. The result is [3,
@@ -62,8 +62,8 @@ def row_statistics(
 
 
 def weighed_sum(x: Tensor, first: int, class_weights: Tensor | None) -> Tensor:
-    """The sum of each row of `x` [t, v_local], where a class weighs 1 or what `class_weights` [v]
-    says.
+    """Return the sum of each row of `x` [t, v_local], where a class weighs 1 or what
+    `class_weights` [v] says.
     """
     if class_weights is None:
         return x.sum(1)
@@ -98,8 +98,8 @@ def label_weights(labels: Tensor, class_weights: Tensor | None, terms: Terms) ->
 def token_losses(
     statistics: Tensor, labels: Tensor, terms: Terms, class_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token [t] and what of it is z-loss, from the merged statistics; both 0 where
-    ignored.
+    """Return the loss of each token [t] and what of it is z-loss, from the merged statistics; both
+    0 where ignored.
     """
     lse, target, total = statistics[:3]
     e = terms.label_smoothing
@@ -179,8 +179,8 @@ def smoothed(x: Tensor, first: int, terms: Terms, class_weights: Tensor | None) 
 def cross_entropy(
     logits: Tensor, labels: Tensor, terms: Terms, class_weights: Tensor | None = None
 ) -> Tensor:
-    """The loss of each token with the whole vocabulary at hand, differentiable by autograd; see
-    `Terms`.
+    """Return the loss of each token with the whole vocabulary at hand, differentiable by autograd;
+    see `Terms`.
 
     `logits` [t, v], `labels` [t], `class_weights` [v]; the result is [t] in fp32 (fp64 for fp64
     logits). Sources: label smoothing, Szegedy et al. 2016, arXiv:1512.00567; z-loss, Chowdhery et
@@ -196,8 +196,8 @@ def capped(x: Tensor, soft_cap: float) -> Tensor:
 
 
 def local_labels(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether each label's column is one of the `columns` from `first` on, and which (0 where it is
-    not).
+    """Return whether each label's column is one of the `columns` from `first` on, and which (0
+    where it is not).
     """
     column = labels - first
     here = (column >= 0) & (column < columns)
@@ -205,8 +205,8 @@ def local_labels(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tens
 
 
 def real_columns(columns: int, first: int, terms: Terms) -> int:
-    """How many of the `columns` from vocabulary index `first` on are in the vocabulary: the others
-    are padding.
+    """Return how many of the `columns` from vocabulary index `first` on are in the vocabulary: the
+    others are padding.
     """
     return min(columns, max(0, terms.vocab - first))
 
@@ -217,7 +217,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def valid_terms(terms: Terms, columns: int) -> None:
-    """Raises `ValueError` for a number of `terms` outside its range; there are `columns` of logits
+    """Raise `ValueError` for a number of `terms` outside its range; there are `columns` of logits
     in all.
     """
     if not 1 <= terms.vocab <= columns:

@@ -43,7 +43,7 @@ def _columns(
     COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block of columns to what each eighth of it, which one thread holds, knows of those
+    """Add a block of columns to what each eighth of it, which one thread holds, knows of those
     before.
     """
     column = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -188,7 +188,7 @@ def row_statistics(
     class_weights: Tensor | None = None,
     ranked: bool = False,
 ) -> Tensor:
-    """Launches the statistics kernel; arguments and result as in the reference, `logits` with unit
+    """Launch the statistics kernel; arguments and result as in the reference, `logits` with unit
     column stride.
     """
     rows, columns = logits.shape
@@ -226,7 +226,7 @@ def logits_gradient(
     out: Tensor,
     class_weights: Tensor | None = None,
 ) -> Tensor:
-    """Launches the gradient kernel and returns `out`, which may be `logits`; the rest as in the
+    """Launch the gradient kernel and returns `out`, which may be `logits`; the rest as in the
     reference.
     """
     rows, columns = logits.shape

@@ -56,7 +56,7 @@ class Vocabulary:
         return found == 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks, in place."""
+        """Return the sum of `x` over the ranks, in place."""
         if self.ranks > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -79,10 +79,10 @@ class Vocabulary:
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name by which an op finds `group` again; "" for None."""
+    """Return the name by which an op finds `group` again; "" for None."""
     return "" if group is None else group.group_name
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """How many ranks `group` has; 1 for None."""
+    """Return how many ranks `group` has; 1 for None."""
     return 1 if group is None else group.size()

@@ -82,7 +82,7 @@ def grouped_fp8(
 
 
 def _of_weights(weights: Sequence[Tensor], options: _Options) -> Grouped:
-    """The weights in FP8, made once while `weights_stay`."""
+    """Return the weights in FP8, made once while `weights_stay`."""
 
     def make() -> Grouped:
         return quantize_weights(weights, options.recipe.forward, options.one, options.backend)
@@ -240,8 +240,8 @@ def _case(name: str, kind: str, activated: bool = False) -> Case:
         return grouped_fp8(**inputs, recipe=recipe, swiglu=impl if activated else None, impl=impl)
 
     def checked(inputs: dict[str, Any], impl: str) -> Tensor:
-        """Bytes in which value and gradients are not those of the activation first and then the
-        product.
+        """Return bytes in which value and gradients are not those of the activation first and then
+        the product.
         """
         rest = {key: inputs[key] for key in ("weight", "counts")}
         first = activation(inputs["x"], "swiglu", weight=inputs["share"], impl=impl)

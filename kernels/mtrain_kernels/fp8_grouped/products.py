@@ -184,8 +184,8 @@ def weights_product(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """The gradient [g, n, k] of weights from transposed operands `d` [n, 128 b] and `x` [k, 128 b]
-    of `rows` rows.
+    """Return the gradient [g, n, k] of weights from transposed operands `d` [n, 128 b] and `x` [k,
+    128 b] of `rows` rows.
     """
     if backend == "reference":
         return reference.weights_product(d, d_scale, x, x_scale, ends.clamp(max=rows)).to(dtype)
@@ -212,7 +212,7 @@ def add_weights_product(
     into: Sequence[Tensor],
     backend: str,
 ) -> None:
-    """Adds the gradients to `into`, a dense [n, k] for each group; raises `ValueError` where one is
+    """Add the gradients to `into`, a dense [n, k] for each group; raises `ValueError` where one is
     not dense.
     """
     if any(not buffer.is_contiguous() for buffer in into):

@@ -188,7 +188,7 @@ def quantize_rows(
     straight: bool,
     turned: bool, swiglu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The reference's results as bytes, those that are wanted: `straight`, and `turned`."""
+    """Return the reference's results as bytes, those that are wanted: `straight`, and `turned`."""
     rows = x.shape[0]
     width = x.shape[1] // (1 + swiglu)
     count = ends.shape[0]
@@ -223,7 +223,7 @@ def quantize_rows(
 def quantize_weights(
     weights: Sequence[Tensor], format: str, one: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference's results as bytes, of weights that are read where they lie."""
+    """Return the reference's results as bytes, of weights that are read where they lie."""
     places = Places.of(weights)
     like = weights[0]
     (n, k), count, chosen = places.shape, places.groups, FORMATS[format]

@@ -40,7 +40,7 @@ def quantize_rows(
     one: bool,
     swiglu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes [r, k] and scales, both transposed, [k, 128 b], and each group's amax [g], empty
+    """Return codes [r, k] and scales, both transposed, [k, 128 b], and each group's amax [g], empty
     without `one`.
 
     `x` [r, k], or with `swiglu` [r, 2 k], of which the activation is quantised, times `share` [r].
@@ -88,8 +88,8 @@ def quantize_rows(
 def quantize_weights(
     weights: Sequence[Tensor], format: str, one: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [g, n, k] and scales, and both transposed: scales [g], or [g, ceil(n / 128), ceil(k /
-    128)].
+    """Return codes [g, n, k] and scales, and both transposed: scales [g], or [g, ceil(n / 128),
+    ceil(k / 128)].
     """
     if one:
         m = [
@@ -132,8 +132,8 @@ def rows_product(
 
 
 def weights_product(d: Tensor, d_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
-    """The gradient [g, n, k] of weights in fp32, from transposed codes `d` [n, 128 b] and `x` [k,
-    128 b].
+    """Return the gradient [g, n, k] of weights in fp32, from transposed codes `d` [n, 128 b] and
+    `x` [k, 128 b].
     """
     rows = d.shape[1]
     at = 0

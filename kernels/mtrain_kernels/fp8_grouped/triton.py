@@ -165,7 +165,7 @@ def weights_kernel(
 
 
 def tile_for(one: bool, weights: bool, x: Tensor, w: Tensor) -> Tile:
-    """The tile of a product; scales of both operands for each block take registers.
+    """Return the tile of a product; scales of both operands for each block take registers.
 
     TMA reads what is aligned.
     """
@@ -178,7 +178,7 @@ def tile_for(one: bool, weights: bool, x: Tensor, w: Tensor) -> Tile:
 def rows_product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Launches the kernel on `x` [r, k] and `w` [g, n, k] in FP8, both dense; see the reference."""
+    """Launch the kernel on `x` [r, k] and `w` [g, n, k] in FP8, both dense; see the reference."""
     (rows, k), (count, n) = x.shape, w.shape[:2]
     y = x.new_empty((rows, n), dtype=dtype)
     if not y.numel():
@@ -213,7 +213,7 @@ def weights_product(
     rows: int,
     into: Sequence[Tensor],
 ) -> None:
-    """Launches the kernel on `d` [n, 128 b] and `x` [k, 128 b] in FP8; writes, or adds to, `into`.
+    """Launch the kernel on `d` [n, 128 b] and `x` [k, 128 b] in FP8; writes, or adds to, `into`.
 
     That is one dense [g, n, k], which is written, or a [n, k] of each group, to which the gradients
     are added.

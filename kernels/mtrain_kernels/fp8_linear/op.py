@@ -189,7 +189,7 @@ def _input(
 def _weight(
     weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str
 ) -> Quantized:
-    """The weight as a recipe says, made once while `weights_stay`."""
+    """Return the weight as a recipe says, made once while `weights_stay`."""
     both = transpose or _kept is not None
     return while_weights_stay(
         weight,
@@ -212,7 +212,7 @@ def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made])
 
 
 def weights_are_leaving() -> bool:
-    """Whether `weights_leave` is open."""
+    """Return whether `weights_leave` is open."""
     return _leave
 
 
@@ -317,7 +317,7 @@ def scaled_product(
 
 
 def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
-    """Why cuBLAS does not take these operands, or None."""
+    """Return why cuBLAS does not take these operands, or None."""
     if blocks:
         return "cuBLAS takes one scale for all of an operand"
     if a.shape[1] % 16 or b.shape[0] % 16:
@@ -352,7 +352,7 @@ def _(a, a_scale, b, b_scale, dtype, backend):
 
 
 def too_old(device: torch.device) -> str | None:
-    """Why products of FP8 cannot run on a device, or None."""
+    """Return why products of FP8 cannot run on a device, or None."""
     if (
         device.type == "cuda"
         and torch.version.hip is None
@@ -415,8 +415,8 @@ def _case(name: str, kind: str, swiglu: bool = False) -> Case:
         )
 
     def checked(inputs: dict[str, Any], impl: str) -> Tensor:
-        """Bytes in which value and gradients are not those of the activation first and then the
-        product.
+        """Return bytes in which value and gradients are not those of the activation first and then
+        the product.
         """
         first = activation(inputs["x"], "swiglu", impl=_activated_by(impl))
         ends = call(inputs, impl), fp8_linear(first, inputs["weight"], recipe, impl=impl)

@@ -35,7 +35,7 @@ def decoded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor, scale: Tensor) -> int:
-    """How many rows of `x` [m, k] share a scale, 1 or 128; 0 where one is for all.
+    """Return how many rows of `x` [m, k] share a scale, 1 or 128; 0 where one is for all.
 
     Raises `ValueError` else.
     """

@@ -76,7 +76,7 @@ def scaled_product_kernel(
 def scaled_product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Launches the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
+    """Launch the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
     `reference.scaled_product`.
     """
     (m, k), n = a.shape, b.shape[0]

@@ -31,8 +31,8 @@ def gated_delta_rule(
     chunk: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T
-    q_i`.
+    """Return the recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i =
+    scale S_i^T q_i`.
 
     Arguments and results are those of `reference.gated_delta_rule`: `q` and `k` [n, t, h, d], `v`
     [n, t, w, e], `g` and `beta` [n, t, w], `state` [n, w, d, e], `segments` [n, t]; y has v's shape
@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _call_obstacle(v: Tensor, segments: Tensor | None) -> str | None:
-    """Why the library cannot take this call, whatever the device."""
+    """Return why the library cannot take this call, whatever the device."""
     if v.dtype not in HALF:
         return f"fla takes fp16 and bf16, not {v.dtype}"
     if segments is not None and v.shape[0] > 1:
@@ -124,8 +124,8 @@ def by_fla(
     state: Tensor | None,
     edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule by fla, with a query and a key for each head of v; of packed sequences it is told
-    the edges.
+    """Return the rule by fla, with a query and a key for each head of v; of packed sequences it is
+    told the edges.
 
     Its states are one for each sequence: a first one belongs to the first of them, and the last is
     that of the last.
@@ -185,7 +185,7 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _cost(products: int, tensors: int, chunk: int = 64) -> Any:
-    """Bytes of q, k, v and y; products inside chunks and with the states."""
+    """Return bytes of q, k, v and y; products inside chunks and with the states."""
 
     def cost(m: Model) -> Cost:
         keys, values = _heads(m)

@@ -23,8 +23,8 @@ def gated_delta_rule_sequential(
     state: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T
-    q_i`.
+    """Return the recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i =
+    scale S_i^T q_i`.
 
     `q` and `k` [n, t, h, d], `v` [n, t, w, e] with w a multiple of h: head i of v has query and key
     i // (w/h). `g` [n, t, w] is the logarithm of the decay, `beta` [n, t, w] how much of a value is

@@ -124,8 +124,8 @@ def grouped_gated(
 
 
 def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> Tensor:
-    """The row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group: [rows,
-    n].
+    """Return the row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group:
+    [rows, n].
     """
     name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
     if name == "reference":
@@ -148,8 +148,8 @@ def _detached(weight: Weights) -> list[Tensor]:
 
 @torch.compiler.assume_constant_result
 def _pick(impl: str, device: torch.device, triton: str | None, library: str | None) -> str:
-    """The implementation to take; `triton` and `library` say why it or torch's cannot take this
-    input.
+    """Return the implementation to take; `triton` and `library` say why it or torch's cannot take
+    this input.
     """
     return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
 

@@ -65,13 +65,13 @@ class Places:
 
     @property
     def base(self) -> Tensor:
-        """The first group's tensor, or all of them."""
+        """Return the first group's tensor, or all of them."""
         return self.tensors[0]
 
     @property
     def even(self) -> bool:
-        """Whether one descriptor leads to all: steps of whole 16 bytes, up- or downward, and none
-        within a tensor.
+        """Return whether one descriptor leads to all: steps of whole 16 bytes, up- or downward, and
+        none within a tensor.
         """
         n, k = self.shape
         bytes_ = self.base.element_size()
@@ -84,7 +84,9 @@ class Places:
         return self.table is None and fits and (lowest.is_meta or lowest.data_ptr() % 16 == 0)
 
     def descriptor(self, tile: Any, block: list[int]) -> Any:
-        """A TMA descriptor [g, n, k] of all of them, counted from the one that lies lowest."""
+        """Return a TMA descriptor [g, n, k] of all of them, counted from the one that
+        lies lowest.
+        """
         lowest = self.tensors[-1] if self.step < 0 else self.base
         n, k = self.shape
         shape = [self.groups, n, k]

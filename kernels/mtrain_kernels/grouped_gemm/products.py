@@ -193,7 +193,7 @@ _gated.register_autograd(_differentiate_gated, setup_context=_save_gated)
 
 @torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
 def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
-    """The bias of each of `rows` rows' group, zeros behind the last group."""
+    """Return the bias of each of `rows` rows' group, zeros behind the last group."""
     owner = torch.searchsorted(
         ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True
     )
@@ -208,8 +208,8 @@ def _(bias, ends, rows, implementation):
 
 @torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
 def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
-    """A bias is the weight of an input that is always 1: its gradient is a grouped product too,
-    summed in fp32.
+    """Return a bias is the weight of an input that is always 1: its gradient is a grouped product
+    too, summed in fp32.
     """
     # rows of 16 bytes, as torch's product wants them
     ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())

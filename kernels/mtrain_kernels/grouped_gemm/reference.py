@@ -16,7 +16,8 @@ def grouped_linear(
     rows: Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Rows of `x` in consecutive groups, each through its own layer: `y_g = x_g W_g^T + b_g`.
+    """Return rows of `x` in consecutive groups, each through its own layer: `y_g = x_g W_g^T +
+    b_g`.
 
     `x` [r, k], `weights` one [n, k] per group, `rows` how many rows each group has (zero is
     allowed, sum r), `biases` one [n] per group; the result is [r, n] in x's dtype. A group without
@@ -63,7 +64,9 @@ def grouped_gemm(
 
 
 def bias_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """The bias [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
+    """Return the bias [g, n] of each of `rows` rows' group, zeros behind the last
+    group: [rows, n].
+    """
     held = sum(counts.tolist())
     every = bias.repeat_interleave(counts, 0, output_size=held)
     return torch.cat([every, bias.new_zeros(rows - held, bias.shape[1])])

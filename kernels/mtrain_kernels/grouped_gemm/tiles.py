@@ -36,12 +36,12 @@ class Tile:
         )
 
     def descriptor(self, x: Tensor, block: list[int]) -> Any:
-        """A TMA descriptor of a dense matrix, also of one row, whose stride may be any."""
+        """Return a TMA descriptor of a dense matrix, also of one row, whose stride may be any."""
         return self.described(x, list(x.shape), [x.shape[1], 1], block)
 
     @staticmethod
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-        """A TMA descriptor of memory that begins where `x` does."""
+        """Return a TMA descriptor of memory that begins where `x` does."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor(x, shape, strides, block)
@@ -88,8 +88,8 @@ EXACT = {
 
 
 def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
-    """The tiles of the table that can run on `x`; `descriptors`: whether TMA may read what lies
-    beside it.
+    """Return the tiles of the table that can run on `x`; `descriptors`: whether TMA may read what
+    lies beside it.
     """
     tma = descriptors and capability(x.device) >= 90 and x.shape[-1] * x.element_size() % 16 == 0
     found = [tile for tile in TABLES[product] if tma or not tile.tma]
@@ -99,7 +99,8 @@ def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
 def tile_for(
     product: str, x: Tensor, rows: int, n: int, k: int, groups: int, descriptors: bool
 ) -> Tile:
-    """The tile of a product of `TABLES`: what was measured for this class of shapes, or the first.
+    """Return the tile of a product of `TABLES`: what was measured for this class of shapes, or the
+    first.
 
     The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
     on timing.

@@ -413,7 +413,7 @@ def rows_product(
 def gated_product(
     x: Tensor, weights: Sequence[Tensor], ends: Tensor, share: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """The activation `kind` [r, n / 2] of `rows_product` [r, n], times `share` [r], and that
+    """Return the activation `kind` [r, n / 2] of `rows_product` [r, n], times `share` [r], and that
     product.
 
     The upper half of a weight [n, k] makes gates, the lower what they gate.
@@ -449,8 +449,8 @@ def gated_product(
 def weights_product(
     d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor] | None = None
 ) -> Tensor | None:
-    """The gradient [g, n, k] of the weights, from `d_y` [r, n] and `x` [r, k]; or it is added to
-    `into`.
+    """Return the gradient [g, n, k] of the weights, from `d_y` [r, n] and `x` [r, k]; or it is
+    added to `into`.
 
     `into` is one dense [n, k] for each group, of any float type.
     """

@@ -29,8 +29,8 @@ LONGER = 8
 def chunk_rows(
     chunk: int, tokens: int, columns: int, device: torch.device, elements: int = 0
 ) -> int:
-    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the
-    elements allowed.
+    """Return how many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to
+    the elements allowed.
 
     `elements` are the logits of a chunk, 0: 2^27, or 2^22 on a CPU. There it is at most half of the
     tokens, so that few tokens, too, never have all their logits at once.

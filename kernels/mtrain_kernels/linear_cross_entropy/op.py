@@ -54,8 +54,8 @@ def linear_cross_entropy(
     gradient: WeightGradient | None = None,
     impl: str = "auto",
 ) -> Losses:
-    """The sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`, which are
-    never held whole.
+    """Return the sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`,
+    which are never held whole.
 
     The weights of the tokens (a mask, or a mask divided by its count) are known before the
     backward, so that the forward makes the gradients with three matrix products, and the backward
@@ -165,7 +165,7 @@ def token_cross_entropy(
     chunk: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The loss of each token [t] in fp32, differentiable with any gradient per token; see
+    """Return the loss of each token [t] in fp32, differentiable with any gradient per token; see
     `linear_cross_entropy`.
 
     The backward makes the logits again, a chunk at a time: four matrix products in all instead of

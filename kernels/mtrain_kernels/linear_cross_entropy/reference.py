@@ -53,8 +53,8 @@ class Chunks(Protocol):
         class_weights: Tensor | None,
         ranked: bool,
     ) -> tuple[Tensor, Finish]:
-        """The statistics [3 or 5, t] of `hidden` [t, h] times `weight` [v_local, h], and what makes
-        their gradient.
+        """Return the statistics [3 or 5, t] of `hidden` [t, h] times `weight` [v_local, h], and
+        what makes their gradient.
 
         Where the logits are not `kept`, nobody asks for a gradient. The rest is as in
         `row_statistics`.
@@ -118,8 +118,8 @@ def chunked(
     ranked: bool = False,
     wide: bool = False,
 ) -> Gradients:
-    """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy`
-    and `Gradients`.
+    """Return losses and gradients of the weighted sum, `rows` tokens at a time; see
+    `linear_cross_entropy` and `Gradients`.
 
     The weights of the tokens multiply hidden states and their gradients instead of the logits'
     gradient, divided by the largest of them: masks of zeros and ones are exact, and nothing
@@ -225,7 +225,9 @@ class ReferenceChunks:
         class_weights: Tensor | None = None,
         ranked: bool = False,
     ) -> tuple[Tensor, Finish]:
-        """One softmax over the local columns, which is rescaled once the whole sum is known."""
+        """Return one softmax over the local columns, which is rescaled once the whole
+        sum is known.
+        """
         if not logits.shape[1]:  # a rank that holds nothing but padding
             statistics = rows_reference.row_statistics(logits, labels, first, terms, ranked=ranked)
             return statistics, lambda lse, factors: logits

@@ -54,8 +54,8 @@ EXACT = (Tile(32, 64, 32, 4, 2),)
 
 
 def candidates(hidden: Tensor, kept: bool) -> tuple[Tile | Apart, ...]:
-    """The ways for hidden states of this dtype and device, whether logits are kept or not; the
-    first one is taken where nothing was measured.
+    """Return the ways for hidden states of this dtype and device, whether logits are kept or not;
+    the first one is taken where nothing was measured.
     """
     if hidden.dtype == torch.float32:
         return (APART, *EXACT)

@@ -17,7 +17,8 @@ __all__ = ["OPS", "Plan", "permute", "plan", "row_weights", "unpermute"]
 
 
 def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
-    """The rows [r, h] of tokens `x` [t, h] in the order of `plan`; rows that hold no copy are zero.
+    """Return the rows [r, h] of tokens `x` [t, h] in the order of `plan`; rows that hold no copy
+    are zero.
 
     x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32.
     `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where x and plan do not belong
@@ -32,7 +33,8 @@ def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
 def unpermute(
     rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: str = "auto"
 ) -> Tensor:
-    """Tokens [t, h] from `rows` [r, h]: the sum in fp32 of a token's copies, each times its weight.
+    """Return tokens [t, h] from `rows` [r, h]: the sum in fp32 of a token's copies, each times its
+    weight.
 
     The result has the dtype of the rows; `weights` [t, k] may have another and get their gradient
     in it. Dropped copies add nothing and get none. The rest is as in `permute`.
@@ -44,8 +46,8 @@ def unpermute(
 
 
 def row_weights(weights: Tensor, plan: Plan) -> Tensor:
-    """The weight of each row [r] from those of copies `weights` [t, k]; zero in rows that hold no
-    copy.
+    """Return the weight of each row [r] from those of copies `weights` [t, k]; zero in rows that
+    hold no copy.
 
     Both directions gather, so that a gradient is not added up from several places. Raises
     `ValueError` where weights and plan do not belong together.
@@ -164,7 +166,7 @@ def _make_unpermute(model: Model, device: torch.device, dtype: torch.dtype) -> d
 
 
 def _moves(tokens: int, rows: int) -> Any:
-    """Bytes of so many passes over tokens and over rows in BF16."""
+    """Return bytes of so many passes over tokens and over rows in BF16."""
     return lambda m: Cost(bytes=2 * m.hidden * m.tokens * (tokens + rows * m.top_k))
 
 

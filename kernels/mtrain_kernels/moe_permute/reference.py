@@ -73,8 +73,8 @@ def plan(
 
 
 def most_rows(copies: int, experts: int, capacity: int | None, pad_to: int) -> int:
-    """The most rows that `copies` of tokens can take with `experts` experts, whatever the router
-    says.
+    """Return the most rows that `copies` of tokens can take with `experts` experts, whatever the
+    router says.
     """
     touched = min(experts, copies)  # an expert without a copy has no padding either
     most = copies + touched * (pad_to - 1)
@@ -84,8 +84,8 @@ def most_rows(copies: int, experts: int, capacity: int | None, pad_to: int) -> i
 
 
 def permute(x: Tensor, plan: Plan) -> Tensor:
-    """The rows [r, h] of tokens `x` [t, h] in the order of the plan; rows that hold no copy are
-    zero.
+    """Return the rows [r, h] of tokens `x` [t, h] in the order of the plan; rows that hold no copy
+    are zero.
 
     The result has x's dtype; its gradient adds the copies of a token up in fp32 for half input.
     Raises `ValueError` where x and the plan do not belong together.
@@ -96,8 +96,8 @@ def permute(x: Tensor, plan: Plan) -> Tensor:
 
 
 def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
-    """Tokens [t, h] from `rows` [r, h]: the sum of a token's copies, each times its weight of
-    `weights` [t, k].
+    """Return tokens [t, h] from `rows` [r, h]: the sum of a token's copies, each times its weight
+    of `weights` [t, k].
 
     Summed in fp32 for half input and returned in the dtype of the rows; dropped copies add nothing,
     whatever their weight. Raises `ValueError` where rows, weights and plan do not belong together.
@@ -168,6 +168,6 @@ def require_unpermute(
 
 
 def _rows(x: Tensor, source: Tensor, k: int) -> Tensor:
-    """Row source[r] // k of x for every r, or zeros where the source is negative."""
+    """Return row source[r] // k of x for every r, or zeros where the source is negative."""
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     return padded[torch.where(source < 0, x.shape[0], source.long() // k)]

@@ -105,7 +105,7 @@ def spread(
     weights: Tensor | None = None,
     results: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows [r, h] of `tokens` [t, h], times `weights` [t, k] where given.
+    """Return rows [r, h] of `tokens` [t, h], times `weights` [t, k] where given.
 
     With `results` [r, h] also the dot product of every row's token with it, at the place of its
     weight, [t, k].
@@ -144,7 +144,9 @@ def spread(
 
 
 def combine(rows: Tensor, position: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Tokens [t, h] from `rows` [r, h] by `position` [t, k], times `weights` [t, k] where given."""
+    """Return tokens [t, h] from `rows` [r, h] by `position` [t, k], times `weights` [t, k] where
+    given.
+    """
     rows = rows.contiguous()
     position = position.contiguous()
     weights = None if weights is None else weights.contiguous()

@@ -28,8 +28,8 @@ def moe_router(
     group_members: int = 2,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `topk` experts of every token, best first, their weights, and how many tokens each expert
-    got.
+    """Return the `topk` experts of every token, best first, their weights, and how many tokens each
+    expert got.
 
     Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or
     bf16, weights [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `impl` is

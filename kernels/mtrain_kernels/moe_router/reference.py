@@ -22,8 +22,8 @@ def moe_router(
     group_topk: int = 1,
     group_members: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `topk` experts of every token, best first, their weights, and how many tokens each expert
-    got.
+    """Return the `topk` experts of every token, best first, their weights, and how many tokens each
+    expert got.
 
     `logits` [t, e]. The scores are the sigmoid of the logits, their softmax over all experts
     (`pre_softmax`), or the logits themselves, of which the chosen ones then go through a softmax.
@@ -64,8 +64,8 @@ def moe_router(
 
 
 def normalizes(normalize: bool | None, score: str, topk: int) -> bool:
-    """Whether the weights are divided by their sum: as said, or by default for a sigmoid of several
-    experts.
+    """Return whether the weights are divided by their sum: as said, or by default for a sigmoid of
+    several experts.
     """
     return (score == "sigmoid" and topk > 1) if normalize is None else normalize
 
@@ -115,8 +115,8 @@ def _choose(
     group_topk: int,
     members: int,
 ) -> Tensor:
-    """The chosen experts [t, topk], best first, by two stable sorts: by value, then the excluded to
-    the end.
+    """Return the chosen experts [t, topk], best first, by two stable sorts: by value, then the
+    excluded to the end.
     """
     value = x if bias is None and groups == 1 else scores
     if bias is not None:

@@ -212,7 +212,7 @@ def forward(
     group_topk: int,
     members: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [t, topk], indices [t, topk] and counts [e] of `logits` [t, e]."""
+    """Return weights [t, topk], indices [t, topk] and counts [e] of `logits` [t, e]."""
     logits = logits.contiguous()
     bias = None if bias is None else bias.contiguous()
     tokens, experts = logits.shape
@@ -252,7 +252,7 @@ def forward(
 def backward(
     d_weights: Tensor, logits: Tensor, indices: Tensor, score: str, normalize: bool, scale: float
 ) -> Tensor:
-    """The gradient of `logits` [t, e], given that of the weights [t, topk]."""
+    """Return the gradient of `logits` [t, e], given that of the weights [t, topk]."""
     logits = logits.contiguous()
     d_weights = d_weights.contiguous()
     tokens, experts = logits.shape

@@ -21,8 +21,8 @@ def newton_schulz(
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> Tensor:
-    """Each matrix [..., m, n] with its singular values near 1: what Muon adds to a weight; no
-    gradients.
+    """Return each matrix [..., m, n] with its singular values near 1: what Muon adds to a weight;
+    no gradients.
 
     Worked out in `dtype`; two of three products of a step are symmetric, and `triton` makes half of
     them. Raises `ValueError` for what is no matrix, `Unavailable` where the named implementation

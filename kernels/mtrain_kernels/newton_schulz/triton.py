@@ -74,7 +74,7 @@ def symmetric_kernel(
 
 
 def symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """Launches the kernel on `x` [b, m, k] and `added` [b, m, m] or None; see
+    """Launch the kernel on `x` [b, m, k] and `added` [b, m, m] or None; see
     `reference.symmetric_product`.
     """
     x = x.contiguous()

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a norm of `x` is what this is made for."""
+    """Return whether a norm of `x` is what this is made for."""
     on_cpu = x.device.type == weight.device.type == "cpu" and x.shape[-1] > 0
     return on_cpu and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 

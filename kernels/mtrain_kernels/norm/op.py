@@ -46,7 +46,7 @@ def rms_norm_residual(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The new residual `x + residual`, and its `rms_norm`, as (normed, new residual).
+    """Return the new residual `x + residual`, and its `rms_norm`, as (normed, new residual).
 
     `residual` has x's shape and may have another dtype, which the new residual keeps; the sum is
     rounded to it before it is normalised. The rest is as in `rms_norm`.
@@ -88,7 +88,7 @@ def layer_norm_residual(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see
+    """Return the new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see
     `rms_norm_residual`.
     """
     require(x, weight, bias, residual)
@@ -100,7 +100,7 @@ def layer_norm_residual(
 
 
 def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """Raises `ValueError` where shapes do not fit, or something is no floating point."""
+    """Raise `ValueError` where shapes do not fit, or something is no floating point."""
     if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}"
@@ -130,7 +130,7 @@ def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
 
 def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
-    """Why the kernels do not take these, or None."""
+    """Return why the kernels do not take these, or None."""
     if x.shape[-1] > WIDEST:
         return f"a row of {x.shape[-1]} elements is wider than {WIDEST}"
     wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
@@ -189,7 +189,7 @@ def _(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keeps what was normed and the statistics of its rows."""
+    """Keep what was normed and the statistics of its rows."""
     x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -202,7 +202,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 
 
 def differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """Gradients of what `_norm` takes."""
+    """Return gradients of what `_norm` takes."""
     x, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the new residual was used
         return (

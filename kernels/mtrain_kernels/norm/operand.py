@@ -96,7 +96,7 @@ def norm_quantized(
 
 
 def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The operand transposed [h, m] and its scale, from what the norm keeps."""
+    """Return the operand transposed [h, m] and its scale, from what the norm keeps."""
     q, scale = _codes(*kept, *options, True)
     multiplier, format, layout = kept[-1], *options[2:]
     if multiplier is None:
@@ -128,7 +128,7 @@ def _defined(
     share: Share | None,
     multiplier: Tensor | None,
 ) -> tuple[Tensor, Tensor, Operand]:
-    """The definition: a norm, then its result quantised as it is and transposed."""
+    """Return the definition: a norm, then its result quantised as it is and transposed."""
     total = x.new_empty(0)
     if residual is None and subtract_mean:
         y = reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)

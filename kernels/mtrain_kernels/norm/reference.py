@@ -47,8 +47,8 @@ def layer_norm(
 def rms_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The new residual `x + residual`, rounded to residual's dtype, and its `rms_norm` in x's
-    dtype.
+    """Return the new residual `x + residual`, rounded to residual's dtype, and its `rms_norm` in
+    x's dtype.
 
     `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `rms_norm`
     does.
@@ -67,8 +67,8 @@ def layer_norm_residual(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The new residual `x + residual`, rounded to residual's dtype, and its `layer_norm` in x's
-    dtype.
+    """Return the new residual `x + residual`, rounded to residual's dtype, and its `layer_norm` in
+    x's dtype.
 
     `x` and `residual` [..., h]; returns (normed, new residual). Raises `ValueError` as `layer_norm`
     does.

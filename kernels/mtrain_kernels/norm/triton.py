@@ -290,7 +290,7 @@ def forward(
     layout: str = "",
     multiplier: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launches the forward kernel on `x` [..., h]: normed, new residual, mean and 1/std of each row
+    """Launch the forward kernel on `x` [..., h]: normed, new residual, mean and 1/std of each row
     [rows] in fp32.
 
     The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`.
@@ -352,7 +352,7 @@ def backward(
     zero_centered: bool,
     subtract_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight
+    """Launch the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight
     and of the bias.
 
     `dtotal` is the gradient that reached the new residual directly. The bias gradient is in fp32,

@@ -98,7 +98,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Makes the state of a parameter: zero moments, and the master that the parameter's value
+        """Make the state of a parameter: zero moments, and the master that the parameter's value
         asks for.
         """
         if store_param_remainders is None:
@@ -120,8 +120,8 @@ class FusedAdam(torch.optim.Optimizer):
                 state[MASTER] = param.detach().float().clone()
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A moment or the whole master of a parameter in fp32, however it is kept; fp32 state is
-        returned itself.
+        """Return a moment or the whole master of a parameter in fp32, however it is kept; fp32
+        state is returned itself.
         """
         kept = self.state[param][state_name]
         if state_name == MASTER:
@@ -161,8 +161,8 @@ class FusedAdam(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, grad_scale: Tensor | None = None
     ) -> Any:
-        """One step on every parameter that has a gradient; `grad_scale` [] fp32 multiplies the
-        gradients first.
+        """Return one step on every parameter that has a gradient; `grad_scale` [] fp32 multiplies
+        the gradients first.
         """
         loss = None
         if closure is not None:
@@ -177,7 +177,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def advance(self) -> None:
-        """Counts a step in each group, and writes it and the learning rate to the device if
+        """Count a step in each group, and writes it and the learning rate to the device if
         `capturable`.
         """
         for place, group in enumerate(self.param_groups):
@@ -229,7 +229,7 @@ class FusedAdam(torch.optim.Optimizer):
         return getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets or zeroes the gradients, the decoupled ones where they are used."""
+        """Forget or zeroes the gradients, the decoupled ones where they are used."""
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none)
             return
@@ -241,7 +241,7 @@ class FusedAdam(torch.optim.Optimizer):
                     param.decoupled_grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is kept, scales as `<moment>_scale` beside their moments; see
+        """Return the state as it is kept, scales as `<moment>_scale` beside their moments; see
         `load_state_dict`.
         """
         packed = super().state_dict()
@@ -256,7 +256,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state to the bit where it is kept in this optimizer's dtypes, else converts it
+        """Take a state to the bit where it is kept in this optimizer's dtypes, else converts it
         through fp32.
 
         The state of torch.optim.AdamW is understood too: its step tensors become the int of each
@@ -361,5 +361,5 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Return whether what is launched now goes into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -62,7 +62,7 @@ class Muon(FusedAdam):
         super().__init__(params, lr, **adam)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Makes the state of a parameter: zero momentum of a matrix, else that of AdamW."""
+        """Make the state of a parameter: zero momentum of a matrix, else that of AdamW."""
         if any(
             param is p
             for group in self.param_groups
@@ -78,8 +78,8 @@ class Muon(FusedAdam):
     def orthogonalised(
         self, group: dict[str, Any], params: Sequence[Tensor], made: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The updates of the matrices `params` of a group, made of `made`; here each process has
-        them whole.
+        """Return the updates of the matrices `params` of a group, made of `made`; here each process
+        has them whole.
         """
         return self._orthogonal(made, self._rows(group))
 
@@ -106,7 +106,9 @@ class Muon(FusedAdam):
             param.detach().add_(update, alpha=-group["lr"])
 
     def _rows(self, group: dict[str, Any]) -> tuple[int, ...] | None:
-        """Rows of queries, keys and values of a group of heads; None where a matrix is one."""
+        """Return rows of queries, keys and values of a group of heads; None where a
+        matrix is one.
+        """
         if self.qkv_rows and group["matrix"] == "qkv":
             return group.get("qkv_rows", self.qkv_rows)
         return None
@@ -114,7 +116,7 @@ class Muon(FusedAdam):
     def _orthogonal(
         self, matrices: Sequence[Tensor], qkv_rows: tuple[int, ...] | None
     ) -> list[Tensor]:
-        """Each of them; those of one shape together."""
+        """Return each of them; those of one shape together."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, matrix in enumerate(matrices):
             alike.setdefault((matrix.shape, matrix.dtype), []).append(place)

@@ -47,8 +47,8 @@ def adamw_(
 
 
 def grad_norm(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
-    """The Euclidean norm of all elements of all contiguous tensors, a scalar in fp32 on their
-    device; 0 for none.
+    """Return the Euclidean norm of all elements of all contiguous tensors, a scalar in fp32 on
+    their device; 0 for none.
     """
     grads = [g.detach() for g in grads]
     if not grads:
@@ -234,7 +234,9 @@ def _weights(model: Model) -> list[tuple[int, ...]]:
 
 
 def tensors(model: Model, kind: str, device: torch.device) -> Lists:
-    """The tensors of a step on one layer of `model`, kept as `kind` (a key of `KINDS`) says."""
+    """Return the tensors of a step on one layer of `model`, kept as `kind` (a key of
+    `KINDS`) says.
+    """
     master, moment, grad, _ = KINDS[kind]
 
     def make(dtype: torch.dtype) -> list[Tensor]:
@@ -273,7 +275,7 @@ def _launch(model: Model) -> None:
 
 
 def _drawn(lists: Lists) -> Lists:
-    """Tensors as these with numbers drawn at random; what is in eight bits has scales
+    """Return tensors as these with numbers drawn at random; what is in eight bits has scales
     of its own.
     """
     p = lists.params[0]

@@ -151,7 +151,9 @@ def _write(
 
 
 def grad_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all elements of all tensors, a scalar in fp32; 0 for no tensors."""
+    """Return the Euclidean norm of all elements of all tensors, a scalar in fp32; 0 for
+    no tensors.
+    """
     if not grads:
         return torch.zeros(())
     return torch.stack([g.float().norm() for g in grads]).norm()

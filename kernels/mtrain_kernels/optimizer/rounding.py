@@ -17,8 +17,8 @@ _LOW = 0xFFFFFFFF
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> the nearest bf16 weight and a signed 16-bit remainder: master bits = weight bits <<
-    16 + remainder.
+    """Return fp32 -> the nearest bf16 weight and a signed 16-bit remainder: master bits = weight
+    bits << 16 + remainder.
 
     A tie goes away from zero and not to the even weight: 2^32 masters share 2^16 weights with 2^16
     remainders each, and rounding to even would give an even weight one master too many. NaN loses
@@ -31,7 +31,9 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master from the bf16 weight and the 16-bit remainder of `split_master`, exactly."""
+    """Return the fp32 master from the bf16 weight and the 16-bit remainder of `split_master`,
+    exactly.
+    """
     bits = ((weight.view(torch.int16).long() & 0xFFFF) << 16) + remainder.long()
     return _as_int32(bits & _LOW).view(torch.float32)
 
@@ -68,7 +70,7 @@ def philox(
 def words(
     seed: int, size: int, stream: int, step: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three times 16 random bits, in int64, for each of `size` elements of a tensor.
+    """Return three times 16 random bits, in int64, for each of `size` elements of a tensor.
 
     Elements 2 i and 2 i + 1 share the words of `philox` for i: the even one has their low halves.
     """
@@ -80,8 +82,8 @@ def words(
 
 
 def stochastic_bf16(x: Tensor, words: Tensor) -> Tensor:
-    """fp32 -> one of the two neighbours in bf16, by chance, right on average: 16 random bits are
-    added.
+    """Return fp32 -> one of the two neighbours in bf16, by chance, right on average: 16 random bits
+    are added.
     """
     bits = (x.view(torch.int32).long() & _LOW) + words
     return _narrow(torch.where(x.isnan(), 0x7FC0, bits >> 16)).view(torch.bfloat16)
@@ -90,8 +92,8 @@ def stochastic_bf16(x: Tensor, words: Tensor) -> Tensor:
 def store_moment(
     x: Tensor, dtype: torch.dtype, second: bool, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with `words`), or
-    8 bits for uint8.
+    """Return a moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with
+    `words`), or 8 bits for uint8.
 
     Eight bits are e4m3 with a power of two as the scale of 128 elements: storing again what was
     loaded changes nothing. Of the second moment it is the square root, whose exponents spread half
@@ -113,7 +115,7 @@ def store_moment(
 
 
 def load_moment(kept: Tensor, scale: Tensor | None, second: bool) -> Tensor:
-    """The moment [n] in fp32 from what `store_moment` gave; fp32 is returned as it is."""
+    """Return the moment [n] in fp32 from what `store_moment` gave; fp32 is returned as it is."""
     if kept.dtype != torch.uint8:
         return kept.float()
     assert scale is not None
@@ -122,7 +124,7 @@ def load_moment(kept: Tensor, scale: Tensor | None, second: bool) -> Tensor:
 
 
 def scales_of(size: int) -> int:
-    """How many scales an eight-bit moment of `size` elements has."""
+    """Return how many scales an eight-bit moment of `size` elements has."""
     return ceil_div(size, MOMENT_BLOCK)
 
 

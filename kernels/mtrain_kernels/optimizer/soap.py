@@ -20,7 +20,7 @@ RESOLVED = 1e-6
 
 
 def new_factors(shape: Sequence[int], largest: int, device: torch.device) -> Factors:
-    """Zero factors of a matrix [r, c]: two [r, r] and two [c, c] in fp32; a side longer than
+    """Return zero factors of a matrix [r, c]: two [r, r] and two [c, c] in fp32; a side longer than
     `largest` has none.
     """
     lengths = {side: n for side, n in zip(SIDES, shape, strict=True) if n <= largest}
@@ -154,8 +154,8 @@ class Soap(FusedAdam):
                 factors[f"basis_{side}"].copy_(_orthonormal(vectors[side], values.square()))
 
     def _followed(self, factors: Factors, square: Tensor) -> Tensor:
-        """One power iteration of each basis, its vectors in the order of what they find, as the
-        second moment's.
+        """Return one power iteration of each basis, its vectors in the order of what they find, as
+        the second moment's.
         """
         for side in _of(factors):
             gram = factors[f"gram_{side}"]
@@ -168,12 +168,13 @@ class Soap(FusedAdam):
 
 
 def _of(factors: Factors) -> list[str]:
-    """The sides of a matrix that have factors."""
+    """Return the sides of a matrix that have factors."""
     return [side for side in SIDES if f"gram_{side}" in factors]
 
 
 def _orthonormal(vectors: Tensor, values: Tensor) -> Tensor:
-    """A basis [n, n] that begins with what [n, k] vectors span, the largest eigenvalue first.
+    """Return a basis [n, n] that begins with what [n, k] vectors span, the largest eigenvalue
+    first.
 
     Vectors whose eigenvalue is below `RESOLVED` of the largest are left out: in fp32 they are those
     of rounding. The basis is completed by the reflections of the others, which last digits hardly
@@ -186,7 +187,7 @@ def _orthonormal(vectors: Tensor, values: Tensor) -> Tensor:
 
 
 def _turned(factors: Factors, matrix: Tensor, *, back: bool = False) -> Tensor:
-    """A matrix in the bases of its sides, or back from there."""
+    """Return a matrix in the bases of its sides, or back from there."""
     rows, columns = (factors.get(f"basis_{side}") for side in SIDES)
     if rows is not None:
         matrix = (rows if back else rows.mT) @ matrix

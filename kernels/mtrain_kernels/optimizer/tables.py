@@ -43,7 +43,7 @@ def tables(
 
 
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The rows as int64 on the device, kept while pointers stay."""
+    """Return the rows as int64 on the device, kept while pointers stay."""
     return _TABLES.of(rows, device, lambda: torch.tensor(rows, dtype=torch.int64))
 
 

@@ -347,7 +347,7 @@ def adamw_(
     clock: Tensor | None,
     hyper: Hyper,
 ) -> None:
-    """Launches the kernel on all tensors that have elements; arguments as in the reference."""
+    """Launch the kernel on all tensors that have elements; arguments as in the reference."""
     empty = [None] * len(lists.params)
     columns = [tuple(column) if column else tuple(empty) for column in lists]
     rows = [
@@ -410,7 +410,7 @@ def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
 
 
 def grad_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all elements of all tensors of one dtype, a scalar in fp32."""
+    """Return the Euclidean norm of all elements of all tensors of one dtype, a scalar in fp32."""
     partial = [_gradients(grads, *part) for part in _tables_of(grads)]
     if not partial:
         return torch.zeros((), device=grads[0].device)
@@ -418,7 +418,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all tensors of one dtype by `factor`, in place."""
+    """Multiply all tensors of one dtype by `factor`, in place."""
     for part in _tables_of(grads):
         _gradients(grads, *part, factor=factor)
 
@@ -434,7 +434,7 @@ def _gradients(
     aligned: bool,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """Launches the norm kernel: the sum of squares of each chunk, or with a `factor` nothing of
+    """Launch the norm kernel: the sum of squares of each chunk, or with a `factor` nothing of
     use.
     """
     partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)

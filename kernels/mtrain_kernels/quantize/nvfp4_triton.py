@@ -137,7 +137,7 @@ def nvfp4_dequantize_kernel(
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels for amax and NVFP4; `x` [m, n] with unit column stride and even n; see
+    """Launch the kernels for amax and NVFP4; `x` [m, n] with unit column stride and even n; see
     the reference.
     """
     rows, columns = x.shape
@@ -156,7 +156,7 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantize_nvfp4(
     packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Launches the kernel that turns NVFP4 codes back into numbers; see the reference."""
+    """Launch the kernel that turns NVFP4 codes back into numbers; see the reference."""
     rows = packed.shape[0]
     columns = 2 * packed.shape[1]
     out = packed.new_empty((rows, columns), dtype=dtype)

@@ -163,8 +163,8 @@ def dequantize_nvfp4(
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> Tensor:
-    """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where
-    shapes do not fit.
+    """Return the numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError`
+    where shapes do not fit.
     """
     fits = packed.ndim == 2 and block_scale.shape == (
         packed.shape[0],
@@ -194,8 +194,8 @@ def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
 
 
 def amax(x: Tensor, *, swiglu: bool = False, impl: str = "auto") -> Tensor:
-    """The greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is quantised
-    then; else 0.
+    """Return the greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is
+    quantised then; else 0.
     """
     rows = _rows(x, "e4m3", swiglu)
     return _amax(rows, swiglu, pick("quantize", impl, x.device, _obstacle(rows)))
@@ -235,7 +235,7 @@ def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
 
 
 def require_multiplier(multiplier: Tensor, x: Tensor) -> None:
-    """Raises `ValueError` unless `multiplier` is one number in fp32 beside x."""
+    """Raise `ValueError` unless `multiplier` is one number in fp32 beside x."""
     if (
         multiplier.shape != (1,)
         or multiplier.dtype != torch.float32
@@ -246,8 +246,8 @@ def require_multiplier(multiplier: Tensor, x: Tensor) -> None:
 
 
 def _obstacle(rows: Tensor) -> str | None:
-    """Why the kernels do not take rows [m, n], or None: tiles of columns are the second axis of
-    their grid.
+    """Return why the kernels do not take rows [m, n], or None: tiles of columns are the second axis
+    of their grid.
     """
     most = GRID * 128
     return f"rows of {rows.shape[1]} are longer than {most}" if rows.shape[1] > most else None

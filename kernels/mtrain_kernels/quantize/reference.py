@@ -20,8 +20,8 @@ NVFP4_SPAN = 448.0 * 6.0  # the greatest block scale times the greatest e2m1 num
 
 
 def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """The greatest finite absolute value of `x`, over `dim` or everything, in fp32; 0 where there
-    is none.
+    """Return the greatest finite absolute value of `x`, over `dim` or everything, in fp32; 0 where
+    there is none.
     """
     magnitude = x.float().abs()
     magnitude = magnitude.where(magnitude.isfinite(), 0)
@@ -47,7 +47,7 @@ def span(amax: Tensor, greatest: float) -> Tensor:
 
 
 def encode(x: Tensor, format: str) -> Tensor:
-    """fp32 `x` rounded to "e4m3" or "e5m2", as a tensor of that dtype; every NaN has
+    """Return fp32 `x` rounded to "e4m3" or "e5m2", as a tensor of that dtype; every NaN has
     the code 0x7F.
     """
     greatest = FORMATS[format].greatest
@@ -57,7 +57,9 @@ def encode(x: Tensor, format: str) -> Tensor:
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """fp32 `x` rounded to e2m1, as codes 0-15 in uint8; the format has no NaN, which becomes 6."""
+    """Return fp32 `x` rounded to e2m1, as codes 0-15 in uint8; the format has no NaN, which becomes
+    6.
+    """
     steps = x.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # half-way between neighbours
     magnitude = x.abs()
     # a tie goes down, which is right where the lower code is even
@@ -68,7 +70,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
-    """The numbers in fp32 that e2m1 codes 0-15 stand for."""
+    """Return the numbers in fp32 that e2m1 codes 0-15 stand for."""
     return code.new_tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)[(code & 7).long()] * (
         0.5 - (code >> 3).float()
     )
@@ -77,8 +79,8 @@ def decode_e2m1(code: Tensor) -> Tensor:
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool
 ) -> tuple[Tensor, ...]:
-    """One multiplier for all: data [m, n], scale [1] fp32, transposed data [n, m] or empty, and
-    amax [1].
+    """Return one multiplier for all: data [m, n], scale [1] fp32, transposed data [n, m] or empty,
+    and amax [1].
 
     `x` [m, n]; `m` [1] fp32, or None for the one that x's own amax asks for (current scaling).
     """
@@ -91,8 +93,8 @@ def quantize_tensorwise(
 def quantize_blocks(
     x: Tensor, format: str, layout: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A multiplier for each block: data [m, n] and its scales, transposed data [n, m] and its
-    scales, or empty.
+    """Return a multiplier for each block: data [m, n] and its scales, transposed data [n, m] and
+    its scales, or empty.
 
     Scales are [ceil(m / rows), ceil(n / columns)] in fp32, or in e8m0: the least power of two that
     keeps the amax in range (Mishra et al. 2025, arXiv:2506.08027). Blocks at the edge may be
@@ -123,8 +125,8 @@ def _blocks(x: Tensor, format: str, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def e8m0(amax: Tensor, format: str) -> Tensor:
-    """The biased exponent, in uint8, of the least power of two s with `amax / s` in the range of
-    `format`.
+    """Return the biased exponent, in uint8, of the least power of two s with `amax / s` in the
+    range of `format`.
     """
     bits = amax.view(torch.int32)
     emax = {"e4m3": 8, "e5m2": 15}[format]  # both formats end at 1.75 * 2^emax
@@ -167,15 +169,15 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantize_nvfp4(
     packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The numbers [m, n] in `dtype` that `quantize_nvfp4` gave, worked out in fp32."""
+    """Return the numbers [m, n] in `dtype` that `quantize_nvfp4` gave, worked out in fp32."""
     code = torch.stack([packed & 15, packed >> 4], 2).flatten(1)
     spread = (block_scale.float() * scale).repeat_interleave(16, 1)[:, : code.shape[1]]
     return (decode_e2m1(code) * spread).to(dtype)
 
 
 def delayed_multiplier(history: Tensor, format: str, margin: int = 0) -> Tensor:
-    """The multiplier [1] of delayed scaling: that of the greatest amax in `history` [window], over
-    2^margin.
+    """Return the multiplier [1] of delayed scaling: that of the greatest amax in `history`
+    [window], over 2^margin.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
     """

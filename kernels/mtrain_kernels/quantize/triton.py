@@ -357,7 +357,7 @@ def dequantize_kernel(
 
 
 def amax(x: Tensor, swiglu: bool) -> Tensor:
-    """Launches the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
+    """Launch the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
     rows = x.shape[0]
     columns = x.shape[1] // (1 + swiglu)
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
@@ -373,8 +373,8 @@ def amax(x: Tensor, swiglu: bool) -> Tensor:
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference's results as bytes: launches the tensorwise kernel, after that for amax unless
-    `m` [1] is given.
+    """Return the reference's results as bytes: launches the tensorwise kernel, after that for amax
+    unless `m` [1] is given.
 
     `x` [m, n] with unit column stride, or with `swiglu` [m, 2 n], gate and up side by side.
     """
@@ -411,7 +411,7 @@ def quantize_tensorwise(
 def quantize_blocks(
     x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference's results as bytes: launches the kernel for blocks; `x` as in
+    """Return the reference's results as bytes: launches the kernel for blocks; `x` as in
     `quantize_tensorwise`.
     """
     rows = x.shape[0]
@@ -453,7 +453,7 @@ def quantize_blocks(
 def dequantize_blocks(
     q: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype
 ) -> Tensor:
-    """Launches the kernel that turns codes back into numbers; see the reference."""
+    """Launch the kernel that turns codes back into numbers; see the reference."""
     mantissa, bias, _, _ = FORMATS[format]
     out = q.new_empty(q.shape, dtype=dtype)
     if q.numel():

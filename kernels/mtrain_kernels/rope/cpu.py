@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def fits(x: Tensor, cos: Tensor) -> bool:
-    """Whether a rotation of whole heads `x` [..., s, n, d] by tables [s, d / 2] is what this is
-    made for.
+    """Return whether a rotation of whole heads `x` [..., s, n, d] by tables [s, d / 2] is what this
+    is made for.
     """
     return x.device.type == "cpu" and x.dtype == torch.float32 and 2 * cos.shape[-1] == x.shape[-1]
 

@@ -55,7 +55,7 @@ def rotate(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Turns pair i of the first r elements of each head by the angle of table entry i of the
+    """Turn pair i of the first r elements of each head by the angle of table entry i of the
     token's position.
 
     `x` [s, n, d] or [b, s, n, d] in any strides, which a dense x hands to the result; `cos` and
@@ -208,7 +208,7 @@ def _launch(model: Model) -> None:
 
 
 def _keys(model: Model) -> int:
-    """MLA turns a part that is split off each query, and one key for all heads."""
+    """Return MLA turns a part that is split off each query, and one key for all heads."""
     return model.kv_heads if model.rope_dim == model.head_dim else 1
 
 

@@ -29,7 +29,7 @@ def rotate_packed(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [s, b, n, d], keys and values [s, b, g, d] of packed rows; queries and keys as
+    """Return queries [s, b, n, d], keys and values [s, b, g, d] of packed rows; queries and keys as
     `reference.rotate`.
 
     `qkv` [s, b, (n + 2 g) d], with `heads` n of queries and `groups` g of keys. `grouped`: a row is

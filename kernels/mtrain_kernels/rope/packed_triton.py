@@ -210,7 +210,7 @@ class Packing(NamedTuple):
 def _tiles(
     length: int, batch: int, heads: int, groups: int, width: int, half: int, elements: int
 ) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, int]]:
-    """The grid along tokens, blocks of heads and batch; blocks of queries and of keys; the
+    """Return the grid along tokens, blocks of heads and batch; blocks of queries and of keys; the
     constants of a tile.
     """
     sides, each = head_sides(width, half)
@@ -229,7 +229,7 @@ def forward(
     sin: Tensor,
     how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the forward kernel on `x` [s, b, (n + 2 g) d]: queries [s, b, n, d], keys and values
+    """Launch the forward kernel on `x` [s, b, (n + 2 g) d]: queries [s, b, n, d], keys and values
     [s, b, g, d].
     """
     (length, batch), (heads, groups) = x.shape[:2], how[:2]
@@ -263,7 +263,7 @@ def backward(
     sin: Tensor,
     how: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the backward kernel: gradients of `x` [s, b, (n + 2 g) d], and of both weights [d]
+    """Launch the backward kernel: gradients of `x` [s, b, (n + 2 g) d], and of both weights [d]
     or empty ones.
     """
     (length, batch), (heads, groups) = dq.shape[:2], how[:2]

@@ -48,7 +48,7 @@ def rotate(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> Tensor:
-    """Turns pair i of the first r elements of each head by the angle of table entry i of the
+    """Turn pair i of the first r elements of each head by the angle of table entry i of the
     token's position.
 
     (a, b) becomes (a cos - b sin, b cos + a sin). The pairs are elements (i, i + r/2), or (2i, 2i +
@@ -81,8 +81,8 @@ def rotate(
 
 
 def _entries(table: Tensor, positions: Tensor | None, tokens: int) -> Tensor:
-    """The table's entry of each token; a negative position is an error, and not counted from the
-    end.
+    """Return the table's entry of each token; a negative position is an error, and not counted from
+    the end.
     """
     if positions is None:
         return table[:tokens]
@@ -103,8 +103,8 @@ def rotate_packed(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [s, b, n, d], keys and values [s, b, g, d] of `qkv` [s, b, (n + 2 g) d], the first
-    two by `rotate`.
+    """Return queries [s, b, n, d], keys and values [s, b, g, d] of `qkv` [s, b, (n + 2 g) d], the
+    first two by `rotate`.
 
     `grouped`: a row is the queries of one group, its key, its value, then the next group; else all
     queries, all keys, all values. Token t is turned by entry t of the tables.
@@ -140,7 +140,7 @@ def require_packed(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> None:
-    """Raises `ValueError` where packed rows, tables, numbers of heads and weights do not belong
+    """Raise `ValueError` where packed rows, tables, numbers of heads and weights do not belong
     together.
     """
     if (
@@ -163,7 +163,7 @@ def require_packed(
 def require(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, weight: Tensor | None
 ) -> None:
-    """Raises `ValueError` where x, tables, positions and weight do not belong together."""
+    """Raise `ValueError` where x, tables, positions and weight do not belong together."""
     if x.ndim not in (3, 4):
         raise ValueError(
             f"x {tuple(x.shape)} must be [tokens, heads, head size] or have a batch before"

@@ -283,7 +283,7 @@ def forward(
     zero_centered: bool,
     backward: bool,
 ) -> Tensor:
-    """Launches the forward kernel on `x` [b, s, n, d] with tables [p, r/2] and positions [b, s];
+    """Launch the forward kernel on `x` [b, s, n, d] with tables [p, r/2] and positions [b, s];
     keeps x's layout.
     """
     y = torch.empty_like(x)
@@ -319,7 +319,7 @@ def backward(
     eps: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel of normed and turned heads: gradients of `x` [b, s, n, d] and of
+    """Launch the backward kernel of normed and turned heads: gradients of `x` [b, s, n, d] and of
     `weight` [d].
     """
     dx = torch.empty_like(x)

@@ -105,8 +105,8 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _moves(read: float, written: int) -> Any:
-    """Bytes of so many passes over the scores in BF16; a causal kernel reads half of them and
-    writes all.
+    """Return bytes of so many passes over the scores in BF16; a causal kernel reads half of them
+    and writes all.
     """
     return lambda m: Cost(bytes=int(2 * m.heads * _length(m) ** 2 * (read + written)))
 

@@ -47,8 +47,8 @@ def softmax(
 
 
 def visible_keys(x: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
-    """The boolean mask of who sees whom, broadcastable to x [b, n, s, t], or None if everybody sees
-    everything.
+    """Return the boolean mask of who sees whom, broadcastable to x [b, n, s, t], or None if
+    everybody sees everything.
     """
     seen = mask
     if causal:

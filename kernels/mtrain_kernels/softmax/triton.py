@@ -223,8 +223,8 @@ def backward(
     mask: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the sink [n] (empty without one), given that of y and what `forward`
-    kept.
+    """Return gradients of x and of the sink [n] (empty without one), given that of y and what
+    `forward` kept.
     """
     d_y = d_y.contiguous()
     x = x.contiguous()

@@ -31,8 +31,8 @@ def ssd(
     chunk: int = 256,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The scan `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and the last
-    state.
+    """Return the scan `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and
+    the last state.
 
     Arguments and results are those of `reference.ssd`: `x` [n, t, h, p], `dt` [n, t, h], `a` [h],
     `b` and `c` [n, t, g, s], `d` [h] or [h, p], `dt_bias` [h], `state` [n, h, p, s], `segments` [n,
@@ -60,8 +60,8 @@ def ssd(
 
 @torch.compiler.assume_constant_result
 def _pick(impl: str, device: torch.device, mamba_ssm: str | None, fla: str | None) -> str:
-    """The implementation to take; the obstacles are those that this very call puts in the way of a
-    library.
+    """Return the implementation to take; the obstacles are those that this very call puts in the
+    way of a library.
     """
     if impl == "auto":
         for name, obstacle in (("mamba_ssm", mamba_ssm), ("fla", fla)):
@@ -74,7 +74,7 @@ def _pick(impl: str, device: torch.device, mamba_ssm: str | None, fla: str | Non
 def _call_obstacle(
     name: str, x: Tensor, chunk: int, state: Tensor | None, segments: Tensor | None
 ) -> str | None:
-    """Why a library cannot take this call, whatever the device."""
+    """Return why a library cannot take this call, whatever the device."""
     if x.dtype not in (*HALF, torch.float32):
         return f"{x.dtype} is none of fp32, fp16 and bf16"
     if name == "fla" and segments is not None:
@@ -108,7 +108,7 @@ def by_mamba_ssm(
     segments: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The scan by mamba_ssm, whose arguments are these under other names."""
+    """Return the scan by mamba_ssm, whose arguments are these under other names."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     y, last = mamba_chunk_scan_combined(
@@ -140,8 +140,8 @@ def by_fla(
     dt_softplus: bool,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan as the gated linear attention of fla: c asks, b is the key, dt x the value, dt a the
-    gate.
+    """Return the scan as the gated linear attention of fla: c asks, b is the key, dt x the value,
+    dt a the gate.
 
     fla keeps its state the other way round, [n, h, s, p], and knows no groups, so b and c are
     repeated.
@@ -190,7 +190,7 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _cost(products: int, tensors: int, chunk: int = 256) -> Any:
-    """Bytes of x and y, b and c; products inside chunks (halved by causality) and with
+    """Return bytes of x and y, b and c; products inside chunks (halved by causality) and with
     the states.
     """
 

@@ -22,8 +22,8 @@ def ssd_sequential(
     state: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and the
-    last state.
+    """Return the recurrence `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`,
+    and the last state.
 
     `x` [n, t, h, p], `dt` [n, t, h], `a` [h] (negative where the state fades), `b` and `c` [n, t,
     g, s] with h a multiple of g: head i reads group i // (h/g). `d` [h] or [h, p], `dt_bias` [h] is
@@ -103,8 +103,8 @@ def _chunk(
     marks: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One chunk: outputs [n, l, h, p] and the state behind it, from inputs `u`, log decays `fade`
-    and state `s`.
+    """Return one chunk: outputs [n, l, h, p] and the state behind it, from inputs `u`, log decays
+    `fade` and state `s`.
     """
     total = fade.cumsum(1).transpose(1, 2)
     length = total.shape[-1]

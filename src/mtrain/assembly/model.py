@@ -78,8 +78,8 @@ def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
 
 
 def _half(config: Any, chunk: Any) -> Any:
-    """The chunk in half precision, but for the routers' balancing biases, which a checkpoint holds
-    in full.
+    """Return the chunk in half precision, but for the routers' balancing biases, which a checkpoint
+    holds in full.
     """
     wrapped = mcore.Float16Module(config, chunk)
     for router in (module for module in wrapped.modules() if isinstance(module, mcore.TopKRouter)):
@@ -88,8 +88,8 @@ def _half(config: Any, chunk: Any) -> Any:
 
 
 def _may_defer(run: RunConfig) -> bool:
-    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up
-    before.
+    """Return whether weights may stay without memory until FSDP shards them; stages add tied
+    embeddings up before.
     """
     tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
     return run.parallel.fsdp != "none" and not tied_stages
@@ -130,7 +130,7 @@ def told_by(run: RunConfig) -> Told:
 
 
 def adapter_of(peft: PeftConfig) -> low_rank.Adapter:
-    """The adapters that a resolved `peft` section describes."""
+    """Return the adapters that a resolved `peft` section describes."""
     assert peft.r is not None
     return low_rank.Adapter(peft.r, peft.scale, peft.dropout, has_magnitude=peft.kind == "dora")
 

@@ -81,7 +81,7 @@ def _update_in_one_pass(optimizer: Any) -> None:
 
 
 def build_schedule(run: RunConfig, optimizer: Any) -> Any:
-    """The learning-rate schedule in steps; `step(1)` before an update sets the rate of
+    """Return the learning-rate schedule in steps; `step(1)` before an update sets the rate of
     that update.
     """
     return mcore.OptimizerParamScheduler(optimizer, **values(SCHEDULE_FIELDS, run))

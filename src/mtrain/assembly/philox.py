@@ -45,14 +45,14 @@ class Stream:
 
     @classmethod
     def of(cls, name: str) -> Stream:
-        """The stream of a name."""
+        """Return the stream of a name."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big"))
 
     def rows(
         self, top: int, bottom: int, width: int, span: tuple[int, int], device: torch.device | None
     ) -> Tensor:
-        """The bits of the elements of columns `span` of rows `top` to `bottom` of a matrix of
-        `width` columns, on a device, or, with None, on the host.
+        """Return the bits of the elements of columns `span` of rows `top` to `bottom` of a matrix
+        of `width` columns, on a device, or, with None, on the host.
 
         Returns:
             int32 [bottom - top, columns].
@@ -91,8 +91,8 @@ class Stream:
         )
 
     def words(self, counters: Tensor) -> Tensor:
-        """The four words of each counter (int64 [n]) in int64 [n, 4], by torch's integers, which
-        wrap around.
+        """Return the four words of each counter (int64 [n]) in int64 [n, 4], by torch's integers,
+        which wrap around.
         """
         x0 = counters
         x1 = x2 = x3 = torch.zeros_like(counters)
@@ -109,7 +109,7 @@ class Stream:
 
 
 def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low 64 bits of `factor` times each of `x`, both unsigned."""
+    """Return the high and the low 64 bits of `factor` times each of `x`, both unsigned."""
     upper = factor >> 32
     lower = factor & LOW
     high = _shifted(x)
@@ -120,7 +120,7 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """The upper half of unsigned words."""
+    """Return the upper half of unsigned words."""
     return (x >> 32) & LOW
 
 
@@ -129,7 +129,7 @@ def _signed(word: int) -> int:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """Numbers in [0, 1) of 24 bits each, float32."""
+    """Return numbers in [0, 1) of 24 bits each, float32."""
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
@@ -156,8 +156,8 @@ def _first_cell() -> int:
 
 @cache
 def edges() -> list[float]:
-    """The quantile at each edge of a cell, for probabilities from 2^-33 to a half; positive, as of
-    the upper tail.
+    """Return the quantile at each edge of a cell, for probabilities from 2^-33 to a half; positive,
+    as of the upper tail.
 
     They are rounded to float32 where they are used. None lies so near the middle between two floats
     that the last bits of the C library's logarithm could decide which it becomes; a test says so.
@@ -169,14 +169,16 @@ def edges() -> list[float]:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The quantile at the beginning of each cell, and how much it changes by each step inside."""
+    """Return the quantile at the beginning of each cell, and how much it changes by each step
+    inside.
+    """
     quantiles = torch.tensor(edges(), dtype=torch.float64).float()
     ahead = torch.cat([quantiles[1:], quantiles[-1:]])
     return quantiles.to(device), ((ahead - quantiles) * 2.0**-REST).to(device)
 
 
 def digest(device: str) -> str:
-    """The SHA-256 of what streams give on a torch device, of whole and cut rows:
+    """Return the SHA-256 of what streams give on a torch device, of whole and cut rows:
     `DIGEST` on each.
     """
     found = hashlib.sha256()

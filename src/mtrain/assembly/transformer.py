@@ -55,7 +55,7 @@ FUSIONS = (
 
 
 def transformer_config(run: RunConfig, device: Device) -> Any:
-    """The TransformerConfig (MLATransformerConfig for MLA) of a resolved configuration."""
+    """Return the TransformerConfig (MLATransformerConfig for MLA) of a resolved configuration."""
     values = dict.fromkeys(FUSIONS, False) | transformer_values(run)
     values |= {name: made(values[name]) for name, made in MADE.items()}
     values |= {"use_cpu_initialization": False, "perform_initialization": True}

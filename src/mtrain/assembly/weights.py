@@ -149,8 +149,8 @@ def _bits(
     rows: tuple[int, int],
     device: torch.device | None,
 ) -> torch.Tensor:
-    """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32
-    [rows, elements].
+    """Return random bits of some rows of a part of a whole tensor, counted from the part's first:
+    int32 [rows, elements].
     """
     top = offset[0] + rows[0]
     bottom = offset[0] + rows[1]

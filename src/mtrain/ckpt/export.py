@@ -43,13 +43,13 @@ class Exported:
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:
-    """Names of the model's own tensors, in order, without adapters."""
+    """Return names of the model's own tensors, in order, without adapters."""
     held = checkpoint.manifest["tensors"]
     return sorted(key for key in held if key.startswith(folder.MODEL) and not is_adapter(key))
 
 
 def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
-    """A whole weight, with its adapter where it has one."""
+    """Return a whole weight, with its adapter where it has one."""
     weight = checkpoint.whole(key)
     names = names_beside(key)
     held = checkpoint.manifest["tensors"]
@@ -111,7 +111,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
 
 
 def read(exported: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of an exported folder by name, a file at a time."""
+    """Yield every tensor of an exported folder by name, a file at a time."""
     from safetensors.torch import load_file
 
     index = json.loads((exported / INDEX).read_text())

@@ -48,7 +48,9 @@ def folder_name(step: int) -> str:
 
 
 def by_file(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """The items of each file, in their order: as many as fit into `limit` bytes, at least one."""
+    """Yield the items of each file, in their order: as many as fit into `limit` bytes, at least
+    one.
+    """
     held: list[T] = []
     size = 0
     for item in items:
@@ -101,24 +103,26 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step that a checkpoint's name says."""
     return int(path.name.removeprefix("step_"))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder holds a committed checkpoint."""
+    """Return whether a folder holds a committed checkpoint."""
     return (path / MANIFEST).is_file()
 
 
 def folders(root: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, by step; some may lack their manifest."""
+    """Return folders with the name of a checkpoint, by step; some may lack their manifest."""
     if not root.is_dir():
         return []
     return sorted((p for p in root.iterdir() if re.fullmatch(r"step_\d{8,}", p.name)), key=step_of)
 
 
 def committed(root: Path) -> list[Path]:
-    """The committed checkpoints in a folder, oldest first; half-written ones are not among them."""
+    """Return the committed checkpoints in a folder, oldest first; half-written ones are not among
+    them.
+    """
     return [path for path in folders(root) if (path / MANIFEST).is_file()]
 
 
@@ -148,8 +152,8 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are all there in their sizes and whose `run.yaml`
-    has its hash.
+    """Return the manifest of a checkpoint, whose files are all there in their sizes and whose
+    `run.yaml` has its hash.
 
     With `verify`, every byte of every file has been compared with its hash. Without, whoever reads
     a shard compares what it reads (`hashes`).
@@ -184,7 +188,7 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def name_of_format_1(key: str) -> str:
-    """The name of a tensor that format 1 calls `key`."""
+    """Return the name of a tensor that format 1 calls `key`."""
     state = next((state for state in STATES_OF_FORMAT_1 if key.startswith(state)), "")
     return f"optim/{state[:-1]}/{key.removeprefix(state)}" if state else MODEL + key
 
@@ -214,7 +218,7 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
 
 
 def digest(body: dict[str, Any]) -> str:
-    """Hex sha256 of the canonical JSON of `body`."""
+    """Return hex sha256 of the canonical JSON of `body`."""
     return hashlib.sha256(
         strict_json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()

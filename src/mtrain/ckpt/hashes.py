@@ -83,11 +83,11 @@ class Entry:
 
     @property
     def sha256(self) -> str:
-        """Hex sha256 of all its bytes; empty where the header does not say it."""
+        """Return hex sha256 of all its bytes; empty where the header does not say it."""
         return self.hashes if len(self.hashes) == HEX else self.whole
 
     def blocks(self, start: int, stop: int) -> range:
-        """Numbers of the blocks that bytes [start, stop) lie in."""
+        """Return numbers of the blocks that bytes [start, stop) lie in."""
         if start < stop:
             return range(start // self.block_bytes, -(-stop // self.block_bytes))
         return range(0)
@@ -116,7 +116,7 @@ _sound: dict[Identity, _Sound] = {}
 
 
 def hash_bytes(data: Any) -> str:
-    """Hex sha256 of anything with bytes; notes progress while it works."""
+    """Return hex sha256 of anything with bytes; notes progress while it works."""
     whole = hashlib.sha256()
     view = memoryview(data).cast("B")
     for start in range(0, len(view), HASHED_BYTES):
@@ -126,8 +126,8 @@ def hash_bytes(data: Any) -> str:
 
 
 def hash_blocks(data: Any) -> str:
-    """Hex sha256 of every block of an entry's bytes, behind each other; no bytes count as one empty
-    block.
+    """Return hex sha256 of every block of an entry's bytes, behind each other; no bytes count as
+    one empty block.
     """
     view = memoryview(data).cast("B")
     starts = range(0, max(1, len(view)), BLOCK_BYTES)
@@ -135,7 +135,7 @@ def hash_blocks(data: Any) -> str:
 
 
 def room_for(nbytes: int) -> str:
-    """A text as long as the hashes of an entry that has at most `nbytes`."""
+    """Return a text as long as the hashes of an entry that has at most `nbytes`."""
     return "0" * HEX * max(1, -(-nbytes // BLOCK_BYTES))
 
 
@@ -152,7 +152,7 @@ def metadata_of(
 
 
 def hash_file(path: Path) -> str:
-    """Hex sha256 of a file's content."""
+    """Return hex sha256 of a file's content."""
     whole = hashlib.sha256()
     with path.open("rb", buffering=0) as f:
         while block := f.read(HASHED_BYTES):
@@ -208,7 +208,7 @@ class Shard:
 
     @property
     def is_open(self) -> bool:
-        """True while it holds a descriptor; without one, reading opens the file again."""
+        """Return true while it holds a descriptor; without one, reading opens the file again."""
         return self._file is not None
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Return size of the file."""
         return self._status.st_size
 
     def _compare(self, name: str, entry: Entry, block: int, data: memoryview) -> None:
@@ -324,7 +324,7 @@ class Files:
         self._most = max(8, limit // 2) if limit != resource.RLIM_INFINITY else MOST_OPEN
 
     def __getitem__(self, name: str) -> Shard:
-        """A shard whose header is what was written.
+        """Return a shard whose header is what was written.
 
         Raises:
             CorruptData: it is none of the checkpoint's, or not what was written.

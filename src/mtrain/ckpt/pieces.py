@@ -36,7 +36,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """Return the number of its elements."""
         return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
 
 
@@ -87,8 +87,8 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
 def _meeting(
     wanted: Region, pieces: Iterable[Piece]
 ) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
-    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of many,
-    few do.
+    """Return the pieces that may share elements with `wanted`, by offset, shape and flat range; of
+    many, few do.
     """
     offset = list(wanted.offset)
     shape = list(wanted.shape)

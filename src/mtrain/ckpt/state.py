@@ -83,7 +83,7 @@ def save(
 
 
 def meeting_of(world: World, run: RunConfig) -> Meeting:
-    """The place where the ranks of a world wait for each other while a checkpoint is
+    """Return the place where the ranks of a world wait for each other while a checkpoint is
     saved or read.
     """
     return Meeting(world.store, world.rank, world.size, run.checkpoint.barrier_timeout_s)
@@ -165,7 +165,7 @@ def renew(state: TrainState) -> None:
 
 
 def rng_tensors(world: World) -> dict[str, torch.Tensor]:
-    """The state of every generator of this rank, as byte tensors by name."""
+    """Return the state of every generator of this rank, as byte tensors by name."""
     tensors = {"rng/torch": torch.get_rng_state(), "rng/device": world.device.rng_state()}
     tensors |= {f"rng/tracker/{name}": value for name, value in tracker_tensors().items()}
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -200,7 +200,7 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def tracker_tensors() -> dict[str, torch.Tensor]:
-    """The state of each stream of megatron-core's tracker, as byte tensors."""
+    """Return the state of each stream of megatron-core's tracker, as byte tensors."""
     states = mcore.get_cuda_rng_tracker().get_states()
     return {
         name: s.get_state() if isinstance(s, torch.Generator) else s for name, s in states.items()
@@ -233,8 +233,8 @@ def generators_kept(world: World) -> Iterator[None]:
 
 
 def _agreed_step(world: World, step: int) -> int:
-    """The optimizer's step over all ranks; a rank that owns no shard of any parameter has none to
-    tell.
+    """Return the optimizer's step over all ranks; a rank that owns no shard of any parameter has
+    none to tell.
     """
     value = torch.tensor([step], dtype=torch.int64, device=world.torch_device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)

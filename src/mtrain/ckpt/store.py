@@ -201,7 +201,7 @@ def _write_shard(
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor, as a buffer."""
+    """Return the memory of a contiguous tensor, as a buffer."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
@@ -216,7 +216,7 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _merge(draft: Path, size: int) -> dict[str, Any]:
-    """The manifest's tensors and files from the index that each rank left in the draft."""
+    """Return the manifest's tensors and files from the index that each rank left in the draft."""
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for rank in range(size):
@@ -289,7 +289,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Updates that were made when it was saved."""
+        """Update that were made when it was saved."""
         return int(self.manifest["step"])
 
     @property
@@ -314,7 +314,7 @@ class Checkpoint:
                 self._reader.fill(shard)
 
     def whole(self, key: str) -> torch.Tensor:
-        """One tensor put together from all of its pieces.
+        """Return one tensor put together from all of its pieces.
 
         Raises:
             CorruptData: its pieces do not make it up, or are not as they were written.
@@ -326,7 +326,7 @@ class Checkpoint:
         return out
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
-        """The tensors that `rank` alone saved, empty if it saved none."""
+        """Return the tensors that `rank` alone saved, empty if it saved none."""
         name = folder.shard_name(rank)
         reader = self._reader
         if name not in self.manifest["files"]:

@@ -41,7 +41,7 @@ UNSAID = ("price_per_device_hour",)
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Fits the rates of a machine on what run folders and files say, and writes them; returns the
+    """Fit the rates of a machine on what run folders and files say, and writes them; returns the
     exit code.
 
     Raises:
@@ -124,7 +124,7 @@ def _one_format(runs: Sequence[RunConfig]) -> None:
 
 
 def _named(words: Sequence[str]) -> ClusterConfig:
-    """The cluster that words say, this machine's CPU without any."""
+    """Return the cluster that words say, this machine's CPU without any."""
     return load(
         ["model=llama_tiny", "data=mock", *(words or ["cluster=cpu"])], environment={}, to_run=False
     ).run.cluster

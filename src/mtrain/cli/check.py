@@ -25,7 +25,7 @@ READ_INDEXES = 64 * MIB
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validates the configuration that `argv` describes and prints the report; the exit code.
+    """Validate the configuration that `argv` describes and prints the report; the exit code.
 
     Raises:
         ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def _fits(run: RunConfig, checkpoint: Path) -> None:
-    """Reads a manifest of a usual size, and compares the sizes of the files that it names, and the
+    """Read a manifest of a usual size, and compares the sizes of the files that it names, and the
     data of the run.
 
     Raises:
@@ -93,7 +93,7 @@ def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]
 
 
 def _finite(value: object) -> object:
-    """A value that strict JSON has."""
+    """Return a value that strict JSON has."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -108,7 +108,7 @@ def _device(run: RunConfig) -> str:
 
 
 def summary(loaded: Loaded) -> str:
-    """The configuration that passed, in a few lines."""
+    """Return the configuration that passed, in a few lines."""
     from mtrain.plan.count import adapter_parameters, parameters
 
     run = loaded.run
@@ -170,7 +170,7 @@ def summary(loaded: Loaded) -> str:
 
 
 def length_in_words(loaded: Loaded) -> str:
-    """Why a run has as many steps as it has, where nobody said how many."""
+    """Return why a run has as many steps as it has, where nobody said how many."""
     origin = loaded.origins["trainer.train_iters"]
     return f" ({origin})" if origin.startswith("resolved") else ""
 
@@ -189,5 +189,5 @@ def _spans(run: RunConfig) -> str:
 
 
 def _padding(run: RunConfig) -> str:
-    """Rows that the embedding has beyond the vocabulary, where there are any."""
+    """Return rows that the embedding has beyond the vocabulary, where there are any."""
     return f", {run.model.padding_in_words}" if run.model.padding_in_words else ""

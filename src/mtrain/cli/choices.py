@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints the choices of the groups that are named, or of all; the exit code.
+    """Print the choices of the groups that are named, or of all; the exit code.
 
     Raises:
         ConfigError: there is no such group.

@@ -50,7 +50,7 @@ class Report:
 def validated(
     axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine
 ) -> Iterator[Report]:
-    """The report of each combination, with the smallest batch that its layout can take.
+    """Yield the report of each combination, with the smallest batch that its layout can take.
 
     What a model and a layout make of a number of machines is the same for every device and format:
     that is done once.
@@ -83,8 +83,8 @@ def validated(
 
 
 def part_of(axis: str, name: str) -> Any:
-    """The section of a choice; what is no layout but the name of a recipe is the layout of that
-    recipe.
+    """Return the section of a choice; what is no layout but the name of a recipe is the layout of
+    that recipe.
     """
     if (
         axis == "parallel"
@@ -104,7 +104,9 @@ def _formats(
 
 
 def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
-    """The run, resolved, with a micro-batch of one for every stage and data-parallel rank."""
+    """Return the run, resolved, with a micro-batch of one for every stage and
+    data-parallel rank.
+    """
     whole = raw.parallel.model_copy(update={"ranks": ranks})
     batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
     trainer = raw.trainer.model_copy(
@@ -125,7 +127,7 @@ _OF_FORMATS = {
 
 
 def _first(run: RunConfig, *, of_formats: bool) -> Reason:
-    """The first error that the rules of formats, or all others, have."""
+    """Return the first error that the rules of formats, or all others, have."""
     for rule in _OF_FORMATS[of_formats]:
         for finding in rule(run):
             if finding.severity == "error":
@@ -145,7 +147,7 @@ class _Shaped:
     def reason(
         self, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine
     ) -> Reason:
-        """The first reason against one format on one cluster."""
+        """Return the first reason against one format on one cluster."""
         if self.plain is None:
             self.plain = _first(self.run, of_formats=False)
         if self.plain != FINE:

@@ -31,7 +31,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints a line for each candidate of the command line in `argv[0]`, up to the cursor; never an
+    """Print a line for each candidate of the command line in `argv[0]`, up to the cursor; never an
     error.
     """
     with suppress(Exception):
@@ -186,8 +186,8 @@ def _locks() -> list[str]:
 
 
 def _layouts(begun: str) -> list[str]:
-    """Layouts in one word that begin so: another axis with a usual degree behind those that are
-    there.
+    """Return layouts in one word that begin so: another axis with a usual degree behind those that
+    are there.
     """
     match = _LAYOUT.match(begun)
     if match is None:

@@ -90,7 +90,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints the script of a shell; the exit code.
+    """Print the script of a shell; the exit code.
 
     Raises:
         ConfigError: no shell, or one that is not known.

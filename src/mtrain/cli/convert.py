@@ -38,7 +38,7 @@ IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
 def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
-    """Runs a subverb; returns the exit code.
+    """Run a subverb; returns the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.
     """
@@ -167,7 +167,7 @@ def _peft_version(options: dict[str, str]) -> str | None:
 
 
 def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Path) -> int:
-    """A folder that `peft` loads."""
+    """Return a folder that `peft` loads."""
     from mtrain.convert import certificate
     from mtrain.convert.adapter_folder import write_adapters
     from mtrain.convert.hugging_face import layers
@@ -242,8 +242,8 @@ def verify(argv: list[str], *, as_json: bool) -> int:
 
 
 def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
-    """The resolved run that a `config.json` is with overrides; and what was left out or found out,
-    in lines.
+    """Return the resolved run that a `config.json` is with overrides; and what was left out or
+    found out, in lines.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
@@ -286,8 +286,8 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
 
 
 def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
-    """The kind of a configuration that was kept, and what is written of it: the text model, nothing
-    that names code, which is not written beside it, or how weights were stored.
+    """Return the kind of a configuration that was kept, and what is written of it: the text model,
+    nothing that names code, which is not written beside it, or how weights were stored.
     """
     kind = kind_of(body)
     out = {
@@ -377,7 +377,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:
-    """The run on one rank of this machine's CPU, without its data and where it wrote."""
+    """Return the run on one rank of this machine's CPU, without its data and where it wrote."""
     from mtrain.cli.generate import WITHOUT_DATA
 
     data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
@@ -409,7 +409,9 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _weights_at(path: Path, copies: dict[str, str]) -> Any:
-    """The weights of a folder or of a run; adds what such a folder may hold twice to `copies`."""
+    """Return the weights of a folder or of a run; adds what such a folder may hold twice to
+    `copies`.
+    """
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder

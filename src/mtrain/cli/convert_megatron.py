@@ -70,7 +70,7 @@ def import_megatron(argv: list[str]) -> int:
 
 
 def _apart(one: Apart, file: Path, without: str) -> Problem:
-    """The problem of an argument that says another model."""
+    """Return the problem of an argument that says another model."""
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
         return Problem(
@@ -132,7 +132,7 @@ def export_megatron(argv: list[str]) -> int:
 
 
 def _require_names(run: RunConfig) -> None:
-    """Raises ConfigError where megatron-core's checkpoints call the weights of the run's family
+    """Raise ConfigError where megatron-core's checkpoints call the weights of the run's family
     otherwise.
     """
     family = run.model.family
@@ -166,8 +166,8 @@ def _require_names(run: RunConfig) -> None:
 
 
 def of_megatron(paths: list[Path]) -> list[Any]:
-    """The weights of two places of which at least one is a checkpoint of megatron-core; empty where
-    none is.
+    """Return the weights of two places of which at least one is a checkpoint of megatron-core;
+    empty where none is.
 
     Raises:
         ConfigError: the other one is neither such a checkpoint nor a run.

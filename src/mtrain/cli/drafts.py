@@ -22,7 +22,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
-    """The paths that a subverb of `convert` was given, which are there.
+    """Return the paths that a subverb of `convert` was given, which are there.
 
     Raises:
         ConfigError: there are more or fewer than `many`, or one does not exist.
@@ -69,7 +69,7 @@ def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
 
 
 def new_folder(out: Path) -> Path:
-    """A folder that is not there yet.
+    """Return a folder that is not there yet.
 
     Raises:
         ConfigError: it is.

@@ -17,7 +17,7 @@ from mtrain.errors import ConfigError, Problem, say_page
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints what is known of this installation's megatron-core; the exit code.
+    """Print what is known of this installation's megatron-core; the exit code.
 
     Raises:
         ConfigError: a word that means nothing here.

@@ -199,8 +199,8 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
 
 
 def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
-    """The keys that nobody set, that were filled in by looking at this one, and that change a
-    number.
+    """Return the keys that nobody set, that were filled in by looking at this one, and that change
+    a number.
     """
     followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
     return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
@@ -262,7 +262,9 @@ def _inside(value: Any, path: str) -> str:
 
 
 def _with_section(run: RunConfig, path: str) -> RunConfig:
-    """The run with the section of a key in place, so that what reads the key can be watched."""
+    """Return the run with the section of a key in place, so that what reads the key can
+    be watched.
+    """
     for part in ("model.moe", "model.mla"):
         name = part.partition(".")[2]
         if path.startswith(f"{part}.") and getattr(run.model, name) is None:

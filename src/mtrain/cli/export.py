@@ -46,7 +46,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 
 def newest(target: Path) -> Path:
-    """The newest checkpoint of a run folder, or the checkpoint folder itself.
+    """Return the newest checkpoint of a run folder, or the checkpoint folder itself.
 
     Raises:
         ConfigError: the run has none yet.

@@ -103,7 +103,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
 
 
 def must_write(run: RunConfig) -> None:
-    """Raises ConfigError for a model that continues no text, and a layout that splits a sequence
+    """Raise ConfigError for a model that continues no text, and a layout that splits a sequence
     over ranks.
     """
     if not family_of(run.model).writes:
@@ -117,7 +117,7 @@ def must_write(run: RunConfig) -> None:
 
 
 def source_of(target: Path, usage: str) -> local.Source:
-    """The checkpoint of a run or checkpoint folder, and the tokenizer that the run kept.
+    """Return the checkpoint of a run or checkpoint folder, and the tokenizer that the run kept.
 
     Raises:
         ConfigError: there is no checkpoint, or no tokenizer.
@@ -143,7 +143,7 @@ def source_of(target: Path, usage: str) -> local.Source:
 
 
 def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
-    """The run folder and the checkpoint of a run or checkpoint folder.
+    """Return the run folder and the checkpoint of a run or checkpoint folder.
 
     Raises:
         ConfigError: the run has no checkpoint.
@@ -189,8 +189,8 @@ def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Requ
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: each line is one, of a .jsonl a JSON string, an object with `prompt`
-    or `messages`, or a list of messages. A prompt is a text, or the messages of a chat.
+    """Return the prompts of a file: each line is one, of a .jsonl a JSON string, an object with
+    `prompt` or `messages`, or a list of messages. A prompt is a text, or the messages of a chat.
 
     Raises:
         ConfigError: the file cannot be read, or a line is none of this.

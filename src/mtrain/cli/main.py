@@ -34,7 +34,7 @@ from mtrain.errors import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
@@ -122,7 +122,7 @@ def _open_closed_streams() -> None:
 
 
 def dispatch(call: Call) -> int:
-    """Runs a parsed command; returns its exit code."""
+    """Run a parsed command; returns its exit code."""
     if "--version" in call.flags:
         from mtrain import __version__
 
@@ -166,7 +166,7 @@ def dispatch(call: Call) -> int:
 
 
 def _one_answer(call: Call) -> None:
-    """Raises ConfigError where flags of `plan` ask for several things, of which one
+    """Raise ConfigError where flags of `plan` ask for several things, of which one
     would be given.
     """
     asked = [flag for flag in ANSWERS if flag in call.flags or flag in call.values]
@@ -178,7 +178,7 @@ def _one_answer(call: Call) -> None:
 
 
 def _plan(call: Call, as_json: bool) -> int:
-    """The plan of a configuration, or what one of its flags asks for."""
+    """Return the plan of a configuration, or what one of its flags asks for."""
     if "--scale" in call.values or "--weak" in call.flags:
         return _worker_verb("plan_scale")(call)
     _one_answer(call)
@@ -198,13 +198,13 @@ def _plan(call: Call, as_json: bool) -> int:
 
 
 def _asks_for_help(call: Call) -> bool:
-    """Whether a verb that reads its own words was asked for its page."""
+    """Return whether a verb that reads its own words was asked for its page."""
     own = call.arguments[: call.arguments.index("--")] if "--" in call.arguments else call.arguments
     return call.verb in OWN_WORDS and call.verb in VERBS and any(word in HELP for word in own)
 
 
 def _many(call: Call, as_json: bool) -> int:
-    """Runs a verb once for each combination of swept values."""
+    """Run a verb once for each combination of swept values."""
     from mtrain.cli import multirun
 
     if call.verb == "check":
@@ -231,7 +231,7 @@ def _json_report(error: ConfigError) -> str:
 
 
 def help_page() -> str:
-    """The page of --help: verbs, values, flags, examples."""
+    """Return the page of --help: verbs, values, flags, examples."""
     from mtrain.cli.pages import PAGES, SETTINGS, command
     from mtrain.config.paths import program
     from mtrain.config.run import GROUPS
@@ -261,7 +261,7 @@ def help_page() -> str:
 
 
 def _say(text: str) -> None:
-    """Prints on stderr; of the processes that a launcher such as torchrun started, only the first
+    """Print on stderr; of the processes that a launcher such as torchrun started, only the first
     one does.
     """
     if _speaks():

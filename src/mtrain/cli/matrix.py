@@ -25,7 +25,7 @@ WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "clus
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validates every combination and prints a table, or of very many a summary; 0, whatever the
+    """Validate every combination and prints a table, or of very many a summary; 0, whatever the
     reports.
 
     Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other
@@ -74,7 +74,7 @@ def _distinct(clusters: Sequence[str]) -> list[str]:
 
 
 def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
-    """The choices of each axis, and the rest of the configuration."""
+    """Return the choices of each axis, and the rest of the configuration."""
     axes = shipped()
     rest = list[str]()
     for argument in argv:
@@ -96,8 +96,8 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
 
 
 def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """How many combinations can launch, of each cluster, and how many cannot for each reason, with
-    one of them.
+    """Return how many combinations can launch, of each cluster, and how many cannot for each
+    reason, with one of them.
     """
     lines = []
     for cluster in axes["cluster"]:
@@ -126,8 +126,8 @@ def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
 
 
 def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """A row for each model and layout, a column for each cluster; a cell has the formats that work,
-    or the reason.
+    """Return a row for each model and layout, a column for each cluster; a cell has the formats
+    that work, or the reason.
     """
     cells: dict[tuple[str, str, str], list[Report]] = {}
     for v in reports:

@@ -60,7 +60,7 @@ def found(paths: list[Path]) -> Found:
 
 
 def bad(rule: str, fix: str, code: str = "MT010", source: str = "command line") -> ConfigError:
-    """One problem."""
+    """Return one problem."""
     return ConfigError([Problem(code, "", None, rule, fix, source)])
 
 
@@ -73,7 +73,7 @@ def _json(path: Path) -> Any:
 
 
 def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
-    """The rates of a large product and of a copy."""
+    """Return the rates of a large product and of a copy."""
     word = data.get("dtype")
     ceilings = data["ceilings"]
     form = FORMATS.get(word) if isinstance(word, str) else None

@@ -45,7 +45,7 @@ class Row:
 
 
 def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
-    """Trains every combination, one after the other, and prints a table; the worst exit code.
+    """Train every combination, one after the other, and prints a table; the worst exit code.
 
     `main` runs one command line. A run that fails does not keep the others from running; an
     interrupt does, after the run that it interrupted.
@@ -87,7 +87,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
 
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validates every combination without running any; the worst exit code."""
+    """Validate every combination without running any; the worst exit code."""
     from mtrain.cli.check import report
 
     out: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The worst of some exit codes; 0 for none."""
+    """Return the worst of some exit codes; 0 for none."""
     return max(
         codes, key=lambda code: ORDER.index(code) if code in ORDER else len(ORDER), default=0
     )
@@ -147,7 +147,7 @@ class _Sweep:
             os.kill(self.child, signal.SIGTERM)
 
     def run(self, argv: Sequence[str], run: RunConfig | None) -> int:
-        """Runs one command to its end in a process forked from this one; its exit code.
+        """Run one command to its end in a process forked from this one; its exit code.
 
         Where it takes another device than those before it, it imports for itself.
         """
@@ -187,8 +187,8 @@ def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
 
 
 def _composed(words: Sequence[str]) -> RunConfig | None:
-    """The configuration of a run, resolved on this machine; None for one that is refused when it is
-    started.
+    """Return the configuration of a run, resolved on this machine; None for one that is refused
+    when it is started.
     """
     try:
         machine = Machine.here()
@@ -198,7 +198,7 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
 
 
 def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
-    """A new file for the table, beside the run folders."""
+    """Return a new file for the table, beside the run folders."""
     swept = "log.name" in wanted[0].swept
     if swept:
         base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
@@ -213,7 +213,7 @@ def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
 
 
 def _write(file: Path, table: str) -> None:
-    """Writes what is known so far; a sweep goes on where that cannot be written."""
+    """Write what is known so far; a sweep goes on where that cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{table}\n", encoding="utf-8")
@@ -222,7 +222,7 @@ def _write(file: Path, table: str) -> None:
 
 
 def _names(wanted: Sequence[Job]) -> list[str]:
-    """A run folder for each: of the name that is given or of the time, with a number."""
+    """Return a run folder for each: of the name that is given or of the time, with a number."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     width = len(str(len(wanted) - 1))
     names = []
@@ -239,7 +239,7 @@ def _names(wanted: Sequence[Job]) -> list[str]:
 
 
 def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
-    """The numbers that a run left in its folder."""
+    """Return the numbers that a run left in its folder."""
     row = Row(name, job.differs, code)
     if run is None:
         return row
@@ -254,7 +254,7 @@ def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
 
 
 def _table(rows: Sequence[Row], wanted: int) -> str:
-    """One line a run, whatever became of it."""
+    """Return one line a run, whatever became of it."""
     from mtrain.units import count
 
     head = ("name", "what differs", "loss", "validation", "tokens/s", "exit")

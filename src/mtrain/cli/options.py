@@ -23,7 +23,7 @@ class Options:
 
     @property
     def as_json(self) -> bool:
-        """Whether a machine reads the answer."""
+        """Return whether a machine reads the answer."""
         return "--json" in self.flags
 
 
@@ -70,7 +70,7 @@ def _bad(rule: str, fix: str) -> ConfigError:
 
 
 def needed(words: Sequence[str], usage: str) -> str:
-    """The first word.
+    """Return the first word.
 
     Raises:
         ConfigError: there is none.

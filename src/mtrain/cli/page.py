@@ -35,7 +35,7 @@ class Page:
     examples: Rows = ()
 
     def render(self) -> str:
-        """The page as it is printed."""
+        """Return the page as it is printed."""
         flags = (*self.flags, DEBUG, HELP)
         out = [f"usage: {program()} {self.usage}".rstrip(), "", self.text]
         for title, rows in (("arguments", self.arguments), ("flags", flags)):
@@ -54,5 +54,5 @@ class Page:
 
 
 def command(words: str) -> str:
-    """A command as a user types it here."""
+    """Return a command as a user types it here."""
     return program() if words == "train" else f"{program()} {words}"

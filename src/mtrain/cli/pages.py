@@ -501,7 +501,7 @@ OF_SUBVERBS: Mapping[str, Mapping[str, Page]] = {"recipe": SUBPAGES, "data": DAT
 
 
 def flags_of(verb: str, words: Sequence[str] = ()) -> list[str]:
-    """The flags of a verb, each spelling by itself."""
+    """Return the flags of a verb, each spelling by itself."""
     rows = (*_page(verb, words).flags, DEBUG, HELP)
     return [name.split()[0] for spelled, _ in rows for name in spelled.split(", ")]
 
@@ -513,7 +513,7 @@ def _page(verb: str, words: Sequence[str]) -> Page:
 
 
 def page_of(verb: str, words: Sequence[str] = ()) -> str:
-    """The page of a verb; of `recipe` and `data` that of the subverb among `words`, if there is
-    one.
+    """Return the page of a verb; of `recipe` and `data` that of the subverb among `words`, if there
+    is one.
     """
     return _page(verb, words).render()

@@ -37,7 +37,8 @@ class Call:
 
 
 def folders_named(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The folders of `--config-dir DIR`, which may be given several times, and the other arguments.
+    """Return the folders of `--config-dir DIR`, which may be given several times, and the other
+    arguments.
 
     Raises:
         ConfigError: a folder is missing.
@@ -61,7 +62,7 @@ def folders_named(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags that have a value, and the other arguments.
+    """Return the flags that have a value, and the other arguments.
 
     Raises:
         ConfigError: one has none.
@@ -123,8 +124,8 @@ def parse(arguments: Sequence[str]) -> Call:
 def _with_target(
     verb: str, before: Sequence[str], after: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """The words before and behind a verb, with the one path that stands before a verb on paths
-    moved to its place.
+    """Return the words before and behind a verb, with the one path that stands before a verb on
+    paths moved to its place.
     """
     of_a_flag = [
         flag[:1] == "-" and (flag in VALUED or flag not in FLAGS) for flag in ("", *before)
@@ -142,8 +143,8 @@ def _with_target(
 
 
 def _own_words(verb: str, before: Sequence[str], after: Sequence[str]) -> Call:
-    """The call of a verb that reads its arguments itself, with what was written before the verb
-    behind its paths.
+    """Return the call of a verb that reads its arguments itself, with what was written before the
+    verb behind its paths.
     """
     flags = {SHORT.get(a, a) for a in before} & {*FLAGS}
     moved = [a for a in before if a == "--json" or SHORT.get(a, a) not in OF_ALL]
@@ -154,7 +155,9 @@ def _own_words(verb: str, before: Sequence[str], after: Sequence[str]) -> Call:
 
 
 def _verb(arguments: Sequence[str]) -> tuple[str, int]:
-    """The first word that is a verb, wherever it stands, and its place; empty: there is none."""
+    """Return the first word that is a verb, wherever it stands, and its place; empty: there is
+    none.
+    """
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     known = {*VERBS, *OWN_WORDS}
     for place, word in enumerate(own):
@@ -171,12 +174,12 @@ def _is_verb(words: Sequence[str]) -> bool:
 
 
 def _is_bare(word: str) -> bool:
-    """Whether a word is neither a flag nor a setting."""
+    """Return whether a word is neither a flag nor a setting."""
     return "=" not in word and not word.startswith(("-", "+", "~"))
 
 
 def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> list[Problem]:
-    """A problem for each flag that the page of the verb does not have."""
+    """Return a problem for each flag that the page of the verb does not have."""
     strange = sorted({*flags, *values} - OF_ALL)
     if not strange or "--help" in flags:
         return []
@@ -195,8 +198,8 @@ def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> l
 
 
 def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
-    """A problem for each word that begins as a flag and is none, and the words without them and
-    their values.
+    """Return a problem for each word that begins as a flag and is none, and the words without them
+    and their values.
     """
     problems = list[Problem]()
     rest = list[str]()

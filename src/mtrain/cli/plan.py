@@ -41,7 +41,7 @@ HEADS = {
 def run(
     argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None
 ) -> int:
-    """Prints the plan of the configuration that `argv` describes, with pictures where `draw`; or
+    """Print the plan of the configuration that `argv` describes, with pictures where `draw`; or
     writes the page `html`. Returns the exit code.
 
     Raises:
@@ -67,7 +67,7 @@ def run(
 
 
 def new_page(path: Path) -> Path:
-    """The path of a page that is not there yet.
+    """Return the path of a page that is not there yet.
 
     Raises:
         ConfigError: there is something, or no folder to write it to.
@@ -88,7 +88,7 @@ def _unwritten(path: Path, rule: str, fix: str) -> ConfigError:
 
 
 def write_page(to: Path, text: str) -> None:
-    """Writes a page.
+    """Write a page.
 
     Raises:
         ConfigError: it cannot be written.
@@ -121,7 +121,7 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
 
 
 def page(loaded: Loaded, found: dict[str, Any]) -> str:
-    """The plan as text."""
+    """Return the plan as text."""
     lines = [
         *_head(loaded, found),
         "",
@@ -152,7 +152,7 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _conventions(causal: str, every: str, unit: str = "") -> str:
-    """A figure by both conventions; once where they are the same, as of an encoder."""
+    """Return a figure by both conventions; once where they are the same, as of an encoder."""
     both = f"{causal}{unit} with causal attention, {every} with attention to every key"
     return both if causal != every else f"{causal}{unit}"
 
@@ -222,7 +222,7 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def _time(time: dict[str, Any], word: str) -> Iterator[str]:
-    """A step by part, and the whole run; `word`: what a device is called."""
+    """Yield a step by part, and the whole run; `word`: what a device is called."""
     if time["step_s"] is None:
         yield f"time of a step: {no_time(time)}"
         return

@@ -17,7 +17,7 @@ from mtrain.units import bytes_, duration
 
 
 def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
-    """Prints the comparison; the exit code.
+    """Print the comparison; the exit code.
 
     Raises:
         ConfigError: the folder is no run, or a word stands beside it.
@@ -60,7 +60,7 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def compared(made: RunConfig, home: Path) -> list[Row]:
-    """The parts of the plan of a run, beside what its folder says was measured.
+    """Return the parts of the plan of a run, beside what its folder says was measured.
 
     Raises:
         ConfigError: nobody says what the model of the run has.

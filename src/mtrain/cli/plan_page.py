@@ -66,7 +66,9 @@ STANDING = (
 
 
 def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> str:
-    """The page of a report, with its pictures; without `line` those over time are left out."""
+    """Return the page of a report, with its pictures; without `line` those over time
+    are left out.
+    """
     parts = [
         "<!doctype html>",
         (
@@ -140,7 +142,7 @@ def _speed(time: Mapping[str, Any], word: str) -> list[tuple[str, str]]:
 
 
 def _memory(found: Mapping[str, Any]) -> list[str]:
-    """A bar for each stage, of its parts, against the memory of a device."""
+    """Return a bar for each stage, of its parts, against the memory of a device."""
     memory = found["memory"]
     rows = alike(memory["stages"])
     device = memory["device"]
@@ -296,7 +298,7 @@ def _area(
 
 
 def _schedule(line: Timeline) -> list[str]:
-    """A row for each stage: its forwards and backwards, and between them the bubble."""
+    """Return a row for each stage: its forwards and backwards, and between them the bubble."""
     rows = len(line.blocks)
     high = 26 if rows <= 16 else 12
     left = 64.0
@@ -382,7 +384,7 @@ def _block(
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
-    """A bar of the time of a step by part, where there is one."""
+    """Return a bar of the time of a step by part, where there is one."""
     time = found["time"]
     if time["step_s"] is None:
         return ["<h2>Time of a step</h2>", f"<p>It is {_text(no_time(time))}.</p>"]
@@ -448,8 +450,8 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
 
 
 def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
-    """Whether a rank is of the first whole copy: experts lie on ranks of several data-parallel
-    indices.
+    """Return whether a rank is of the first whole copy: experts lie on ranks of several
+    data-parallel indices.
     """
     return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
 
@@ -463,7 +465,7 @@ def _copy_words(grid: RankGrid) -> str:
 def _group(
     svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float
 ) -> float:
-    """Draws machines of a kind from `y` on, the devices of each in rows of `columns`; returns where
+    """Draw machines of a kind from `y` on, the devices of each in rows of `columns`; returns where
     they end.
     """
     per_row = max(1, 1000 // (SIDE * columns + GAP))
@@ -524,12 +526,14 @@ def _parameters(found: Mapping[str, Any]) -> list[str]:
 
 
 def _ends(number: int, most: int) -> list[int]:
-    """Indices of so many at most, from both ends."""
+    """Return indices of so many at most, from both ends."""
     if number <= most:
         return list(range(number))
     return [*range(most // 2), *range(number - most // 2, number)]
 
 
 def _text(value: Any) -> str:
-    """Text for a page: what cannot be printed becomes its code, and nothing in it is markup."""
+    """Return text for a page: what cannot be printed becomes its code, and nothing in
+    it is markup.
+    """
     return escape(visible(in_a_line(str(value))))

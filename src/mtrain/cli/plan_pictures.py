@@ -40,7 +40,7 @@ STAGES_DRAWN = 32
 def pictures(
     found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None
 ) -> list[Styled]:
-    """All of them as lines; without `line` no schedule."""
+    """Return all of them as lines; without `line` no schedule."""
     out: list[Styled] = [*_memory(found)]
     if line is not None:
         out += [[("", "")], *_schedule(line)]
@@ -55,7 +55,7 @@ def _width() -> int:
 
 
 def share(part: float) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return f"{100 * part:.1f}%"
 
 
@@ -86,7 +86,7 @@ def _memory(found: Mapping[str, Any]) -> Iterator[Styled]:
 
 
 def _schedule(line: Timeline) -> Iterator[Styled]:
-    """A row for each stage; digits are forwards, letters backwards of the micro-batch of that
+    """Yield a row for each stage; digits are forwards, letters backwards of the micro-batch of that
     number.
     """
     drawn = "all micro-batches"

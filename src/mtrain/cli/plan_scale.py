@@ -52,7 +52,7 @@ class Asked:
 
 
 def run(call: Call) -> int:
-    """Prints the table, or draws it; the exit code.
+    """Print the table, or draws it; the exit code.
 
     Raises:
         ConfigError: with everything that is wrong with the list and the configuration; or nothing
@@ -90,7 +90,9 @@ def run(call: Call) -> int:
 
 
 def _counts(call: Call) -> tuple[list[int], list[Problem]]:
-    """The numbers of devices that `--scale` lists, and everything that is wrong with the list."""
+    """Return the numbers of devices that `--scale` lists, and everything that is wrong with the
+    list.
+    """
     text = call.values.get(SCALE)
     if text is None:
         return [], [_bad(f"{WEAK}: says how {SCALE} counts, which is missing", f"{EXAMPLE} {WEAK}")]
@@ -122,7 +124,7 @@ def _counts(call: Call) -> tuple[list[int], list[Problem]]:
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
-    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to
+    """Fill in the numbers for which `...` stands: the two before it go on by their ratio, up to
     the one behind.
     """
     rule = (
@@ -181,7 +183,7 @@ def _zipped(
 
 
 def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool) -> Scale:
-    """The points of several numbers of devices.
+    """Return the points of several numbers of devices.
 
     Raises:
         ConfigError: a configuration cannot be composed, a number is no machines of its cluster, a
@@ -217,7 +219,7 @@ def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool)
 
 
 def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Asked]:
-    """Raises ConfigError with the problems of all of them, each once."""
+    """Raise ConfigError with the problems of all of them, each once."""
     known: dict[tuple[str, ...], Composed] = {}
     problems: dict[str, Problem] = {}
     out = []
@@ -239,7 +241,7 @@ def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Ask
 
 
 def _refuse(found: Scale) -> None:
-    """Raises ConfigError: nothing fits on any number of devices."""
+    """Raise ConfigError: nothing fits on any number of devices."""
     raise ConfigError(
         [
             Problem(
@@ -315,7 +317,7 @@ def _data(found: Scale, one: Point) -> dict[str, Any]:
 
 
 def page(found: Scale) -> Iterator[str]:
-    """The same as text."""
+    """Yield the same as text."""
     first = found.first
     assert first is not None
     assert first.layout is not None
@@ -335,7 +337,7 @@ def page(found: Scale) -> Iterator[str]:
 
 
 def cells(found: Scale) -> list[list[str]]:
-    """The table, its head first."""
+    """Return the table, its head first."""
     batch = found.weak or len({one.batch for one in found.points}) > 1
     differs = any(p.differs for p in found.points)
     head = [

@@ -123,7 +123,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 
 def formats(full: RunConfig) -> list[str]:
-    """The number formats that a run is proven in."""
+    """Return the number formats that a run is proven in."""
     half = ["bf16"] if full.precision.dtype == "bf16" else []
     ours = full.precision.quantized in OURS and full.kernels.linear != "te"
     return ["fp32", *half, *([EIGHT_BITS] if ours else [])]
@@ -143,7 +143,7 @@ def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunC
 def shrunk(
     full: RunConfig, argv: list[str], steps: int, dtype: str, *, emulated: bool = False
 ) -> RunConfig:
-    """The layout of `full`, which `argv` describes, small enough for this machine.
+    """Return the layout of `full`, which `argv` describes, small enough for this machine.
 
     It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a
     format is `emulated`, it runs on the CPU.
@@ -198,8 +198,8 @@ def compared(small: RunConfig) -> list[Row]:
 
 
 def located(small: RunConfig) -> Difference | None:
-    """The first module, in the order of execution, that computes something else than on one rank;
-    None: none is found. Trains both again, with all that passes each module kept.
+    """Return the first module, in the order of execution, that computes something else than on one
+    rank; None: none is found. Trains both again, with all that passes each module kept.
     """
     with _observed(small, traced=True) as (one, many):
         local.install_reader()
@@ -214,7 +214,7 @@ def located(small: RunConfig) -> Difference | None:
 
 
 def draws(full: RunConfig) -> bool:
-    """Whether several ranks of a run have dropout in the model or its adapters."""
+    """Return whether several ranks of a run have dropout in the model or its adapters."""
     m = full.model
     adapters = full.peft
     rate = (
@@ -224,7 +224,7 @@ def draws(full: RunConfig) -> bool:
 
 
 def masks(small: RunConfig) -> list[tuple[str, str]]:
-    """Modules whose dropout is wrong over ranks, with what is wrong; see
+    """Return modules whose dropout is wrong over ranks, with what is wrong; see
     `train.dropped.wrong_masks`.
     """
     with scratch_folder("mtrain-prove-") as scratch:
@@ -236,7 +236,7 @@ def masks(small: RunConfig) -> list[tuple[str, str]]:
 
 
 def in_words(found: Difference | None) -> str:
-    """The line that says where to look."""
+    """Return the line that says where to look."""
     if found is None:
         return (
             "where: nothing that passes the modules differs by more than rounding, nor do gradients"
@@ -262,8 +262,8 @@ def _observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path,
 
 
 def _one_at_a_time(small: RunConfig) -> bool:
-    """Whether one rank runs a packed sample's documents alone; a scale of FP8 or a router looks at
-    all of them.
+    """Return whether one rank runs a packed sample's documents alone; a scale of FP8 or a router
+    looks at all of them.
     """
     return small.data.packed and small.precision.quantized is None and by_document(small) == small
 
@@ -285,7 +285,7 @@ def _tolerances(small: RunConfig) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Largest relative errors, where they are, and what they may be."""
+    """Return largest relative errors, where they are, and what they may be."""
     wide = max(len(row.what) for row in rows) + 1
     lines = [f"{'':<{wide}} {'largest relative error':<24} {'tolerance':<10} where"]
     for row in rows:

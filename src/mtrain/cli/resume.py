@@ -32,13 +32,14 @@ def relaid(overrides: list[str]) -> list[str]:
 
 
 def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The overrides, after those of our own `words` whose keys they do not set."""
+    """Return the overrides, after those of our own `words` whose keys they do not set."""
     said = {word.partition("=")[0] for word in overrides}
     return [*(word for word in words if word.partition("=")[0] not in said), *overrides]
 
 
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
-    """The run or checkpoint folder that a verb was given first, and the rest of its arguments.
+    """Return the run or checkpoint folder that a verb was given first, and the rest of its
+    arguments.
 
     Raises:
         ConfigError: no folder was given, or it is neither a run nor a checkpoint.
@@ -65,10 +66,10 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
 
 
 def run_file(target: Path) -> str:
-    """The configuration of a run or checkpoint folder, as an override's value."""
+    """Return the configuration of a run or checkpoint folder, as an override's value."""
     return quoted(target / ckpt_folder.RUN_FILE)
 
 
 def quoted(path: Path) -> str:
-    """A path as a value in override grammar."""
+    """Return a path as a value in override grammar."""
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -28,7 +28,7 @@ IDEAL = "#888888"
 def page_of(
     found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]
 ) -> str:
-    """The page of a scale; `cells` are its table, the head first."""
+    """Return the page of a scale; `cells` are its table, the head first."""
     head, *rows = cells
     table = [f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"]
     table += [f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows]
@@ -77,7 +77,7 @@ def _frame(found: Scale) -> Svg:
 
 
 def _rates(found: Scale) -> str:
-    """Both axes are logarithmic."""
+    """Return both axes are logarithmic."""
     first = found.first
     places = _places(found)
     svg = _frame(found)
@@ -102,7 +102,7 @@ def _rates(found: Scale) -> str:
 
 
 def _shares(found: Scale, value: Callable[[Point], float]) -> str:
-    """A share from 0 on."""
+    """Return a share from 0 on."""
     places = _places(found)
     svg = _frame(found)
     fitting = [one for one in found.points if one.layout is not None]
@@ -125,5 +125,5 @@ def _dot(svg: Svg, x: float, y: float, said: str, one: Point) -> None:
 
 
 def _text(value: Any) -> str:
-    """Text for a page: nothing in it is markup."""
+    """Return text for a page: nothing in it is markup."""
     return escape(visible(in_a_line(str(value))))

@@ -22,7 +22,7 @@ MAX_OLD_BYTES = 1 << 22
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints one schema, or writes those that are asked for (all, if none is named) into a folder;
+    """Print one schema, or writes those that are asked for (all, if none is named) into a folder;
     or the table.
 
     Raises:
@@ -55,7 +55,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a schema, over an older one and nothing else."""
+    """Write a schema, over an older one and nothing else."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _ours(path):

@@ -183,8 +183,8 @@ def _refuse_too_few_devices(
 def settled(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """The same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a CPU;
-    and why it is so.
+    """Return the same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a
+    CPU; and why it is so.
 
     Raises:
         ConfigError: there is no such layout.
@@ -210,7 +210,7 @@ def settled(
 def _on_a_cpu(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """The same with the layout that nobody named, where the run is one of a CPU."""
+    """Return the same with the layout that nobody named, where the run is one of a CPU."""
     raw = composed.run
     if (
         raw.parallel.auto is not None

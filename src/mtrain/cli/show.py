@@ -68,7 +68,7 @@ def run(
 
 
 def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
-    """Groups and keys that somebody chose or set, each with its value and who did.
+    """Return groups and keys that somebody chose or set, each with its value and who did.
 
     The model that weights bring along is none: `checkpoint.init_from` says it.
     """

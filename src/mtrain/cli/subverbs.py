@@ -12,8 +12,8 @@ from mtrain.errors import ConfigError, Problem
 
 
 def function_of(verb: str, word: str, subverbs: Mapping[str, str]) -> Callable[..., Any]:
-    """The function of a subverb: of the word's name in its module of the verb's package, with `_`
-    for `-`.
+    """Return the function of a subverb: of the word's name in its module of the verb's package,
+    with `_` for `-`.
 
     A word that Python has for itself, such as `import` or `list`, has one `_` more.
 

@@ -91,7 +91,7 @@ class Svg:
         self._parts.append(f'<polygon points="{points}" fill="{colour}"/>')
 
     def markup(self) -> str:
-        """The element."""
+        """Return the element."""
         inside = "".join(self._parts)
         wide = f' style="min-width:{self.width:.0f}px"' if self.width > PAGE else ""
         box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
@@ -125,7 +125,7 @@ def bar(
 
 
 def hue(number: int, of: int) -> str:
-    """One of so many colours that can be told apart."""
+    """Return one of so many colours that can be told apart."""
     turn = number * 360 / max(1, of)
     return f"hsl({(turn + 210) % 360:.0f}, 55%, {52 + 8 * (number % 2)}%)"
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, ragged: Sequence[int] = ()) -> list[str]:
-    """Columns as wide as they need, the first `left` of them and those in `ragged` ragged right."""
+    """Return columns as wide as they need, the first `left` of them and those in `ragged` ragged
+    right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
         [

@@ -53,7 +53,7 @@ def _rank(words: Sequence[str], world: int) -> int:
 
 
 def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
-    """Raises ConfigError where an operation needs values, or the family does not say what the plan
+    """Raise ConfigError where an operation needs values, or the family does not say what the plan
     beside it has.
     """
     from mtrain import mcore
@@ -77,8 +77,8 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
 
 
 def _asks_for_values(error: RuntimeError) -> bool:
-    """Whether torch says that an operation does not run on shapes alone; another error is a defect,
-    and stays one.
+    """Return whether torch says that an operation does not run on shapes alone; another error is a
+    defect, and stays one.
     """
     from torch._subclasses import fake_tensor
 
@@ -106,7 +106,7 @@ def _require_plan(run: RunConfig) -> None:
 
 
 def page(found: dict[str, Any]) -> list[str]:
-    """The trace as lines."""
+    """Return the trace as lines."""
     peak = found["peak"]
     unit = GIB if peak["bytes"] >= 4 * GIB else MIB
     return [
@@ -186,7 +186,7 @@ def _timeline(found: dict[str, Any], unit: int) -> list[str]:
 
 
 def _around(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first ones, those around the peak, the last one."""
+    """Return the first ones, those around the peak, the last one."""
     top = max(range(len(every)), key=lambda i: every[i]["peak"])
     half = MOST_LINES // 4
     chosen = {*range(2 * half), *range(top - half, top + half), len(every) - 1}

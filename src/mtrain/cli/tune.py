@@ -40,7 +40,7 @@ WHY_NOT = "--why-not"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints the best layouts of the configuration that `argv` describes; the exit code.
+    """Print the best layouts of the configuration that `argv` describes; the exit code.
 
     Raises:
         ConfigError: the configuration has errors, nothing fits, too little is known of the devices,
@@ -88,7 +88,7 @@ class Asked:
     """The fastest without what the command line says of the layout; None: it says nothing."""
 
     def data(self, found: Found) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return as JSON has it."""
         free: dict[str, Any] | None = None
         if self.free is not None:
             free = {"layout": self.free.words, "seconds": self.free.seconds}
@@ -99,7 +99,7 @@ class Asked:
         return {"mine": None if self.mine is None else self.mine.data(), "without_kept": free}
 
     def lines(self, found: Found) -> Iterator[str]:
-        """The same as text."""
+        """Yield the same as text."""
         if self.mine is not None:
             yield from ("", *self.mine.lines(accuracy_of(found.best[0].run.cluster)))
         if self.free is not None:
@@ -129,7 +129,7 @@ def _asked(
 
 
 def tuned(words: Sequence[str]) -> tuple[Found, Task]:
-    """The best layouts of a command line, which has at least one.
+    """Return the best layouts of a command line, which has at least one.
 
     Raises:
         ConfigError: there is none.
@@ -191,7 +191,7 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
 
 
 def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
-    """The same as text."""
+    """Yield the same as text."""
     first = found.best[0]
     accuracy = accuracy_of(found.best[0].run.cluster)
     run = first.run
@@ -241,7 +241,9 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
 
 
 def within(layout: Layout, first: Layout, accuracy: Accuracy | None) -> bool:
-    """Whether the model of time does not tell a layout from the first: it is mostly off by more."""
+    """Return whether the model of time does not tell a layout from the first: it is mostly off by
+    more.
+    """
     return accuracy is not None and layout.seconds / first.seconds - 1 <= accuracy.median
 
 
@@ -260,8 +262,8 @@ def _rate(tokens: float) -> str:
 
 
 def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
-    """A layout as a user types it behind what is left of `words`, whatever a recipe among them says
-    of layouts.
+    """Return a layout as a user types it behind what is left of `words`, whatever a recipe among
+    them says of layouts.
     """
     told = _told(layout, task, _composed(words, PLAINEST))
     return " ".join(
@@ -289,22 +291,24 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
 
 
 def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
-    """The keys that say it: those of a layout, but for what follows from others, and what `before`
-    says otherwise.
+    """Return the keys that say it: those of a layout, but for what follows from others, and what
+    `before` says otherwise.
     """
     return {**_chosen(layout), **_other(layout, task, before)}
 
 
 def _chosen(layout: Layout) -> dict[str, Any]:
-    """The keys that were chosen, without what follows from others or is so where nobody says it."""
+    """Return the keys that were chosen, without what follows from others or is so where nobody says
+    it.
+    """
     left = {key for key, value in layout.change.items() if value is None or "overlap" in key}
     left |= {"optim.cpu_offload"} if not layout.run.optim.cpu_offload else set()
     return {key: value for key, value in layout.change.items() if key not in left}
 
 
 def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
-    """Keys of the layout that `before` has otherwise; what it leaves open follows from others as it
-    did here.
+    """Return keys of the layout that `before` has otherwise; what it leaves open follows from
+    others as it did here.
     """
     wanted = changed(task.raw, layout.change)
     found = dict[str, Any]()
@@ -334,7 +338,7 @@ def _as_file(first: Layout, task: Task, words: Sequence[str], path: Path) -> str
 
 
 def choice(layout: Layout) -> str:
-    """A layout as the file of a choice of `parallel`."""
+    """Return a layout as the file of a choice of `parallel`."""
     run = layout.run
     lines = [
         "# @package _global_",

@@ -51,11 +51,11 @@ class Mine:
 
     @property
     def fits(self) -> bool:
-        """Whether a device holds it."""
+        """Return whether a device holds it."""
         return self.layout is not None and self.layout.memory.peak <= self.room
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return as JSON has it."""
         found: dict[str, Any] = {
             "named": self.named,
             "broken": [
@@ -69,7 +69,7 @@ class Mine:
         return found
 
     def lines(self, accuracy: Accuracy | None) -> Iterator[str]:
-        """The same as text."""
+        """Yield the same as text."""
         if self.layout is None:
             yield f"{self.named}: no layout of this run, because it breaks a rule"
             yield from (f"  {one.code} {one.path}: {one.rule}" for one in self.broken)
@@ -114,7 +114,7 @@ def _data(layout: Layout, first: Layout) -> dict[str, Any]:
 
 
 def named_words(text: str) -> list[str]:
-    """The overrides of a layout as it is named: `tp8pp6`, and keys behind it."""
+    """Return the overrides of a layout as it is named: `tp8pp6`, and keys behind it."""
     words = shlex.split(text)
     return [word if "=" in word else f"parallel={word}" for word in words]
 

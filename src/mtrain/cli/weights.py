@@ -92,7 +92,7 @@ def _of_run(file: Path) -> Document:
 
 
 def _said(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a model that are not at their defaults."""
+    """Return the keys of a model that are not at their defaults."""
     found: dict[str, Any] = model.model_dump(mode="json", exclude_defaults=True)
     return found
 

@@ -35,7 +35,7 @@ class Word:
 def number(
     kind: type[int] | type[float], low: float, high: float, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """A reader of numbers from `low` (`above`: greater than that) to `high`."""
+    """Return a reader of numbers from `low` (`above`: greater than that) to `high`."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -52,7 +52,7 @@ def yes(text: str) -> bool:
 
 
 def texts(text: str) -> list[str]:
-    """The texts of a JSON list or string; of anything else the text as it is."""
+    """Return the texts of a JSON list or string; of anything else the text as it is."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -62,8 +62,8 @@ def texts(text: str) -> list[str]:
 
 
 def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
-    """The word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens` is
-    `tokens`.
+    """Return the word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens`
+    is `tokens`.
     """
     parts = name.lower().replace("-", "_").split("_")
     near = [word for word, facts in known.items() if name.lower() in facts.aka]
@@ -72,8 +72,8 @@ def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
 
 
 def _as_meant(name: str, value: str, word: Word) -> str:
-    """The word with the number that its value may stand for, as 10k does for 10000; empty: it
-    stands for none.
+    """Return the word with the number that its value may stand for, as 10k does for 10000; empty:
+    it stands for none.
     """
     for reading in chain.from_iterable(readings(name, value)):
         if isinstance(reading, (int, float)) and not isinstance(reading, bool):
@@ -84,7 +84,7 @@ def _as_meant(name: str, value: str, word: Word) -> str:
 
 
 def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[str, Any], list[str]]:
-    """The values of the `known` words, with their defaults, and the other words.
+    """Return the values of the `known` words, with their defaults, and the other words.
 
     Raises:
         ConfigError: for every value that is wrong, word that is said twice, and word that is nearly

@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
 
 def stages(run: RunConfig) -> tuple[Stage, ...]:
-    """The sizes of a run in their order; of what the rules refuse, the last one alone."""
+    """Return the sizes of a run in their order; of what the rules refuse, the last one alone."""
     t = run.trainer
     if t.rampup_batch_size is not None:
         return linear(t.rampup_batch_size, t.batch)
@@ -63,12 +63,14 @@ def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
 
 
 def size_after(plan: Sequence[Stage], consumed: int) -> int:
-    """Samples of the step that begins when `consumed` samples are used."""
+    """Return samples of the step that begins when `consumed` samples are used."""
     return plan[bisect_right([stage.first for stage in plan], consumed) - 1].size
 
 
 def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
-    """How many steps of which size the first `steps` are; none of a size that is passed over."""
+    """Return how many steps of which size the first `steps` are; none of a size that is passed
+    over.
+    """
     out: list[tuple[int, int]] = []
     consumed = 0
     for i, stage in enumerate(plan):
@@ -83,12 +85,12 @@ def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
 
 
 def samples_of(plan: Sequence[Stage], steps: int) -> int:
-    """Samples that the first `steps` steps take."""
+    """Return samples that the first `steps` steps take."""
     return sum(number * size for number, size in counted(plan, steps))
 
 
 def steps_within(plan: Sequence[Stage], samples: int) -> int:
-    """The most steps that take no more than `samples`."""
+    """Return the most steps that take no more than `samples`."""
     steps = consumed = 0
     for number, size in counted(plan, samples):
         here = min(number, (samples - consumed) // size)
@@ -100,7 +102,9 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
 
 
 def asked(run: RunConfig) -> tuple[int, int, int]:
-    """Samples of train, validation and test that Megatron-LM asks of its data for such a run."""
+    """Return samples of train, validation and test that Megatron-LM asks of its data for such a
+    run.
+    """
     t = run.trainer
     evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1
     return (

@@ -14,7 +14,7 @@ experts.
 
 
 def pattern(model: ModelConfig) -> str:
-    """The letters of all layers."""
+    """Return the letters of all layers."""
     dense = model.num_layers if model.moe is None else model.moe.first_dense_layers
     if model.mla is None:
         softmax = ATTENTION
@@ -27,5 +27,5 @@ def pattern(model: ModelConfig) -> str:
 
 
 def letters(layers: range) -> range:
-    """The letters of some of the layers."""
+    """Return the letters of some of the layers."""
     return range(OF_A_BLOCK * layers.start, OF_A_BLOCK * layers.stop)

@@ -35,7 +35,7 @@ class Capability:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the condition, that of the row first."""
+        """Return the keys of the condition, that of the row first."""
         return tuple(term.key for term in condition(self.when).terms)
 
 
@@ -92,17 +92,19 @@ CAPABILITIES: tuple[Capability, ...] = (
 
 
 def keys() -> tuple[str, ...]:
-    """Every key that a row reads."""
+    """Return every key that a row reads."""
     return tuple(dict.fromkeys(key for row in CAPABILITIES for key in row.keys))
 
 
 def of_key(key: str) -> Iterator[Capability]:
-    """The rows that a key is the first of."""
+    """Return the rows that a key is the first of."""
     return (row for row in CAPABILITIES if row.keys[0] == key)
 
 
 def is_here(row: Capability, release: Release | None) -> bool:
-    """Whether a release can do it; one that is not known is not judged here, a run refuses it."""
+    """Return whether a release can do it; one that is not known is not judged here, a run refuses
+    it.
+    """
     return release is None or release in row.versions
 
 

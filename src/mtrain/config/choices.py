@@ -28,12 +28,12 @@ _PATH = re.compile(r"(\.{0,2}|~)/|.*\.ya?ml\Z")
 
 
 def is_path(text: str) -> bool:
-    """Whether a choice is given as the path of a file."""
+    """Return whether a choice is given as the path of a file."""
     return _PATH.match(text) is not None
 
 
 def check_choice(group: str, text: str, source: str) -> Problem | None:
-    """The problem of `group=text` when `text` cannot even be a choice's name."""
+    """Return the problem of `group=text` when `text` cannot even be a choice's name."""
     value: object = text
     if is_path(text):
         return _path_problem(group, text, source)
@@ -108,8 +108,8 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
 
 
 def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
-    """The problem of a choice that is neither a file of the group nor, of `parallel`, a layout;
-    None where it is.
+    """Return the problem of a choice that is neither a file of the group nor, of `parallel`, a
+    layout; None where it is.
     """
     if find_config(f"{group}/{choice}") is not None:
         return None
@@ -134,15 +134,15 @@ def _layout_fix(choice: str) -> str:
 
 
 def some_choice(group: str, text: str) -> str:
-    """The first choice that a text may have meant, as an override."""
+    """Return the first choice that a text may have meant, as an override."""
     if text in choices_of_group(group) or layouts_near(text) == [text]:
         return chooses(group, text)
     return choice_fix(group, text).split(" or ")[0]
 
 
 def _is_recipe(text: str) -> bool:
-    """Whether a file is there that has the parts of a recipe; a choice may have them where it says
-    its package.
+    """Return whether a file is there that has the parts of a recipe; a choice may have them where
+    it says its package.
     """
     try:
         document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
@@ -153,7 +153,9 @@ def _is_recipe(text: str) -> bool:
 
 
 def _one_by_one(group: str, text: str) -> str:
-    """The keys of a mapping in place of a choice as overrides; empty where one of them is none."""
+    """Return the keys of a mapping in place of a choice as overrides; empty where one of them is
+    none.
+    """
     from mtrain.config.grammar import parse_value
 
     try:

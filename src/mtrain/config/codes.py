@@ -318,7 +318,7 @@ imports.
 
 @cache
 def codes() -> dict[str, Code]:
-    """Every code in order."""
+    """Return every code in order."""
     known = {
         code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))
     }
@@ -331,10 +331,10 @@ def family(code: str) -> str:
 
 
 def rules_of(code: str) -> list[Rule]:
-    """The rules that raise a code."""
+    """Return the rules that raise a code."""
     return [rule for rule in RULES if code in {c.code for c in rule.codes}]
 
 
 def validating(key: str) -> list[str]:
-    """Codes of the rules that read `key`."""
+    """Return codes of the rules that read `key`."""
     return sorted({code.code for rule in RULES if key in rule.reads for code in rule.codes})

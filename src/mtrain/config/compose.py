@@ -83,7 +83,7 @@ class Rejected(ConfigError):
 def compose(
     argv: Sequence[str], model_of: Callable[[str], Document | None] | None = None
 ) -> Composed:
-    """Composes group files, a recipe or run file, and overrides.
+    """Compose group files, a recipe or run file, and overrides.
 
     `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where
     none is chosen.
@@ -209,7 +209,7 @@ class _Composition:
         return document
 
     def _choose(self, recipe: Recipe | None) -> None:
-        """Notes the choices of the recipe and, over them, of the command line; those that exist."""
+        """Note the choices of the recipe and, over them, of the command line; those that exist."""
         layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
@@ -223,7 +223,7 @@ class _Composition:
                 self.added[group] = name
 
     def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
-        """Drops what the recipe or run file says of groups, and of keys, that choices on the
+        """Drop what the recipe or run file says of groups, and of keys, that choices on the
         command line set.
         """
         chosen = {
@@ -273,7 +273,7 @@ class _Composition:
             self.shown["model"] = document.source
 
     def _named(self, group: str, choice: str, source: str) -> str | None:
-        """A choice as Hydra calls it; None, and a problem, where it is none."""
+        """Return a choice as Hydra calls it; None, and a problem, where it is none."""
         if is_path(choice):
             return self.library.give_path(group, choice)
         problem = unknown_choice(group, choice, source)
@@ -284,8 +284,8 @@ class _Composition:
         return key in GROUPS or key in self.usual
 
     def _is_whole_model(self, recipe: Recipe) -> bool:
-        """Whether a recipe that names no model describes one of its own, which then stands on no
-        other.
+        """Return whether a recipe that names no model describes one of its own, which then stands
+        on no other.
 
         One that describes a part only is refused: the rest would be the default model's, and nobody
         said so.
@@ -313,7 +313,7 @@ class _Composition:
     def _bases(
         self, recipe: Recipe | None, base: Document | None, own: bool
     ) -> tuple[str, list[str]]:
-        """The name of what Hydra begins with, and the arguments for it that choose."""
+        """Return the name of what Hydra begins with, and the arguments for it that choose."""
         deleted = self._deleted_groups()
         added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
@@ -339,8 +339,8 @@ class _Composition:
         return CONFIG, words + added
 
     def _deleted_groups(self) -> list[str]:
-        """The groups that the command line takes away, and with them what a recipe chooses from
-        them.
+        """Return the groups that the command line takes away, and with them what a recipe chooses
+        from them.
         """
         deleted: list[str] = []
         for group, argument in self.overrides.deleted.items():
@@ -361,8 +361,8 @@ class _Composition:
     def _layers(
         self, primary: str, words: list[str], recipe: bool
     ) -> tuple[list[Layer], list[Layer]]:
-        """The layers beneath the command line, of rising precedence, and those of them that no
-        recipe is.
+        """Return the layers beneath the command line, of rising precedence, and those of them that
+        no recipe is.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
@@ -399,7 +399,7 @@ class _Composition:
         return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
 
     def _deletions(self, origins: Origins) -> list[str]:
-        """The keys that the command line takes away, of those that are there."""
+        """Return the keys that the command line takes away, of those that are there."""
         gone: list[str] = []
         for key, argument in self.overrides.deleted.items():
             if self._is_group(key):
@@ -467,7 +467,7 @@ class _Composition:
         return problems
 
     def _strayed(self, run: RunConfig | None, origins: Origins) -> list[Problem]:
-        """Places beyond the working folder that only a file names."""
+        """Return places beyond the working folder that only a file names."""
         if run is None:
             return []
         files = self.library.sources()
@@ -482,8 +482,8 @@ class _Composition:
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
     ) -> RunConfig | None:
-        """The configuration with each refused key as it was beneath the one that set it, or at its
-        default.
+        """Return the configuration with each refused key as it was beneath the one that set it, or
+        at its default.
         """
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))

@@ -24,7 +24,7 @@ class Term:
     above: int | None = None
 
     def holds(self, value: Any) -> bool:
-        """Whether it holds for the key's value; null is also what has not been decided
+        """Return whether it holds for the key's value; null is also what has not been decided
         to be true.
         """
         if self.above is not None:
@@ -49,7 +49,7 @@ class Condition:
     terms: tuple[Term, ...]
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether every term holds, by a function that looks a key up."""
+        """Return whether every term holds, by a function that looks a key up."""
         return all(term.holds(value_of(term.key)) for term in self.terms)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """The condition that `text` writes.
+    """Return the condition that `text` writes.
 
     Raises:
         ValueError: it writes none.

@@ -38,12 +38,12 @@ class Conditional:
     off: Any = None
 
     def value(self, run: RunConfig) -> Any:
-        """The key's value; `off` where its section is null."""
+        """Return the key's value; `off` where its section is null."""
         return _inside(run, self.path, self.off)
 
 
 def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
-    """The value at a path; `absent` where its section is null."""
+    """Return the value at a path; `absent` where its section is null."""
     node: Any = run
     for name in _names(path):
         if node is None:
@@ -87,14 +87,14 @@ def chunks_of_a_document(run: RunConfig) -> int:
 
 
 def takes_experts(run: RunConfig) -> bool:
-    """Whether there are experts, and adapters of this kind can be theirs: those of `peft` know
-    neither of the two.
+    """Return whether there are experts, and adapters of this kind can be theirs: those of `peft`
+    know neither of the two.
     """
     return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
 
 
 def _adapted(run: RunConfig) -> tuple[str, ...]:
-    """The kinds of layers that a model has, and its adapters take here and in `peft`."""
+    """Return the kinds of layers that a model has, and its adapters take here and in `peft`."""
     without = {"out_proj"} if takes_experts(run) else {"out_proj", "experts"}
     without |= (
         {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()

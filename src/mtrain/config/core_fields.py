@@ -40,7 +40,7 @@ _OWNERS = {
 
 
 def _fed(owner: str = "") -> dict[str, Get]:
-    """Fields of an owner that get a key's value as it is."""
+    """Return fields of an owner that get a key's value as it is."""
     out = {}
     for path in schema_keys():
         section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
@@ -52,8 +52,8 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """The value of a key; a list where the schema has a tuple, nothing where a key without effect
-    is null.
+    """Return the value of a key; a list where the schema has a tuple, nothing where a key without
+    effect is null.
     """
     read = attrgetter(RESOLVED.get(path, path))
     null = LEFT_OUT if when_of(path) else None
@@ -72,7 +72,7 @@ def _unless_none(word: str) -> str | None:
 
 
 def frees_sent(run: RunConfig) -> bool:
-    """Whether what a stage has sent on is freed: it is needed no more but for its shape.
+    """Return whether what a stage has sent on is freed: it is needed no more but for its shape.
 
     Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP
     hands on is a view, whose memory is not its own to free.
@@ -81,8 +81,8 @@ def frees_sent(run: RunConfig) -> bool:
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Whether megatron-core fuses the activation of the model: plain swiglu, and dense gelu_tanh
-    with its bias.
+    """Return whether megatron-core fuses the activation of the model: plain swiglu, and dense
+    gelu_tanh with its bias.
     """
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
@@ -93,8 +93,8 @@ def _fuses_activation(run: RunConfig) -> bool:
 
 
 def _activation(run: RunConfig) -> str:
-    """The function's name; megatron-core asks for its fused gelu, which is the tanh form, by the
-    exact one.
+    """Return the function's name; megatron-core asks for its fused gelu, which is the tanh form, by
+    the exact one.
     """
     fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
     return "gelu" if fused_gelu else run.model.activation
@@ -349,7 +349,7 @@ def values(table: Table, run: RunConfig) -> dict[str, Any]:
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:
-    """Every field of the TransformerConfig of a resolved configuration, or of its
+    """Return every field of the TransformerConfig of a resolved configuration, or of its
     MLATransformerConfig.
     """
     out = values(FIELDS, run)
@@ -368,7 +368,7 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
 
 
 def feeds(run: RunConfig) -> dict[str, list[str]]:
-    """Key -> the fields of megatron-core whose value it has a part in, as
+    """Return key -> the fields of megatron-core whose value it has a part in, as
     `TransformerConfig.hidden_size`.
 
     Fields of experts and of MLA are there only where the model has them.

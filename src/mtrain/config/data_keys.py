@@ -27,7 +27,7 @@ WEIGHTS_OF = {
 def read_corpora(
     corpora: tuple[str, ...] | None, shares: tuple[float, ...] | None
 ) -> tuple[str, ...]:
-    """The corpora of a blend that are read: those whose weight is not 0."""
+    """Return the corpora of a blend that are read: those whose weight is not 0."""
     if corpora is None or shares is None or len(shares) != len(corpora):
         return corpora or ()
     return _where(shares, corpora)
@@ -287,8 +287,8 @@ class DataConfig(Section):
     """
 
     def without_excluded(self) -> "DataConfig":
-        """The same without the corpora that have a weight of 0: no order has a part of them, and
-        none is opened.
+        """Return the same without the corpora that have a weight of 0: no order has a part of them,
+        and none is opened.
         """
         update: dict[str, Any] = {}
         for names, weights in WEIGHTS_OF.items():
@@ -309,19 +309,19 @@ class DataConfig(Section):
 
     @property
     def length(self) -> int:
-        """Tokens per sample, once it is resolved."""
+        """Return tokens per sample, once it is resolved."""
         return self.seq_length or 256
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens that see each other, of a sample or, where they are packed, of a document as plans
-        take it.
+        """Return tokens that see each other, of a sample or, where they are packed, of a document
+        as plans take it.
         """
         return min(self.document_tokens or self.length, self.length) if self.packed else self.length
 
     @property
     def whole_documents(self) -> bool:
-        """Whether samples are whole documents of a corpus, put side by side by first fit."""
+        """Return whether samples are whole documents of a corpus, put side by side by first fit."""
         return (
             self.packed
             and self.packed_by == "first_fit"
@@ -330,10 +330,10 @@ class DataConfig(Section):
 
     @property
     def least_tokens(self) -> int:
-        """Tokens that a corpus needs for one sample."""
+        """Return tokens that a corpus needs for one sample."""
         return 2 if self.whole_documents else self.length + 1
 
     @property
     def needs_document_ends(self) -> bool:
-        """Whether it is a token that tells packed documents apart."""
+        """Return whether it is a token that tells packed documents apart."""
         return self.packed and not self.whole_documents

@@ -65,8 +65,8 @@ GPT3 = (
 
 
 def data_kind(run: RunConfig) -> Filled:
-    """Chats or text where some are named; what every machine has for a small vocabulary; else
-    synthetic tokens.
+    """Return chats or text where some are named; what every machine has for a small vocabulary;
+    else synthetic tokens.
     """
     d = run.data
     vocabulary = run.model.vocab_size
@@ -91,7 +91,7 @@ def data_kind(run: RunConfig) -> Filled:
 
 
 def tokenizer_of_chats(run: RunConfig) -> Filled:
-    """Chats are written for the model whose weights a run begins with."""
+    """Return chats are written for the model whose weights a run begins with."""
     d = run.data
     key = "init_from"
     if run.checkpoint.resume is not None and run.checkpoint.resume not in RESUME_WORDS:
@@ -135,7 +135,7 @@ def number_format(run: RunConfig) -> Filled:
 
 
 def sample_length(run: RunConfig) -> Filled:
-    """The model's positions, at most 8,192 of them; on a CPU at most 256."""
+    """Return the model's positions, at most 8,192 of them; on a CPU at most 256."""
     if run.data.seq_length is not None:
         return {}
     most = CPU_LENGTH if on_a_cpu(run) else LONGEST
@@ -287,18 +287,18 @@ def schedule(run: RunConfig) -> Filled:
 
 
 def tenth(rate: float) -> float:
-    """A tenth of a learning rate, as one would write it."""
+    """Return a tenth of a learning rate, as one would write it."""
     return as_written(rate / 10)
 
 
 def as_written(rate: float) -> float:
-    """A rate without the last digits that computing it made."""
+    """Return a rate without the last digits that computing it made."""
     return float(f"{rate:.6g}")
 
 
 def sample_tokens(run: RunConfig) -> Filled:
-    """Text is generated where there is a tokenizer, whole sequences on a rank, and a model that
-    continues texts.
+    """Return text is generated where there is a tokenizer, whole sequences on a rank, and a model
+    that continues texts.
     """
     if run.trainer.sample_tokens is not None:
         return {}
@@ -321,8 +321,8 @@ def sample_tokens(run: RunConfig) -> Filled:
 
 
 def batch(run: RunConfig) -> Filled:
-    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part
-    of it.
+    """Return as the micro-batch that nobody set is chosen for the batch, one that somebody set is a
+    part of it.
     """
     t = run.trainer
     p = run.parallel
@@ -353,8 +353,8 @@ def batch(run: RunConfig) -> Filled:
 
 
 def micro_batch(run: RunConfig) -> Filled:
-    """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens,
-    which memory holds.
+    """Return the largest that splits every step evenly and fills the pipeline; on GPUs of few
+    tokens, which memory holds.
     """
     t = run.trainer
     p = run.parallel
@@ -378,7 +378,7 @@ def micro_batch(run: RunConfig) -> Filled:
 
 
 def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
-    """A warning where a resolved run trains on synthetic tokens and nobody asked for them."""
+    """Yield a warning where a resolved run trains on synthetic tokens and nobody asked for them."""
     if raw.data.kind is None and run.data.kind == "mock":
         rule = (
             "the tokens are synthetic, and what is learnt from them is worth nothing: name data of"
@@ -392,8 +392,8 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
 
 
 def logits_at_once(run: RunConfig) -> Filled:
-    """A 128th of a device's memory, as a power of two: of more tokens at once there are fewer
-    passes over weights.
+    """Return a 128th of a device's memory, as a power of two: of more tokens at once there are
+    fewer passes over weights.
     """
     room = run.cluster.device_memory_gib
     k = run.kernels
@@ -429,18 +429,22 @@ def usual_join_timeout_s(nodes: int) -> float:
 
 
 def on_a_cpu(run: RunConfig) -> bool:
-    """Whether the run, whose device is resolved, is one of processes without accelerators."""
+    """Return whether the run, whose device is resolved, is one of processes without
+    accelerators.
+    """
     return facts_of(run.cluster.device).on_host
 
 
 def nearest_gpt3(model: ModelConfig) -> Trained:
-    """The GPT-3 whose size is the nearest by its ratio to the parameters that a token visits."""
+    """Return the GPT-3 whose size is the nearest by its ratio to the parameters that a token
+    visits.
+    """
     return nearest(GPT3, model)
 
 
 def _replicated(run: RunConfig) -> tuple[bool, str]:
-    """Whether ranks on GPUs hold the same weights, so that work on them is shared; and why, or why
-    not.
+    """Return whether ranks on GPUs hold the same weights, so that work on them is shared; and why,
+    or why not.
     """
     p = run.parallel
     if on_a_cpu(run):

@@ -57,14 +57,14 @@ def type_of(path: str) -> str:
 
 
 def default_of(path: str) -> str:
-    """The default as YAML; `(required)` where there is none."""
+    """Return the default as YAML; `(required)` where there is none."""
     field = field_of(path)
     value = field.get_default(call_default_factory=True) if field is not None else PydanticUndefined
     return "(required)" if value is PydanticUndefined else spell(_as_data(value))
 
 
 def section_of(path: str) -> type[BaseModel] | None:
-    """The section class of a group or of a section inside one, such as `model.moe`."""
+    """Return the section class of a group or of a section inside one, such as `model.moe`."""
     section: Any = RunConfig
     for name in path.split("."):
         info = section.model_fields.get(name)
@@ -79,7 +79,7 @@ def section_of(path: str) -> type[BaseModel] | None:
 
 
 def keys_of(path: str) -> list[str]:
-    """Every key of a group or section."""
+    """Return every key of a group or section."""
     return [key for key in schema_keys() if key.startswith(f"{path}.")]
 
 
@@ -91,14 +91,14 @@ def meaning(path: str) -> str:
 
 
 def summary(path: str) -> str:
-    """The first sentence that a key's documentation says."""
+    """Return the first sentence that a key's documentation says."""
     text = meaning(path)
     head, dot, _ = text.partition(". ")
     return head + "." if dot else text
 
 
 def example_section(section: type[BaseModel]) -> dict[str, Any]:
-    """The smallest values of a section: what is required, at 1."""
+    """Return the smallest values of a section: what is required, at 1."""
     return {name: 1 for name, info in section.model_fields.items() if info.is_required()}
 
 

@@ -54,7 +54,7 @@ SHIPPED = {facts.name: facts for facts in (CPU, CUDA)}
 
 
 def facts_of(name: str) -> DeviceFacts:
-    """The facts of a device; those of a plug-in from its entry point, where it has one.
+    """Return the facts of a device; those of a plug-in from its entry point, where it has one.
 
     Raises:
         BadEnvironment: the entry point does not load, or is something else.
@@ -71,10 +71,10 @@ def _of_plug_in(name: str) -> DeviceFacts:
 
 
 def names() -> list[str]:
-    """Every device that can be named: those that ship, then those of plug-ins."""
+    """Return every device that can be named: those that ship, then those of plug-ins."""
     return [*SHIPPED, *sorted(plug_ins.found(GROUP).keys() - SHIPPED.keys())]
 
 
 def with_cuda_kernels() -> str:
-    """The devices that what is written for CUDA runs on, as words."""
+    """Return the devices that what is written for CUDA runs on, as words."""
     return " and ".join(name for name, facts in SHIPPED.items() if facts.cuda_kernels)

@@ -23,7 +23,7 @@ from mtrain.config.run import RunConfig
 
 @cache
 def documented() -> type[RunConfig]:
-    """The schema, with the text under each field as its `description`."""
+    """Return the schema, with the text under each field as its `description`."""
     sections = list(dict.fromkeys(_sections(RunConfig)))
     for section in sections:
         of_module = _words(section.__module__)

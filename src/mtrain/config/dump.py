@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 
 
 def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """Every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
+    """Return every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
 
     `comments` puts a remark behind the leaf at each dotted key; remarks are aligned in one column.
     """
@@ -32,7 +32,7 @@ def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
 
 
 def spell(value: Any) -> str:
-    """A leaf as YAML of one line."""
+    """Return a leaf as YAML of one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -67,12 +67,14 @@ def override(key: str, value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in the double quotes of Hydra's grammar."""
+    """Return a text in the double quotes of Hydra's grammar."""
     return '"' + re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', '\\"') + '"'
 
 
 def _in_brackets(value: Any) -> str:
-    """A list of plain values or of such lists, without a space that a shell would part it at."""
+    """Return a list of plain values or of such lists, without a space that a shell would part it
+    at.
+    """
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_in_brackets, value))}]"
     if isinstance(value, str):

@@ -44,22 +44,24 @@ SINCE_0_19 = Versions(first=(0, 19, 0))
 
 
 def words(release: Release) -> str:
-    """A release as it is written."""
+    """Return a release as it is written."""
     return ".".join(map(str, release))
 
 
 def supported_words() -> str:
-    """The supported releases as it is written."""
+    """Return the supported releases as it is written."""
     return " and ".join(map(words, SUPPORTED))
 
 
 def is_supported(release: Release) -> bool:
-    """Whether a release is one that was checked, or a later one of its series."""
+    """Return whether a release is one that was checked, or a later one of its series."""
     return any(release[:2] == known[:2] and release >= known for known in SUPPORTED)
 
 
 def folder() -> Path | None:
-    """The folder of the module `megatron.core` that Python finds; None where there is none."""
+    """Return the folder of the module `megatron.core` that Python finds; None where
+    there is none.
+    """
     try:
         if "megatron.core" in sys.modules:
             spec = sys.modules["megatron.core"].__spec__
@@ -76,7 +78,7 @@ def folder() -> Path | None:
 
 @cache
 def release() -> Release | None:
-    """The release of that module; None where there is none, or where it does not say."""
+    """Return the release of that module; None where there is none, or where it does not say."""
     found = folder()
     return None if found is None else release_in(found)
 
@@ -88,13 +90,13 @@ def version() -> str | None:
 
 
 def at_least(*first: int) -> bool:
-    """Whether that module's release is this one or a later one."""
+    """Return whether that module's release is this one or a later one."""
     found = release()
     return found is not None and found >= first
 
 
 def release_in(found: Path) -> Release | None:
-    """The release that a folder `megatron/core` says it is, as numbers in its text."""
+    """Return the release that a folder `megatron/core` says it is, as numbers in its text."""
     try:
         with (found / "package_info.py").open("rb") as file:
             text = file.read(_MAX_BYTES).decode("utf-8", "replace")

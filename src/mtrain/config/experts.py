@@ -261,14 +261,16 @@ class MoEConfig(Section):
 
     @property
     def padded(self) -> bool:
-        """Whether expert-parallel ranks send each other as many rows in every step, and experts are
-        routed to by lists.
+        """Return whether expert-parallel ranks send each other as many rows in every step, and
+        experts are routed to by lists.
         """
         return self.pad_alltoall and self.token_dispatcher_type == "alltoall"
 
     @property
     def group_score_topk(self) -> int | None:
-        """How many of its best scores a group of experts is worth; None: there are no groups."""
+        """Return how many of its best scores a group of experts is worth; None: there are no
+        groups.
+        """
         if self.router_num_groups is None:
             return None
         return self.router_group_score_topk or min(
@@ -277,7 +279,7 @@ class MoEConfig(Section):
 
 
 def room_of(tokens: int, topk: int, local: int, ranks: int, factor: float | None) -> int:
-    """Rows that go from one rank to each of `ranks` where exchanges are padded:
+    """Return rows that go from one rank to each of `ranks` where exchanges are padded:
     `model.moe.pad_alltoall`.
 
     `tokens` of the sender take `topk` experts each, of which a rank has `local`; `factor` is over

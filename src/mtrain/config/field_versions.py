@@ -42,5 +42,5 @@ _BY_NAME = {field.partition(".")[2]: versions for field, versions in FIELD_VERSI
 
 
 def is_there(name: str) -> bool:
-    """Whether the release that this process loads has the field, by its name alone."""
+    """Return whether the release that this process loads has the field, by its name alone."""
     return name not in _BY_NAME or (engine.release() or engine.SUPPORTED[0]) in _BY_NAME[name]

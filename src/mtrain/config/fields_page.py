@@ -30,8 +30,8 @@ fields of megatron-core that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for models with experts and linear attention, sparse MLA, and
-    hybrids, together.
+    """Return key -> the fields it feeds, for models with experts and linear attention, sparse MLA,
+    and hybrids, together.
     """
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
@@ -48,7 +48,9 @@ def fed() -> dict[str, list[str]]:
 
 
 def _owned(field: str) -> str:
-    """The field under the class that declares it: MLA's has all fields of the other, and more."""
+    """Return the field under the class that declares it: MLA's has all fields of the other, and
+    more.
+    """
     owner, _, name = field.partition(".")
     inherited = owner == unmapped.LATENT and (
         name not in core_fields.MLA_FIELDS or name == "multi_latent_attention"
@@ -57,7 +59,7 @@ def _owned(field: str) -> str:
 
 
 def page() -> str:
-    """The Markdown of `docs/fields.md`."""
+    """Return the Markdown of `docs/fields.md`."""
     return "\n".join([HEAD, *_keys(), *_fields()]).rstrip() + "\n"
 
 
@@ -91,5 +93,5 @@ def _fields() -> Iterator[str]:
 
 
 def _named(field: str) -> str:
-    """A field, and the releases of megatron-core that have it where not all do."""
+    """Return a field, and the releases of megatron-core that have it where not all do."""
     return f"`{field}` ({FIELD_VERSIONS[field]})" if field in FIELD_VERSIONS else f"`{field}`"

@@ -130,7 +130,7 @@ def read_bytes(
 
 
 def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) -> str:
-    """The UTF-8 text of `read_bytes`.
+    """Return the UTF-8 text of `read_bytes`.
 
     Raises:
         ConfigError: as there, or it is not UTF-8.
@@ -139,7 +139,7 @@ def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) ->
 
 
 def read_stdin() -> str:
-    """The UTF-8 text on standard input, of bounded size.
+    """Return the UTF-8 text on standard input, of bounded size.
 
     Raises:
         ConfigError: too large, or not UTF-8.
@@ -172,7 +172,7 @@ def _decoded(data: bytes, source: str) -> str:
 
 
 def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
-    """The problem of a file that cannot be read, with the names near it."""
+    """Return the problem of a file that cannot be read, with the names near it."""
     near = files_near(path)
     gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
     rule = "there is no such file" if gone else unreachable(path, error)
@@ -189,12 +189,12 @@ def _not_regular(path: Path, source: str, kind: str) -> Problem:
 
 
 def files_near(path: Path) -> list[str]:
-    """Regular files beside a path, of names like its own."""
+    """Return regular files beside a path, of names like its own."""
     return [name for name in names_near(path) if os.path.isfile(name) and name != str(path)]
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuses a file outside of the working folder, and not shipped, whose name has none of the
+    """Refuse a file outside of the working folder, and not shipped, whose name has none of the
     `endings`.
     """
     real = os.path.realpath(path)
@@ -234,8 +234,8 @@ def files_below(
     skip: frozenset[str] = frozenset(),
     bound: Bound | None = None,
 ) -> Iterator[Path]:
-    """Regular files below a folder whose names are `wanted`, in no order, as far as `bound` lets it
-    go.
+    """Yield regular files below a folder whose names are `wanted`, in no order, as far as `bound`
+    lets it go.
 
     Not those in hidden folders, in folders that are called as one to `skip`, or behind links to
     folders. Raises OSError for a folder that cannot be read.
@@ -254,7 +254,7 @@ def files_below(
 
 
 def unreadable(path: Path) -> str | None:
-    """Why a path cannot be read, or None; it may be a file or a folder, and nothing else."""
+    """Return why a path cannot be read, or None; it may be a file or a folder, and nothing else."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
@@ -267,7 +267,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def unreachable(path: Path, error: OSError | ValueError) -> str:
-    """Why there is nothing at a path, from the error that looking at it gave."""
+    """Return why there is nothing at a path, from the error that looking at it gave."""
     number = getattr(error, "errno", None)
     if number == errno.ELOOP:
         return "a symbolic link leads back to itself"
@@ -279,7 +279,7 @@ def unreachable(path: Path, error: OSError | ValueError) -> str:
 
 
 def no_text(path: Path) -> str | None:
-    """Why the beginning of a file is no UTF-8 text, or None."""
+    """Return why the beginning of a file is no UTF-8 text, or None."""
     try:
         kind, head = _beginning(path, LOOKED_AT)
         if kind:
@@ -293,7 +293,7 @@ def no_text(path: Path) -> str | None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Why no folder can be made at a path, or written to where it is there; None where
+    """Return why no folder can be made at a path, or written to where it is there; None where
     that works.
     """
     for place in (path, *path.parents):
@@ -319,7 +319,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Whether a folder is the kernel's own, such as /proc, in which nobody makes
+    """Return whether a folder is the kernel's own, such as /proc, in which nobody makes
     folders (Linux).
     """
     try:

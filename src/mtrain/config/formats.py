@@ -48,10 +48,10 @@ FORMATS: dict[str, FormatFacts] = {
 
 
 def bytes_of(word: str) -> int:
-    """Bytes of an element in a format."""
+    """Return bytes of an element in a format."""
     return FORMATS[word].bytes
 
 
 def is_half(word: str) -> bool:
-    """Whether weights in a format need main weights of more bits beside them."""
+    """Return whether weights in a format need main weights of more bits beside them."""
     return FORMATS[word].bits < FORMATS["fp32"].bits

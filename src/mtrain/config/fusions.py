@@ -10,8 +10,8 @@ from mtrain.config.run import RunConfig
 
 
 def sums_apart(run: RunConfig) -> str | None:
-    """Why the sums of the residual stream are not made by the norms that read them, or None where
-    they are.
+    """Return why the sums of the residual stream are not made by the norms that read them, or None
+    where they are.
     """
     if run.kernels.norm != "triton":
         return f"kernels.norm is {run.kernels.norm}, and Triton's kernel makes the sum"
@@ -28,8 +28,8 @@ def sums_apart(run: RunConfig) -> str | None:
 
 
 def operands_apart(run: RunConfig) -> str | None:
-    """Why norms and SwiGLU do not quantise for the linear layers behind them, or None where they
-    do.
+    """Return why norms and SwiGLU do not quantise for the linear layers behind them, or None where
+    they do.
     """
     k = run.kernels
     m = run.model
@@ -44,8 +44,8 @@ def operands_apart(run: RunConfig) -> str | None:
 
 
 def positions_apart(run: RunConfig) -> str | None:
-    """Why queries and keys are not normed and turned as they are unpacked, in one launch, or None
-    where they are.
+    """Return why queries and keys are not normed and turned as they are unpacked, in one launch, or
+    None where they are.
     """
     m = run.model
     k = run.kernels

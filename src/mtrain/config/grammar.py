@@ -19,7 +19,7 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
 def parse_value(text: str) -> Any:
-    """The value that `text` spells in Hydra's override grammar.
+    """Return the value that `text` spells in Hydra's override grammar.
 
     Raises:
         Sweep: it spells several values.
@@ -51,13 +51,13 @@ def _parsed(text: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How many brackets are open at once, those in quotes aside."""
+    """Return how many brackets are open at once, those in quotes aside."""
     steps = ((c in "[{(") - (c in "]})") for c in _QUOTED.sub("", text))
     return max(accumulate(steps), default=0)
 
 
 def _unreadable(text: str) -> str:
-    """Why a text is no value."""
+    """Return why a text is no value."""
     for opening, closing in ("[]", "{}", "()"):
         if text.count(opening) != text.count(closing):
             return f"a {opening} or {closing} has no partner"
@@ -76,8 +76,8 @@ def _unreadable(text: str) -> str:
 
 
 def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | None:
-    """The values that `text` sweeps over, each as an override's value; None where it is one plain
-    value.
+    """Return the values that `text` sweeps over, each as an override's value; None where it is one
+    plain value.
 
     `names` are what `glob(...)` chooses from.
 
@@ -111,14 +111,14 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
 
 
 def _length(sweep: Any) -> float:
-    """How many numbers a range has, without making them."""
+    """Return how many numbers a range has, without making them."""
     if not sweep.step:
         raise ValueError("a range with a step of 0 never ends")
     return max(0.0, (float(sweep.stop) - float(sweep.start)) / float(sweep.step))
 
 
 def _as_written(sweep: Any) -> None:
-    """Makes the bounds of a range with fractions the decimals that were written: 0.003 is then no
+    """Make the bounds of a range with fractions the decimals that were written: 0.003 is then no
     part of range(0.001,0.003,0.001), whatever a float makes of the sums.
     """
     bounds = (sweep.start, sweep.stop, sweep.step)

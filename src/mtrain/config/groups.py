@@ -188,19 +188,19 @@ class _OptimKeys(Section):
 
     @property
     def rate(self) -> float:
-        """Largest learning rate, once it is resolved."""
+        """Return largest learning rate, once it is resolved."""
         return self.lr or 1e-3
 
     @property
     def holds_main_weights(self) -> bool:
-        """Whether Adam itself keeps what a bf16 weight has not, and megatron-core's optimizer no
-        main weights.
+        """Return whether Adam itself keeps what a bf16 weight has not, and megatron-core's
+        optimizer no main weights.
         """
         return self.store_param_remainders or self.main_params_dtype != "fp32"
 
     @property
     def in_low_precision(self) -> bool:
-        """Whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
+        """Return whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
         return (
             self.holds_main_weights
             or self.exp_avg_dtype != "fp32"
@@ -407,15 +407,15 @@ class TrainerConfig(Section):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, once they are resolved."""
+        """Return optimizer steps, once they are resolved."""
         return self.train_iters or 1
 
     @property
     def batch(self) -> int:
-        """Samples per optimizer step, once it is resolved."""
+        """Return samples per optimizer step, once it is resolved."""
         return self.global_batch_size or 1
 
     @property
     def micro(self) -> int:
-        """Samples per forward and backward, once it is resolved."""
+        """Return samples per forward and backward, once it is resolved."""
         return self.micro_batch_size or 1

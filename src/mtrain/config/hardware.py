@@ -45,7 +45,9 @@ def cpu_cores(root: Path = ROOT) -> int:
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Bytes of main memory, or of what the control group leaves of it; 0 where neither is known."""
+    """Return bytes of main memory, or of what the control group leaves of it; 0 where neither is
+    known.
+    """
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -120,7 +122,7 @@ def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
 
 
 def torch_is_for_amd() -> bool:
-    """Whether the torch that is installed was built for ROCm; it is not imported."""
+    """Return whether the torch that is installed was built for ROCm; it is not imported."""
     return bool(_built_for("hip"))
 
 
@@ -146,8 +148,8 @@ def _built_for(platform: str) -> str | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, from its own to the root of all that
-    it sees.
+    """Yield folders of the control groups that this process is in, from its own to the root of all
+    that it sees.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -179,7 +181,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _listed(text: str) -> int:
-    """How many numbers a list such as `0-3,8` has."""
+    """Return how many numbers a list such as `0-3,8` has."""
     runs = [run.partition("-") for run in text.strip().split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in runs if first.isdigit())
 

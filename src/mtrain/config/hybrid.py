@@ -95,7 +95,7 @@ class HybridConfig(Section):
     """
 
     def kind(self, index: int) -> str:
-        """The letter of layer `index` (from 0); empty behind the end of a pattern that is too
-        short.
+        """Return the letter of layer `index` (from 0); empty behind the end of a pattern that is
+        too short.
         """
         return self.pattern[index : index + 1]

@@ -69,16 +69,18 @@ class Library(Protocol):
     """What there is to compose."""
 
     def part(self, name: str) -> Part | None:
-        """The configuration of this name, such as `model/llama3_8b`; None where there is none."""
+        """Return the configuration of this name, such as `model/llama3_8b`; None where there is
+        none.
+        """
 
     def has(self, name: str) -> bool:
-        """Whether there is a configuration of this name."""
+        """Return whether there is a configuration of this name."""
 
     def is_group(self, name: str) -> bool:
-        """Whether there is a group of this name."""
+        """Return whether there is a group of this name."""
 
     def said(self) -> Hashable:
-        """The texts of all that was read."""
+        """Return the texts of all that was read."""
 
 
 MOST_MADE = 512
@@ -148,8 +150,8 @@ Plugins.instance().register(_SearchPath)
 def composed(
     library: Library, primary: str, arguments: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values that Hydra composes: plain mappings, lists and scalars, references as they are
-    written.
+    """Return the values that Hydra composes: plain mappings, lists and scalars, references as they
+    are written.
 
     Args:
         library: what there is to compose.
@@ -176,15 +178,15 @@ def composed(
 
 
 def quoted(sign: str, group: str, choice: str) -> str:
-    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
+    """Return a choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
     return f"{sign}{group}='{choice}'"
 
 
 def defaults_list(
     library: Library, primary: str, arguments: Sequence[str]
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """The configurations that are composed, of rising precedence: their names, and the dotted keys
-    that they fill.
+    """Return the configurations that are composed, of rising precedence: their names, and the
+    dotted keys that they fill.
 
     Beside it group -> choice.
 

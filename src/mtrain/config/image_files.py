@@ -18,8 +18,8 @@ WHICH = "which text belongs to which image"
 
 
 def records_of(path: Path, what: str) -> tuple[Path | None, str]:
-    """The JSON Lines file that a folder holds, or that a path names, and else why there is none;
-    `what` one says.
+    """Return the JSON Lines file that a folder holds, or that a path names, and else why there is
+    none; `what` one says.
     """
     rule = unreadable(path)
     if rule is not None:

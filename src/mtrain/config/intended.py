@@ -44,20 +44,20 @@ def as_key(text: str) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value says that there is none: null, an empty text, `none`."""
+    """Return whether a value says that there is none: null, an empty text, `none`."""
     return value is None or (isinstance(value, str) and plain(value).strip().lower() in NULL)
 
 
 def as_name(value: Any) -> str:
-    """A value as the text that it is in a file."""
+    """Return a value as the text that it is in a file."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return plain(str(value)).strip()
 
 
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
-    """Values of other types that `value` may have been meant as at the key `path`: likely ones
-    before less likely.
+    """Yield values of other types that `value` may have been meant as at the key `path`: likely
+    ones before less likely.
     """
     if isinstance(value, list) and len(value) == 1:
         yield [value[0]]
@@ -87,14 +87,14 @@ def readings(path: str, value: Any) -> Iterator[list[Any]]:
 
 
 def _kinds(number: Decimal) -> Iterator[Any]:
-    """A number as a whole one where it is one, and as one with a fraction."""
+    """Yield a number as a whole one where it is one, and as one with a fraction."""
     if number == number.to_integral_value() and abs(number) < 1 << 63:
         yield int(number)
     yield float(number)
 
 
 def _numbers(path: str, text: str) -> Iterator[Decimal]:
-    """The numbers that a text with separators, a unit or a letter too many may stand for."""
+    """Yield the numbers that a text with separators, a unit or a letter too many may stand for."""
     match = _NUMBER.match(text)
     if match is None or len(text) > 64:
         return

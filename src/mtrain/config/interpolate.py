@@ -24,7 +24,7 @@ KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings with its dotted key; an empty mapping is a leaf."""
+    """Yield every leaf of nested mappings with its dotted key; an empty mapping is a leaf."""
     if isinstance(values, dict) and (values or not prefix):
         for key, value in values.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -33,7 +33,9 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Iterator[Problem]:
-    """A problem for every string with `${...}` that is more than a reference to another key."""
+    """Yield a problem for every string with `${...}` that is more than a reference to
+    another key.
+    """
     for path, value in leaves(values, prefix):
         for text in _strings(value):
             if "${" not in text:
@@ -81,7 +83,7 @@ class _Follower:
         self.room = MAX_UNFOLDED
 
     def begin(self, path: str, value: Any) -> Any:
-        """The value at `path` with what its references stand for.
+        """Return the value at `path` with what its references stand for.
 
         Raises:
             ValueError: it cannot be followed.
@@ -115,8 +117,8 @@ class _Follower:
 
 
 def _of_reference(path: str) -> str:
-    """The default in place of a reference that leads nowhere, where the key takes no text of a
-    user's own.
+    """Return the default in place of a reference that leads nowhere, where the key takes no text of
+    a user's own.
     """
     return ("" if is_content(path) else at_default(path)) or BY_HAND
 
@@ -130,7 +132,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a dotted key of nested mappings; what is no mapping above it makes way for one."""
+    """Set a dotted key of nested mappings; what is no mapping above it makes way for one."""
     *parents, last = path.split(".")
     for name in parents:
         if not isinstance(values.get(name), dict):
@@ -140,7 +142,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def drop(values: dict[str, Any], path: str) -> None:
-    """Takes a dotted key of nested mappings away, where it is there."""
+    """Take a dotted key of nested mappings away, where it is there."""
     *parents, last = path.split(".")
     node: Any = values
     for name in parents:

@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 def json_schema(kind: str) -> Json:
-    """The draft-07 schema of `run`, `recipe` or a group.
+    """Return the draft-07 schema of `run`, `recipe` or a group.
 
     A run file says every group; a recipe says any keys of any group, choices, and words about
     itself; a file of a group says the keys of the group.
@@ -63,7 +63,7 @@ def _lowered_schema(model: type[BaseModel]) -> Json:
 
 
 def _lowered(node: Any, *, named: bool = False) -> Any:
-    """A part of a schema in the older draft.
+    """Return a part of a schema in the older draft.
 
     `$ref` hides its neighbours there, so they go around it; a list of positions is `items`; a title
     that only repeats the key's name is left out. `named` parts are mappings from names, not
@@ -95,7 +95,7 @@ def _lowered(node: Any, *, named: bool = False) -> Any:
 
 
 def _recipe() -> Json:
-    """A recipe: nothing is required, and a value may be a reference to another key."""
+    """Return a recipe: nothing is required, and a value may be a reference to another key."""
     whole = _lowered_schema(RunConfig)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
@@ -116,7 +116,7 @@ def _groups(whole: Mapping[str, Any]) -> Json:
 
 
 def _partial(section: Mapping[str, Any]) -> Json:
-    """A section of which a file may say any part."""
+    """Return a section of which a file may say any part."""
     out = {key: value for key, value in section.items() if key != "required"}
     out["properties"] = {
         name: _or_reference(part) for name, part in section.get("properties", {}).items()
@@ -125,7 +125,9 @@ def _partial(section: Mapping[str, Any]) -> Json:
 
 
 def _or_reference(part: Json) -> Json:
-    """A value, or `${another.key}`; sections stay sections, and text may be anything already."""
+    """Return a value, or `${another.key}`; sections stay sections, and text may be anything
+    already.
+    """
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
     if any(
         "$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner
@@ -138,7 +140,7 @@ def _or_reference(part: Json) -> Json:
 
 
 def _choices() -> Json:
-    """The list `defaults`: which file of each group."""
+    """Return the list `defaults`: which file of each group."""
     properties: Json = {}
     for group in GROUPS:
         files: Json = {"enum": choices_of_group(group)}

@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether a run that ends by itself leaves a checkpoint."""
+        """Return whether a run that ends by itself leaves a checkpoint."""
         return bool(self.save_interval) or self.save_minutes is not None or self.save_final
 
 

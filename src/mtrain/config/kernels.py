@@ -122,8 +122,8 @@ NO_COUNTS = (
 
 
 def routes_by_lists(run: RunConfig) -> bool:
-    """Whether experts of a resolved run are routed to by lists of them, so that no layer waits for
-    the device.
+    """Return whether experts of a resolved run are routed to by lists of them, so that no layer
+    waits for the device.
 
     That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it,
     no token is dropped, and nobody else needs a map.
@@ -161,7 +161,7 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 
 
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
-    """Why each operation of a resolved run is done by whom it is: key -> a sentence.
+    """Return why each operation of a resolved run is done by whom it is: key -> a sentence.
 
     It tells what speaks against those that `auto` would have tried before, or that somebody named
     it.
@@ -227,7 +227,7 @@ def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[s
 
 
 def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
-    """Why an implementation cannot run, or None."""
+    """Return why an implementation cannot run, or None."""
     facts = facts_of(device)
     if word == "te":
         if not facts.cuda_kernels:
@@ -248,7 +248,9 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
-    """Why an implementation has not what this run asks of an operation, on any device, or None."""
+    """Return why an implementation has not what this run asks of an operation, on any device, or
+    None.
+    """
     if op == "optimizer":
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
@@ -301,8 +303,8 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Why experts in eight bits are not TransformerEngine's, whose linear layers they would be
-    beside, or None.
+    """Return why experts in eight bits are not TransformerEngine's, whose linear layers they would
+    be beside, or None.
     """
     moe = run.model.moe
     word = run.kernels.experts
@@ -337,12 +339,12 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
 
 
 def update_obstacle(word: str, run: RunConfig) -> str | None:
-    """Why an implementation does not update what this run trains, or None."""
+    """Return why an implementation does not update what this run trains, or None."""
     return OPTIMIZERS[run.optim.name].obstacle(word, run)
 
 
 def torch_experts_obstacle(run: RunConfig) -> str | None:
-    """Why torch's grouped product does not take the experts of this model, or None."""
+    """Return why torch's grouped product does not take the experts of this model, or None."""
     if run.precision.dtype != "bf16":
         return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
     if run.model.moe:
@@ -358,7 +360,7 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
 
 
 def te_norm_obstacle(run: RunConfig) -> str | None:
-    """Why TransformerEngine's norms are not those of this model, or None."""
+    """Return why TransformerEngine's norms are not those of this model, or None."""
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return None
@@ -366,7 +368,7 @@ def te_norm_obstacle(run: RunConfig) -> str | None:
 
 
 def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
-    """Why `auto` passes an implementation over that could run, or None."""
+    """Return why `auto` passes an implementation over that could run, or None."""
     facts = facts_of(device)
     if facts.on_host and word == "triton" and machine.triton_interpreted:
         return (

@@ -67,7 +67,7 @@ MERGE = "<<"
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside `X`, `X | None`; None for a leaf."""
+    """Return the section class inside `X`, `X | None`; None for a leaf."""
     if get_origin(annotation) in (Union, UnionType):
         inner = [a for a in get_args(annotation) if a is not NoneType]
         annotation = inner[0] if len(inner) == 1 else None
@@ -78,7 +78,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
-    """Every leaf key by its dotted path, the recipe's words about itself included."""
+    """Return every leaf key by its dotted path, the recipe's words about itself included."""
     return {
         path: field for path, field in _all_keys().items() if section_in(field.annotation) is None
     }
@@ -101,7 +101,7 @@ def _all_keys() -> dict[str, FieldInfo]:
 
 
 def field_of(path: str) -> FieldInfo | None:
-    """The schema's field at `path`, sections included; None where there is none."""
+    """Return the schema's field at `path`, sections included; None where there is none."""
     return _all_keys().get(path)
 
 
@@ -133,8 +133,8 @@ def effect_of(path: str) -> Effect:
 
 
 def when_of(path: str) -> str:
-    """The condition of a key, or of the section that it stands in; empty where it always has an
-    effect.
+    """Return the condition of a key, or of the section that it stands in; empty where it always has
+    an effect.
     """
     while path and not key_of(path).when:
         path = path.rpartition(".")[0]
@@ -143,8 +143,8 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face -> the
-    key here.
+    """Return names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face
+    -> the key here.
     """
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
@@ -159,7 +159,7 @@ def foreign() -> dict[str, str]:
 
 @cache
 def opposites() -> frozenset[str]:
-    """Names of flags that make a key false: what they say is the opposite of it."""
+    """Return names of flags that make a key false: what they say is the opposite of it."""
     flags = [flag for path in keys() if (flag := flag_of(path)) is not None and flag.off]
     return frozenset(name for flag in flags for name in _words_of_flag(flag))
 
@@ -169,14 +169,16 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 
 
 def flag_of(path: str) -> Flag | None:
-    """The flag of Megatron-LM that says the key at `path` alone; None where there is none."""
+    """Return the flag of Megatron-LM that says the key at `path` alone; None where
+    there is none.
+    """
     flag = key_of(path).flag
     return Flag(flag) if isinstance(flag, str) and flag else flag or None
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """The words that a key, an item of its list or a name in its table may be, where they are few;
-    else empty.
+    """Return the words that a key, an item of its list or a name in its table may be, where they
+    are few; else empty.
     """
     field = field_of(path) or (
         field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
@@ -192,8 +194,8 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def suggest(path: str) -> tuple[list[str], str]:
-    """Keys that `path` may have meant, best first, and a sentence about it where there is something
-    to say.
+    """Return keys that `path` may have meant, best first, and a sentence about it where there is
+    something to say.
     """
     near, why = _suggested(path)
     return list(near), why
@@ -241,7 +243,7 @@ def _suggested(path: str) -> tuple[list[str], str]:
 
 
 def is_under_a_value(path: str) -> bool:
-    """Whether a dotted key goes on behind one that holds a plain value, as in
+    """Return whether a dotted key goes on behind one that holds a plain value, as in
     `model.num_layers.x`.
     """
     names = path.split(".")
@@ -254,8 +256,8 @@ def is_under_a_value(path: str) -> bool:
 
 @cache
 def is_content(key: str) -> bool:
-    """Whether a key takes text of the user's own, a list or a mapping: no number, no switch, no
-    word of a few.
+    """Return whether a key takes text of the user's own, a list or a mapping: no number, no switch,
+    no word of a few.
     """
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)

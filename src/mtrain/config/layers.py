@@ -56,14 +56,14 @@ class _NotPlain(Exception):
 
 
 def _added(arguments: Sequence[str]) -> list[str]:
-    """Choices of groups that only a user's folder has."""
+    """Return choices of groups that only a user's folder has."""
     added = [word[1:].partition("=")[0] for word in arguments if word.startswith("+")]
     return [group for group in added if group not in (*GROUPS, RECIPE_FILE.partition("/")[0])]
 
 
 def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
-    """A file with those of its group that its defaults list names, which is all that most files
-    have.
+    """Return a file with those of its group that its defaults list names, which is all that most
+    files have.
 
     Hydra makes the same list; to ask it takes as long as to compose once more.
 
@@ -108,8 +108,8 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
 
 
 def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
-    """Whether a choice is a file, or a layout, that fills its own group and nothing else; False
-    where it is none.
+    """Return whether a choice is a file, or a layout, that fills its own group and nothing else;
+    False where it is none.
     """
     try:
         _expanded(library, f"{group}/{choice}", group)

@@ -14,12 +14,14 @@ _TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([0-9]{1,6})|(sp)(?![0-9])")
 
 
 def looks_like_layout(word: str) -> bool:
-    """Whether `word` was meant as a layout: it begins with an axis and a digit or with `sp`."""
+    """Return whether `word` was meant as a layout: it begins with an axis and a digit
+    or with `sp`.
+    """
     return re.match(r"(vpp|etp|tp|pp|cp|ep|dp)-?[0-9]|sp\Z", word) is not None
 
 
 def parse_layout(word: str) -> dict[str, Any]:
-    """The values of the `parallel` group that `word` stands for.
+    """Return the values of the `parallel` group that `word` stands for.
 
     `dp` becomes `ranks` = tp * pp * cp * dp, for the data-parallel size is derived and never
     written.
@@ -57,7 +59,7 @@ def parse_layout(word: str) -> dict[str, Any]:
 
 
 def nearest_layout(choice: str) -> str:
-    """The parts of a misspelt layout that can be read, as the override of a layout."""
+    """Return the parts of a misspelt layout that can be read, as the override of a layout."""
     degrees: dict[str, str] = {}
     for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
         degrees.setdefault(axis, degree)

@@ -54,14 +54,14 @@ class Library:
     def give(
         self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
     ) -> None:
-        """Adds a file under a name of its own: a recipe or a run file, and what of it
+        """Add a file under a name of its own: a recipe or a run file, and what of it
         is composed.
         """
         self.documents[name] = document
         self._given[name] = values, package
 
     def give_path(self, group: str, text: str) -> str:
-        """Adds a choice of a group that is the path of a file; the name that Hydra has for it."""
+        """Add a choice of a group that is the path of a file; the name that Hydra has for it."""
         path = paths.user_path(text)
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
@@ -69,15 +69,15 @@ class Library:
         return choice
 
     def written(self, group: str, choice: str) -> str:
-        """A choice as it was written, of the name that Hydra has for it."""
+        """Return a choice as it was written, of the name that Hydra has for it."""
         return self._written.get(f"{group}/{choice}", choice)
 
     def has(self, name: str) -> bool:
-        """Whether there is a configuration of this name."""
+        """Return whether there is a configuration of this name."""
         return name in self._given or self._file(name) is not None or self.layout(name) is not None
 
     def is_group(self, name: str) -> bool:
-        """Whether there is a group of this name."""
+        """Return whether there is a group of this name."""
         return name in (*GROUPS, RECIPE) or (not name.startswith("hydra") and paths.is_group(name))
 
     def layout(self, name: str) -> dict[str, Any] | None:
@@ -117,7 +117,7 @@ class Library:
         return Part(shown, package)
 
     def document(self, name: str) -> Document:
-        """The file of a configuration.
+        """Return the file of a configuration.
 
         Raises:
             ConfigError: there is none, or it cannot be read as data.
@@ -136,7 +136,7 @@ class Library:
         return {key: value for key, value in values.items() if key != "defaults"}
 
     def sources(self) -> set[str]:
-        """The files that a command line names by their paths, as problems show them."""
+        """Return the files that a command line names by their paths, as problems show them."""
         return {
             self.documents[name].source
             for name in (*self._given, *self._paths)
@@ -144,7 +144,7 @@ class Library:
         }
 
     def said(self) -> Hashable:
-        """The names and texts of all that was read, which with the arguments decide what is
+        """Return the names and texts of all that was read, which with the arguments decide what is
         composed.
         """
         given = {name: repr(values) for name, (values, _) in self._given.items()}
@@ -159,8 +159,8 @@ class Library:
 
 
 def _with_every_group(defaults: list[Any]) -> list[Any]:
-    """The defaults of `config.yaml`, with groups that it leaves out as groups without a choice: one
-    can be made.
+    """Return the defaults of `config.yaml`, with groups that it leaves out as groups without a
+    choice: one can be made.
     """
     if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return defaults  # another file may choose
@@ -169,8 +169,8 @@ def _with_every_group(defaults: list[Any]) -> list[Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """A value as Hydra is given it: lists, which it replaces as a whole, and text that it would
-    read as one text.
+    """Return a value as Hydra is given it: lists, which it replaces as a whole, and text that it
+    would read as one text.
     """
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
@@ -180,12 +180,12 @@ def _hidden(value: Any) -> Any:
 
 
 def _is_read(text: str) -> bool:
-    """Whether a text means something to Hydra, or to `restored`."""
+    """Return whether a text means something to Hydra, or to `restored`."""
     return text == MISSING or text.startswith(_BEGIN) or ("${" in text and any(refused(text, str)))
 
 
 def restored(value: Any) -> Any:
-    """A composed value as it was before it was hidden from Hydra."""
+    """Return a composed value as it was before it was hidden from Hydra."""
     if isinstance(value, dict):
         return {key: restored(inner) for key, inner in value.items()}
     if isinstance(value, str) and value.startswith(_BEGIN):

@@ -78,18 +78,18 @@ class LinearAttentionConfig(Section):
 
     @property
     def key_channels(self) -> int:
-        """Channels of all queries, or of all keys."""
+        """Return channels of all queries, or of all keys."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_channels(self) -> int:
-        """Channels of all values."""
+        """Return channels of all values."""
         return self.num_value_heads * self.value_head_dim
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Rows of the input projection: queries, keys, values, gates, then a beta and a decay of
-        each value head.
+        """Return rows of the input projection: queries, keys, values, gates, then a beta and a
+        decay of each value head.
         """
         k = self.key_channels
         v = self.value_channels
@@ -97,5 +97,5 @@ class LinearAttentionConfig(Section):
 
     @property
     def conv_channels(self) -> int:
-        """Channels that are convolved."""
+        """Return channels that are convolved."""
         return 2 * self.key_channels + self.value_channels

@@ -57,29 +57,29 @@ class LlavaConfig(Section):
 
     @property
     def used_layers(self) -> int:
-        """Layers of the vision tower in front of its features."""
+        """Return layers of the vision tower in front of its features."""
         if self.feature_layer >= 0:
             return self.feature_layer
         return self.vision_layers + 1 + self.feature_layer
 
     @property
     def unused_layers(self) -> int:
-        """Layers behind them."""
+        """Return layers behind them."""
         return self.vision_layers - self.used_layers
 
     # the tower's attention in the words of `model`, by which its weights are rearranged
 
     @property
     def num_attention_heads(self) -> int:
-        """Heads of the vision tower."""
+        """Return heads of the vision tower."""
         return self.vision_heads
 
     @property
     def query_groups(self) -> int:
-        """Its key/value heads: one for each query head."""
+        """Return its key/value heads: one for each query head."""
         return self.vision_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of one of its heads."""
+        """Return width of one of its heads."""
         return self.vision_hidden_size // self.vision_heads

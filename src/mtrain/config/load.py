@@ -83,7 +83,7 @@ def package_of(document: Document) -> str | None:
 
 
 def scalar(text: str) -> Any:
-    """The value of an unquoted scalar under YAML 1.2."""
+    """Return the value of an unquoted scalar under YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) <= MAX_DIGITS:
@@ -97,7 +97,7 @@ def scalar(text: str) -> Any:
 
 
 def load(path: Path, source: str | None = None) -> Document:
-    """Reads one file.
+    """Read one file.
 
     Raises:
         ConfigError: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than
@@ -108,7 +108,7 @@ def load(path: Path, source: str | None = None) -> Document:
 
 
 def filled(document: Document) -> Document:
-    """The document, which must say something.
+    """Return the document, which must say something.
 
     Raises:
         ConfigError: it is empty, or holds nothing but comments.
@@ -122,7 +122,7 @@ def filled(document: Document) -> Document:
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
-    """Refuses text with characters that change how it is shown without being seen, or others of a
+    """Refuse text with characters that change how it is shown without being seen, or others of a
     `pattern`.
 
     Raises:
@@ -136,7 +136,7 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
 
 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
-    """Reads YAML text whose top level is a mapping (or nothing).
+    """Read YAML text whose top level is a mapping (or nothing).
 
     With `foreign` it is another system's: keys may have dots, and the later of two that are the
     same counts.
@@ -159,7 +159,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
 
 
 def bounded(text: str, source: str) -> None:
-    """Looks at YAML before any of it is built: how deep it is nested, how much it is, and that it
+    """Look at YAML before any of it is built: how deep it is nested, how much it is, and that it
     has no tags.
 
     Raises:
@@ -275,7 +275,7 @@ class _Reader:
         self.nodes = self.keys = 0
 
     def value(self, node: yaml.Node, path: str, depth: int) -> Any:
-        """The value of a node at a dotted path.
+        """Return the value of a node at a dotted path.
 
         Raises:
             ConfigError: it is too much, or a mapping has a key that is none.
@@ -303,15 +303,15 @@ class _Reader:
         return out
 
     def item(self, node: yaml.Node, path: str, depth: int) -> Any:
-        """An item of a list."""
+        """Return an item of a list."""
         self.lines[path] = node.start_mark.line + 1
         return self.value(node, path, depth + 1)
 
     def key(
         self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]
     ) -> str:
-        """The name of a key, noted with its line; `before` are the keys of its mapping so far,
-        `lines` theirs.
+        """Return the name of a key, noted with its line; `before` are the keys of its mapping so
+        far, `lines` theirs.
         """
         name = node.value
         line = node.start_mark.line + 1

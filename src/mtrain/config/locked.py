@@ -51,8 +51,8 @@ class Lock:
 
     @property
     def edited(self) -> tuple[str, str, str] | None:
-        """The fact that the values no longer agree with, as it was locked and as it is; None where
-        all agree.
+        """Return the fact that the values no longer agree with, as it was locked and as it is; None
+        where all agree.
         """
         here = content(self.body)
         if here != self.facts["content"]:
@@ -63,17 +63,17 @@ class Lock:
 
 
 def content(body: str) -> str:
-    """The digest of a lock's values as text."""
+    """Return the digest of a lock's values as text."""
     return hashlib.sha256(body.encode()).hexdigest()
 
 
 def is_lock(text: str) -> bool:
-    """Whether a text begins as a lock does."""
+    """Return whether a text begins as a lock does."""
     return text.partition("\n")[0].strip() == HEAD
 
 
 def read_lock(path: Path) -> Lock:
-    """Reads a lock file.
+    """Read a lock file.
 
     Raises:
         ConfigError: it has no lock, or is no complete configuration.
@@ -88,7 +88,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def parse_lock(text: str, source: str) -> Lock:
-    """The lock of a text that begins as one.
+    """Return the lock of a text that begins as one.
 
     Raises:
         ConfigError: a part of it is missing, or it is no complete configuration.
@@ -117,8 +117,8 @@ def parse_lock(text: str, source: str) -> Lock:
 
 
 def edited(text: str, source: str) -> Problem | None:
-    """The problem of a lock whose values were changed since it was made; None for one that is
-    whole, and for no lock.
+    """Return the problem of a lock whose values were changed since it was made; None for one that
+    is whole, and for no lock.
 
     Raises:
         ConfigError: as `parse_lock`.

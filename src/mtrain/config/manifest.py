@@ -39,29 +39,29 @@ class Manifest:
     body: dict[str, Any]
 
     def count(self, name: str) -> int:
-        """One of COUNTS; the largest id of an empty corpus is -1."""
+        """Return one of COUNTS; the largest id of an empty corpus is -1."""
         return int(self.body[name])
 
     @property
     def eod(self) -> int | None:
-        """Id behind each document; None: there is none."""
+        """Return id behind each document; None: there is none."""
         found = self.body["eod"]
         return found if isinstance(found, int) else None
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Hash of the tokenizer.json that made the tokens; None: it was another kind of
+        """Return hash of the tokenizer.json that made the tokens; None: it was another kind of
         tokenizer.
         """
         tokenizer = self.body["tokenizer"]
         return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
 
     def bytes_of(self, suffix: str) -> int:
-        """Size of one of FILES."""
+        """Return size of one of FILES."""
         return int(self.body["files"][suffix]["bytes"])
 
     def sha256_of(self, suffix: str) -> str:
-        """Hash of one of FILES."""
+        """Return hash of one of FILES."""
         return str(self.body["files"][suffix]["sha256"])
 
     def sizes_differ(self, prefix: Path, *, remote: bool = False) -> str:
@@ -86,7 +86,7 @@ def path_of(prefix: Path) -> Path:
 
 
 def dump(body: dict[str, Any]) -> bytes:
-    """A manifest as it is written; `body` is without its digest."""
+    """Return a manifest as it is written; `body` is without its digest."""
     return _written(body | {"digest": _digest(body)})
 
 
@@ -113,7 +113,8 @@ def unwatched(data: DataConfig) -> str:
 
 
 def read_manifest(prefix: Path, limit: int = MAX_BYTES) -> Manifest | None:
-    """The manifest of a corpus; None where there is none, or where it is larger than `limit`.
+    """Return the manifest of a corpus; None where there is none, or where it is larger than
+    `limit`.
 
     Raises:
         CorruptData: it is not as it was written.
@@ -183,7 +184,7 @@ def _is_file(held: Any) -> bool:
 
 
 def _is_input(held: Any) -> bool:
-    """A file, and counts of it."""
+    """Return a file, and counts of it."""
     if not isinstance(held, dict) or not isinstance(held.get("file"), str):
         return False
     return all(_is_count(value) for name, value in held.items() if name != "file")

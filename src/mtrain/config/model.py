@@ -422,12 +422,12 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
+        """Return whether the MLP has a gate beside its up projection."""
         return "glu" in self.activation
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Return width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -437,17 +437,17 @@ class ModelConfig(Section):
 
     @property
     def width_mult(self) -> float:
-        """How many times as wide as the base of muP it is; 1 without."""
+        """Return how many times as wide as the base of muP it is; 1 without."""
         return 1.0 if self.mup is None else self.mup.width_mult(self.hidden_size)
 
     @property
     def mtp_held(self) -> int:
-        """MTP layers with weights of their own."""
+        """Return MTP layers with weights of their own."""
         return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotate; yarn of MLA turns all of the part that MLA has for
+        """Return channels of a head that rotate; yarn of MLA turns all of the part that MLA has for
         positions.
         """
         width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
@@ -457,7 +457,9 @@ class ModelConfig(Section):
 
     @property
     def rotary_constant_to(self) -> float:
-        """Tokens up to which rotary frequencies do not depend on the length of a sequence."""
+        """Return tokens up to which rotary frequencies do not depend on the length of a
+        sequence.
+        """
         if (scaling := self.rope_scaling) is None or scaling.rope_type not in (
             "dynamic",
             "longrope",
@@ -470,7 +472,7 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Return key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     def softmax_among(self, first: int) -> int:
@@ -478,25 +480,25 @@ class ModelConfig(Section):
         return first if self.linear_attention is None else first // self.linear_attention.freq
 
     def is_linear(self, index: int) -> bool:
-        """Whether layer `index` (from 0) is a gated delta net."""
+        """Return whether layer `index` (from 0) is a gated delta net."""
         if self.hybrid is not None:
             return self.linear_attention is not None and self.hybrid.kind(index) == DELTA
         return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up, the same for every layout."""
+        """Return rows of the embedding: `vocab_size` rounded up, the same for every layout."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def loss_vocab_size(self) -> int:
-        """Token ids that have a probability in a loss."""
+        """Return token ids that have a probability in a loss."""
         return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
 
     @property
     def padding_in_words(self) -> str:
-        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has
-        none.
+        """Return the ids that losses are over, and what becomes of padding; empty where the
+        vocabulary has none.
         """
         if self.padded_vocab_size == self.vocab_size:
             return ""

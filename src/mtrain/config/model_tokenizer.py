@@ -30,7 +30,7 @@ OTHERS = (
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """The folder that the weights of a run come from: that of `checkpoint`, else what the
+    """Return the folder that the weights of a run come from: that of `checkpoint`, else what the
     configuration names by its path; None: the weights are drawn. A run that `auto` or `latest` goes
     on with began with `checkpoint.init_from`.
     """
@@ -43,20 +43,22 @@ def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path 
 
 
 def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """The `tokenizer.json` of the model whose weights a run goes on from; None: it has none."""
+    """Return the `tokenizer.json` of the model whose weights a run goes on from; None:
+    it has none.
+    """
     folder = folder_of_the_model(run, checkpoint)
     return None if folder is None else tokenizer_of(folder)
 
 
 def tokenizer_of(folder: Path) -> Path | None:
-    """The `tokenizer.json` of a run or Hugging Face folder; None: it has none."""
+    """Return the `tokenizer.json` of a run or Hugging Face folder; None: it has none."""
     file = folder / TOKENIZER
     return file if os.path.isfile(file) else None
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """A file of a folder, or of what a run kept of one, that holds a tokenizer in a form that is
-    not read here.
+    """Return a file of a folder, or of what a run kept of one, that holds a tokenizer in a form
+    that is not read here.
     """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
@@ -70,7 +72,7 @@ def is_from_elsewhere(folder: Path) -> bool:
 
 
 def sha256_of(file: Path) -> str:
-    """The hash of a file, which is computed again when the file changes.
+    """Return the hash of a file, which is computed again when the file changes.
 
     Raises:
         OSError: it cannot be read.

@@ -55,13 +55,13 @@ class MupConfig(Section):
     """Attention logits are divided by the width of a head to this power: 1 in muP, 0.5 as usual."""
 
     def width_mult(self, hidden_size: int) -> float:
-        """How many times as wide as the base a model is."""
+        """Return how many times as wide as the base a model is."""
         return hidden_size / (self.base_hidden_size or hidden_size)
 
     def logit_mult(self, hidden_size: int) -> float:
-        """The factor on logits."""
+        """Return the factor on logits."""
         return self.output_mult or 1 / self.width_mult(hidden_size)
 
     def softmax_scale(self, head_dim: int) -> float:
-        """The factor on attention logits."""
+        """Return the factor on attention logits."""
         return math.sqrt(self.base_head_dim or 1.0) / math.pow(head_dim, self.attn_scale_power)

@@ -65,7 +65,7 @@ _WORDS = {
 
 
 def accepts(path: str, value: Any) -> bool:
-    """Whether the schema takes `value` at `path`, whatever the other keys are."""
+    """Return whether the schema takes `value` at `path`, whatever the other keys are."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     field = field_of(path)
@@ -102,8 +102,8 @@ def taken(path: str, value: Any) -> list[Any]:
 
 
 def suggestions(path: str, value: Any) -> list[str]:
-    """Overrides that an unknown key at `path` may have stood for, best first; each key takes its
-    value.
+    """Return overrides that an unknown key at `path` may have stood for, best first; each key takes
+    its value.
 
     Where no near key takes the value, a page that says what the nearest takes; where none is near,
     to leave it out.
@@ -143,7 +143,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def at_default(path: str) -> str:
-    """The override that sets a key to its default; empty where it has none."""
+    """Return the override that sets a key to its default; empty where it has none."""
     field = field_of(path)
     if field is None or field.default is PydanticUndefined:
         return ""
@@ -158,8 +158,8 @@ def is_number(value: Any) -> bool:
 
 
 def as_shipped(path: str) -> str:
-    """The override that sets a key to the value of its group's default choice; empty where that
-    says nothing.
+    """Return the override that sets a key to the value of its group's default choice; empty where
+    that says nothing.
     """
     group, _, key = path.partition(".")
     choice = default_choices()[0].get(group, "")
@@ -169,7 +169,7 @@ def as_shipped(path: str) -> str:
 
 
 def near_choice(word: str, choices: Sequence[str]) -> list[str]:
-    """Choices that `word` may have meant, best first."""
+    """Return choices that `word` may have meant, best first."""
     import difflib
 
     word = plain(word).strip().lower()
@@ -184,8 +184,8 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
-    """The order of choices that begin alike: those of the very name with a size behind it, other
-    words behind it, other names; and of each the smallest.
+    """Return the order of choices that begin alike: those of the very name with a size behind it,
+    other words behind it, other names; and of each the smallest.
     """
     rest = choice.removeprefix(begin)
     order = 2
@@ -195,12 +195,12 @@ def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
 
 
 def _in_ones(size: tuple[str, str]) -> float:
-    """A number with a unit, as 1.7 and b, as a number."""
+    """Return a number with a unit, as 1.7 and b, as a number."""
     return float(size[0]) * _UNITS.get(size[1], 1.0)
 
 
 def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
-    """Choices that differ from a word in one number that stands in it, the nearest first."""
+    """Return choices that differ from a word in one number that stands in it, the nearest first."""
     sizes = _SIZE.findall(word)
     outside = _SIZE.sub("#", word)
     away: dict[str, float] = {}
@@ -224,8 +224,8 @@ def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
 
 
 def layouts_near(word: str) -> list[str]:
-    """Layouts that a word may have meant: its letters in another case or with signs between, or a
-    bare number.
+    """Return layouts that a word may have meant: its letters in another case or with signs between,
+    or a bare number.
     """
     letters = re.sub(r"[^a-z0-9]", "", plain(word).lower())
     if letters.isdigit() and int(letters[:7]) > 0 and len(letters) < 7:
@@ -238,15 +238,15 @@ def layouts_near(word: str) -> list[str]:
 
 
 def spelled(group: str, value: object) -> str:
-    """The choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1; else the
-    value as text.
+    """Return the choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1;
+    else the value as text.
     """
     return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
 
 
 def usual_choice(group: str) -> str:
-    """The default choice of a group; where there is none the first of its files, and empty where
-    there is none.
+    """Return the default choice of a group; where there is none the first of its files, and empty
+    where there is none.
     """
     names = choices_of_group(group)
     usual = default_choices()[0].get(group, "")
@@ -254,8 +254,8 @@ def usual_choice(group: str) -> str:
 
 
 def with_choices(change: Mapping[str, Any]) -> str:
-    """The overrides of a change; a choice of a group in place of the key that says it and the rest
-    of its group.
+    """Return the overrides of a change; a choice of a group in place of the key that says it and
+    the rest of its group.
     """
     chosen = {
         CHOOSING[key]: value
@@ -269,16 +269,16 @@ def with_choices(change: Mapping[str, Any]) -> str:
 
 
 def chooses(group: str, choice: str) -> str:
-    """The argument that makes a choice; of a group that nothing chooses from so far it begins with
-    a +.
+    """Return the argument that makes a choice; of a group that nothing chooses from so far it
+    begins with a +.
     """
     known = group in GROUPS or group in default_choices()[0]
     return f"{'' if known else '+'}{group}={choice}"
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Overrides that a choice which is none may have meant, best first; the default one for a word
-    like none.
+    """Return overrides that a choice which is none may have meant, best first; the default one for
+    a word like none.
     """
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
@@ -351,7 +351,7 @@ def default_choices() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _is_file(entry: object) -> bool:
-    """Whether an entry of defaults names a file beside `config.yaml`."""
+    """Return whether an entry of defaults names a file beside `config.yaml`."""
     return _is_name(entry) and find_config(entry) is not None
 
 
@@ -360,7 +360,7 @@ def _is_name(word: object) -> TypeGuard[str]:
 
 
 def _no_default(entry: object, group: object, choice: object, source: str) -> Problem:
-    """The problem of an entry of the defaults of `config.yaml` that is none."""
+    """Return the problem of an entry of the defaults of `config.yaml` that is none."""
     rule = (
         "an entry of defaults is `GROUP: CHOICE`, with the name of one choice and once for each"
         " group, or `_self_`"

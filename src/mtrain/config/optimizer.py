@@ -74,7 +74,7 @@ class Rotated:
     """Numbers of each element that go to the rank that computes it, and back."""
 
     def sides(self, *shape: int) -> tuple[int, ...]:
-        """Lengths of the sides that have factors."""
+        """Return lengths of the sides that have factors."""
         return tuple(n for n in shape if n <= self.longest)
 
     def work(self, shape: tuple[int, ...]) -> int:
@@ -133,15 +133,15 @@ class Optimizer:
     """Megatron-LM's word after `--optimizer`; None: it has no such optimizer."""
 
     def states_of(self, run: Run, name: str, axes: int) -> Mapping[str, str]:
-        """State tensors of the parameter `name` of so many axes -> number format."""
+        """Return state tensors of the parameter `name` of so many axes -> number format."""
         if self.states_by_name is None:
             return self.states(run)
         return self.states_by_name(run, name, axes)
 
 
 def only(words: tuple[str, ...], name: str) -> Callable[[str, Run], str | None]:
-    """The obstacle of an optimizer that some words of `kernels.optimizer` can always update, and
-    others never.
+    """Return the obstacle of an optimizer that some words of `kernels.optimizer` can always update,
+    and others never.
     """
 
     def obstacle(word: str, run: Run) -> str | None:

@@ -44,7 +44,7 @@ class Origins:
                 self.put(path, value, layer.where(path))
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Notes who set the leaf at `path`.
+        """Note who set the leaf at `path`.
 
         An empty mapping over a section changes nothing of it.
         """
@@ -54,15 +54,15 @@ class Origins:
             put(self._tree, path, source)
 
     def drop(self, path: str) -> None:
-        """Forgets the key at `path`, and all beneath it: it was deleted."""
+        """Forget the key at `path`, and all beneath it: it was deleted."""
         drop(self._tree, path)
 
     def has(self, path: str) -> bool:
-        """Whether anything set the key at `path`, or one beneath it."""
+        """Return whether anything set the key at `path`, or one beneath it."""
         return self._found(path)[1]
 
     def is_null(self, path: str) -> bool:
-        """Whether the key at `path` was last set to null."""
+        """Return whether the key at `path` was last set to null."""
         last = self.last(path)
         return last is not None and last.value is None
 

@@ -55,7 +55,7 @@ class Overrides:
 
 
 def read_overrides(argv: Sequence[str]) -> Overrides:
-    """Reads every argument; what cannot be read becomes a problem and the rest is read, up to too
+    """Read every argument; what cannot be read becomes a problem and the rest is read, up to too
     many of them.
     """
     out = Overrides()
@@ -107,7 +107,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
 
 
 def shortened(text: str) -> str:
-    """The begin of a text that somebody wrote."""
+    """Return the begin of a text that somebody wrote."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -156,7 +156,7 @@ def _read(argument: str, out: Overrides) -> Problem | None:
 
 
 def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
-    """Reads `group=choice`; one that is chosen already is not added once more."""
+    """Read `group=choice`; one that is chosen already is not added once more."""
     if sign:
         rule = (
             f"{sign}{group}={text}: every run has one choice of {group} already; without the {sign}"
@@ -171,7 +171,7 @@ def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
-    """Reads a choice of a group that only a user's folder has: `+group=choice` as in Hydra."""
+    """Read a choice of a group that only a user's folder has: `+group=choice` as in Hydra."""
     if group in default_choices()[0]:
         return _choose(sign, group, text, out)
     text = _unquoted(text)
@@ -189,7 +189,7 @@ def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | No
 
 
 def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
-    """Reads `~key` or `~group`: what files say of it is taken away, and the schema's
+    """Read `~key` or `~group`: what files say of it is taken away, and the schema's
     default holds.
     """
     from mtrain.config.grammar import parse_value
@@ -214,7 +214,7 @@ def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
 
 
 def _unquoted(text: str) -> str:
-    """A text, or what is inside its quotes where it has some."""
+    """Return a text, or what is inside its quotes where it has some."""
     from mtrain.config.grammar import parse_value
 
     try:
@@ -224,7 +224,7 @@ def _unquoted(text: str) -> str:
 
 
 def _read_base(key: str, text: str, out: Overrides) -> Problem | None:
-    """Reads `recipe=` or `run=`: the text as it stands, or what is inside its quotes."""
+    """Read `recipe=` or `run=`: the text as it stands, or what is inside its quotes."""
     from mtrain.config.grammar import parse_value
 
     if text[0] in "'\"":
@@ -275,7 +275,7 @@ def _odd_key(key: str, text: str) -> Problem:
 
 
 def _meant(key: str, text: str) -> str:
-    """The override that a misspelt key with a value as text may have stood for."""
+    """Return the override that a misspelt key with a value as text may have stood for."""
     from mtrain.config.grammar import parse_value
 
     if as_key(key) in GROUPS:

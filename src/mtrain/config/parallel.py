@@ -266,18 +266,18 @@ class ParallelConfig(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model: tp * pp * cp."""
+        """Return ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout
-        is broken.
+        """Return data-parallel size of a resolved run, at least 1 so that rules can go on where the
+        layout is broken.
         """
         return max(1, (self.ranks or 1) // self.model_ranks)
 
     @property
     def frees_weights(self) -> bool:
-        """Whether weights of a layer are freed between its forward and its backward."""
+        """Return whether weights of a layer are freed between its forward and its backward."""
         whole = self.fsdp == "megatron" and self.fsdp_sharding in ("optim", "optim_grads")
         return self.fsdp != "none" and not whole

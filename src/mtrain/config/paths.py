@@ -60,21 +60,21 @@ def listing(names: Sequence[str], verb: str) -> str:
 
 
 def conf_dir() -> Path:
-    """The folder of group files: `conf/` of the checkout, else the copy inside the installed
+    """Return the folder of group files: `conf/` of the checkout, else the copy inside the installed
     package.
     """
     return _folder("conf", _PACKAGE)
 
 
 def recipes_dir() -> Path:
-    """The folder of shared recipes: `recipes/` of the checkout, else the copy inside the installed
-    package.
+    """Return the folder of shared recipes: `recipes/` of the checkout, else the copy inside the
+    installed package.
     """
     return _folder("recipes", _PACKAGE)
 
 
 def folders() -> list[Path]:
-    """Every folder of choices, first the one that counts most.
+    """Return every folder of choices, first the one that counts most.
 
     Those of `--config-dir` and of the environment variable `MTRAIN_CONF` (several are parted as in
     `PATH`), those that installed packages name by the entry point `mtrain.conf`, and the shipped
@@ -90,8 +90,8 @@ def folders() -> list[Path]:
 
 @cache
 def _of_packages() -> tuple[Path, ...]:
-    """Folders that installed packages name: the entry point `mine = "my_package.conf"` is `conf/`
-    in my_package.
+    """Return folders that installed packages name: the entry point `mine = "my_package.conf"` is
+    `conf/` in my_package.
 
     No package is imported for it.
     """
@@ -130,7 +130,7 @@ def config_dirs(named: Sequence[str]) -> Iterator[None]:
 
 
 def check_folders() -> None:
-    """Looks at the folders of choices that somebody named.
+    """Look at the folders of choices that somebody named.
 
     Raises:
         ConfigError: one is not there, or is no folder.
@@ -149,8 +149,8 @@ def check_folders() -> None:
 
 
 def find_config(name: str) -> Path | None:
-    """The file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None where
-    there is none.
+    """Return the file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None
+    where there is none.
     """
     if any(part in ("", ".", "..") for part in name.split("/")):
         return None
@@ -159,14 +159,14 @@ def find_config(name: str) -> Path | None:
 
 
 def is_group(name: str) -> bool:
-    """Whether there is a folder of choices of this name."""
+    """Return whether there is a folder of choices of this name."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         return False
     return name != RECIPES and any(os.path.isdir(folder / name) for folder in folders())
 
 
 def group_names() -> list[str]:
-    """Every group that has a folder, a user's own included."""
+    """Return every group that has a folder, a user's own included."""
     named = {place.name for folder in folders() for place in folder.iterdir() if place.is_dir()}
     return sorted(
         name for name in named if name not in (RECIPES, "hydra") and not name.startswith((".", "_"))
@@ -174,21 +174,21 @@ def group_names() -> list[str]:
 
 
 def choices_of_group(group: str) -> list[str]:
-    """The choices of a group that have a file; one in a folder of the group is called
+    """Return the choices of a group that have a file; one in a folder of the group is called
     `folder/name`.
     """
     return _names_below([folder / group for folder in folders()])
 
 
 def recipe_names() -> list[str]:
-    """The recipes that are called by a name: those of `recipes/` in a user's folder, and the shared
-    ones.
+    """Return the recipes that are called by a name: those of `recipes/` in a user's folder, and the
+    shared ones.
     """
     return _names_below(_recipe_folders())
 
 
 def find_recipe_file(name: str) -> Path | None:
-    """The file of a recipe that is called by a name; None where there is none."""
+    """Return the file of a recipe that is called by a name; None where there is none."""
     for folder in _recipe_folders():
         file = folder / f"{name.removesuffix('.yaml')}.yaml"
         if os.path.isfile(file) and os.path.realpath(file).startswith(
@@ -233,19 +233,19 @@ def display(path: Path) -> str:
 
 
 def is_shipped(source: str) -> bool:
-    """Whether a file, as problems name it, is one of those that ship."""
+    """Return whether a file, as problems name it, is one of those that ship."""
     shipped = ("conf/", "recipes/", f"{conf_dir()}{os.sep}", f"{recipes_dir()}{os.sep}")
     return source.startswith(shipped)
 
 
 def user_path(text: str) -> Path:
-    """The path that a configuration names, `~` expanded where there is such a home."""
+    """Return the path that a configuration names, `~` expanded where there is such a home."""
     return Path(os.path.expanduser(text))
 
 
 def names_near(path: Path, limit: int = 3) -> list[str]:
-    """Paths that are there and look like a missing one, best first: of its own folder, or of one
-    with a similar name.
+    """Return paths that are there and look like a missing one, best first: of its own folder, or of
+    one with a similar name.
 
     A name is repaired at each level that is missing, so `corpuz/wiki.txt` is near
     `corpus/wiki.txt`.
@@ -259,7 +259,7 @@ def names_near(path: Path, limit: int = 3) -> list[str]:
 
 
 def _named_like(folder: Path, name: str, limit: int) -> list[str]:
-    """Paths in a folder whose names are like `name`, one that is the same first."""
+    """Return paths in a folder whose names are like `name`, one that is the same first."""
     import difflib
 
     try:

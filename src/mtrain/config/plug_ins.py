@@ -11,7 +11,7 @@ Kind = TypeVar("Kind")
 
 
 def found(group: str) -> dict[str, EntryPoint]:
-    """The plug-ins of a group by their names; none is loaded."""
+    """Return the plug-ins of a group by their names; none is loaded."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 

@@ -189,7 +189,7 @@ class PrecisionConfig(Section):
 
     @property
     def format(self) -> WeightFormat:
-        """Format of weights and activations, once it is resolved."""
+        """Return format of weights and activations, once it is resolved."""
         return self.dtype or "fp32"
 
     @property
@@ -203,13 +203,13 @@ class PrecisionConfig(Section):
 
     @property
     def multiplies_in(self) -> ProductFormat:
-        """The format whose peak arithmetic of a device bounds the linear layers."""
+        """Return the format whose peak arithmetic of a device bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"
         return self.format if self.fp4 is None else "fp4"
 
     def leaves(self, index: int, layers: int) -> bool:
-        """Whether layer `index` of so many, counted from 0, is one of the first or last that
+        """Return whether layer `index` of so many, counted from 0, is one of the first or last that
         multiply in `dtype`.
         """
         return (
@@ -218,7 +218,7 @@ class PrecisionConfig(Section):
 
     @property
     def words(self) -> str:
-        """The format of weights, and of products where linear layers have another."""
+        """Return the format of weights, and of products where linear layers have another."""
         if self.quantized is None:
             low = ""
         else:
@@ -226,6 +226,6 @@ class PrecisionConfig(Section):
         return f"{self.format}{low}"
 
     def unquantized(self, dtype: str) -> "PrecisionConfig":
-        """The same with every product in `dtype`: where there is no TransformerEngine."""
+        """Return the same with every product in `dtype`: where there is no TransformerEngine."""
         kept = {key: value for key, value in self if not key.startswith(LOW_PRECISION)}
         return PrecisionConfig.model_validate({**kept, "dtype": dtype})

@@ -11,7 +11,7 @@ from mtrain.errors import Problem, Related, Severity
 
 
 def value_at(run: RunConfig, path: str) -> Any:
-    """The value of a dotted key; None where its section is null."""
+    """Return the value of a dotted key; None where its section is null."""
     node: Any = run
     for name in path.split("."):
         node = getattr(node, name, None)
@@ -29,7 +29,9 @@ def problem_of(
     severity: Severity = "error",
     related: Iterable[str] = (),
 ) -> Problem:
-    """The problem `code` of the key `path`; `related` are the other keys that its rule is about."""
+    """Return the problem `code` of the key `path`; `related` are the other keys that its rule is
+    about.
+    """
     others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
     return Problem(
         code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
@@ -37,7 +39,7 @@ def problem_of(
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML has it."""
+    """Return a value as YAML has it."""
     if isinstance(value, Section):
         return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value

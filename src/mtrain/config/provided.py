@@ -22,7 +22,7 @@ SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
-    """Whether a user set a key: on the command line, or in a file that does not ship
+    """Return whether a user set a key: on the command line, or in a file that does not ship
     with mtrain.
     """
     return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
@@ -31,7 +31,7 @@ def is_provided(origin: str) -> bool:
 def discards(
     change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
 ) -> bool:
-    """Whether a change throws away what somebody provided.
+    """Return whether a change throws away what somebody provided.
 
     Args:
         change: dotted key -> new value.
@@ -44,8 +44,8 @@ def discards(
 
 
 def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
-    """Whether a change takes a value of any kind away that somebody provided, and sets null in its
-    place.
+    """Return whether a change takes a value of any kind away that somebody provided, and sets null
+    in its place.
     """
     provided = (
         key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
@@ -56,7 +56,7 @@ def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping
 def lost(
     change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
 ) -> list[str]:
-    """Keys that somebody provided, and that a change sets to null or to their default."""
+    """Return keys that somebody provided, and that a change sets to null or to their default."""
     provided = [
         key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
     ]
@@ -86,8 +86,8 @@ def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
-    """A problem of a number where text is to stand, with a fix that quotes it as the file has it:
-    1.10 is no 1.1.
+    """Return a problem of a number where text is to stand, with a fix that quotes it as the file
+    has it: 1.10 is no 1.1.
     """
     if problem.code != "MT013" or "must be text" not in problem.rule:
         return problem
@@ -111,7 +111,7 @@ def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
 
 
 def _items_at(document: Document, path: str) -> Iterator[Any]:
-    """The items of a list in a file, each as its text."""
+    """Yield the items of a list in a file, each as its text."""
     node: Any = document.values
     for name in path.split("."):
         node = node.get(name) if isinstance(node, dict) else None

@@ -13,12 +13,12 @@ LENGTH = ("trainer.train_iters", "optim.decay_iters")
 
 
 def end_of_decay(run: RunConfig) -> int:
-    """The step at which the decay ends."""
+    """Return the step at which the decay ends."""
     return run.optim.decay_iters or run.trainer.steps
 
 
 def rate(run: RunConfig, step: int) -> float:
-    """The learning rate of a step, counted from 1, of a resolved run."""
+    """Return the learning rate of a step, counted from 1, of a resolved run."""
     o = run.optim
     highest = o.lr or 0.0
     lowest = o.min_lr or 0.0
@@ -57,7 +57,7 @@ def _share(run: RunConfig, step: int, steps: int) -> float:
 
 
 def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
-    """Whether the first `step` steps of `other` had the rates that they have in `run`, which
+    """Return whether the first `step` steps of `other` had the rates that they have in `run`, which
     differs in its length.
 
     So it is where the schedule is constant, where the decay has not begun, and where it ends at the

@@ -48,7 +48,7 @@ class Recipe:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a shared one by its name under `recipes/`, or any path.
+    """Return the file of a recipe: a shared one by its name under `recipes/`, or any path.
 
     Raises:
         ConfigError: there is none; with the names near it.
@@ -74,8 +74,8 @@ def find_recipe(name: str) -> Path:
 
 
 def _beside(path: Path, most: int = 3) -> list[str]:
-    """Files of YAML in the folder of a path where none is, whose names are at least half like its
-    own.
+    """Return files of YAML in the folder of a path where none is, whose names are at least half
+    like its own.
     """
     try:
         with os.scandir(path.parent) as entries:
@@ -94,7 +94,7 @@ def _beside(path: Path, most: int = 3) -> list[str]:
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
-    """Reads and validates a recipe; None where not even its YAML can be read."""
+    """Read and validates a recipe; None where not even its YAML can be read."""
     try:
         path = find_recipe(name)
         document = filled(load(path))
@@ -110,7 +110,7 @@ def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
 
 
 def reserved_keys(values: Any, document: Document, prefix: str = "") -> Iterator[Problem]:
-    """A problem for every key that could make a loader run code: `_target_`, `hydra`,
+    """Yield a problem for every key that could make a loader run code: `_target_`, `hydra`,
     and the like.
     """
     if isinstance(values, list):

@@ -83,7 +83,7 @@ class Replaced:
     """Key -> the choice that replaces it, and its value in the file."""
 
     def replace(self, choices: Mapping[str, str], keys: Mapping[str, str]) -> None:
-        """Takes away the whole group of each choice, and single keys, each with the choice that
+        """Take away the whole group of each choice, and single keys, each with the choice that
         sets it.
         """
         for group, choice in choices.items():
@@ -102,8 +102,8 @@ class Replaced:
     def problems(
         self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
     ) -> Iterator[Problem]:
-        """A warning for each choice that replaced values, without those that the command line or
-        the result has.
+        """Yield a warning for each choice that replaced values, without those that the command line
+        or the result has.
 
         Args:
             said: dotted key -> value of the command line.

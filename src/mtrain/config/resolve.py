@@ -100,7 +100,8 @@ class Machine:
 
 
 def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of processes that a launcher such as torchrun started; None where there is none.
+    """Return the number of processes that a launcher such as torchrun started; None where there is
+    none.
 
     One process that is not told how to find others is a run of its own.
     """
@@ -117,7 +118,8 @@ def resolve(
     made_from: dict[str, frozenset[str]] | None = None,
     why: dict[str, str] | None = None,
 ) -> RunConfig:
-    """The configuration with every `auto` and null that model, layout or machine decide filled in.
+    """Return the configuration with every `auto` and null that model, layout or machine decide
+    filled in.
 
     Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node
     stays null: a layout has as many processes as it needs, and so has a run that goes on with
@@ -250,13 +252,14 @@ def _conditional(key: Conditional, run: RunConfig) -> Filled:
 
 
 def _with(node: Any, path: list[str], value: Any) -> Any:
-    """A copy of a section with one key set."""
+    """Return a copy of a section with one key set."""
     inner = value if len(path) == 1 else _with(getattr(node, path[0]), path[1:], value)
     return node.model_copy(update={path[0]: inner})
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole.
+    """Return the fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both
+    whole.
 
     With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded
     over two ranks.

@@ -104,7 +104,7 @@ class RunConfig(Section):
         return self.model_dump(mode="json")
 
     def flat(self) -> dict[str, Any]:
-        """Every leaf by its dotted key, without the recipe's words about itself."""
+        """Return every leaf by its dotted key, without the recipe's words about itself."""
         out: dict[str, Any] = {}
 
         def walk(prefix: str, value: Any) -> None:
@@ -118,7 +118,7 @@ class RunConfig(Section):
         return out
 
     def recorded(self) -> RunConfig:
-        """The run as it is written down: without the words that chose what to go on from."""
+        """Return the run as it is written down: without the words that chose what to go on from."""
         choice = {"resume": None, "accept_changes": False}
         return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
 

@@ -11,7 +11,7 @@ from mtrain.errors import ConfigError
 
 
 def read_run_file(path: Path) -> RunConfig:
-    """The configuration that a resolved file such as `run.yaml` holds.
+    """Return the configuration that a resolved file such as `run.yaml` holds.
 
     Raises:
         ConfigError: the file cannot be read, or is no complete configuration.

@@ -58,7 +58,7 @@ def train_iters(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
 
 
 def intervals(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Steps between evaluations and between checkpoints on a CPU, minutes on GPUs."""
+    """Return steps between evaluations and between checkpoints on a CPU, minutes on GPUs."""
     found: dict[str, tuple[Any, str]] = {}
     for section, name in (("trainer", "eval"), ("checkpoint", "save")):
         said = getattr(run, section)

@@ -13,7 +13,7 @@ class Sized(Protocol):
 
     @property
     def parameters(self) -> float:
-        """Parameters of its model."""
+        """Return parameters of its model."""
         ...
 
 

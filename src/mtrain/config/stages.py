@@ -32,7 +32,7 @@ class Stage:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do in this stage."""
+        """Return whether there is nothing to do in this stage."""
         return not (self.layers or self.embedding or self.mtp or self.loss)
 
     def words(self) -> list[str]:
@@ -42,7 +42,8 @@ class Stage:
 
 
 def parse_pipeline_layout(text: str) -> list[Stage]:
-    """The stages that a layout such as `Et*3|(tt|)*29,m|L` writes down, in the order of the model.
+    """Return the stages that a layout such as `Et*3|(tt|)*29,m|L` writes down, in the order of the
+    model.
 
     The grammar is that of Megatron-LM's `--pipeline-model-parallel-layout`; commas are for the eye.
 
@@ -95,15 +96,15 @@ def _unrolled(text: str) -> str:
 
 
 def uneven(run: RunConfig) -> bool:
-    """Whether a key says how layers are split into stages; else they are equal."""
+    """Return whether a key says how layers are split into stages; else they are equal."""
     p = run.parallel
     accounted = p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split
     return p.pipeline_layout is not None or p.layers_per_stage is not None or accounted
 
 
 def stages(run: RunConfig) -> list[Stage]:
-    """Every one of the pp * vpp stages in the order of the model; stage i is on pipeline rank i %
-    pp.
+    """Return every one of the pp * vpp stages in the order of the model; stage i is on pipeline
+    rank i % pp.
 
     Raises:
         ValueError: the keys that say so do not fit the model or each other.

@@ -21,8 +21,8 @@ def at(values: Mapping[str, Any], path: str) -> Any:
 def start_of(
     settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> str | None:
-    """The folder that the command line names, else the recipe, else the choice of `checkpoint`;
-    None: none does.
+    """Return the folder that the command line names, else the recipe, else the choice of
+    `checkpoint`; None: none does.
     """
     if KEY in settings:
         found = settings[KEY]
@@ -32,6 +32,6 @@ def start_of(
 
 
 def describes_a_model(recipe: Mapping[str, Any], needed: Collection[str]) -> bool:
-    """Whether a recipe states every key that a model cannot be without."""
+    """Return whether a recipe states every key that a model cannot be without."""
     stated = recipe.get("model")
     return isinstance(stated, Mapping) and stated.keys() >= set(needed)

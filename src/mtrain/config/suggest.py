@@ -55,7 +55,7 @@ def _with_fix(problem: Problem, trial: _Trial) -> Problem:
 
 
 def _is_meant(problem: Problem) -> bool:
-    """Whether the fix is what was written, in other words."""
+    """Return whether the fix is what was written, in other words."""
     return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
 
 
@@ -93,8 +93,8 @@ class _Trial:
         return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
 
     def before_it(self, path: str, value: object) -> str:
-        """The value that a key held before one that says nothing: a number out of any range, and no
-        text or list.
+        """Return the value that a key held before one that says nothing: a number out of any range,
+        and no text or list.
 
         Null is no such value for a number: no minutes are not the usual minutes.
         """
@@ -111,8 +111,8 @@ class _Trial:
         return override(path, self.held[path])
 
     def _with_another(self, key: str, value: Any) -> str:
-        """A setting together with the first change of other keys that lets it break no rule; empty:
-        there is none.
+        """Return a setting together with the first change of other keys that lets it break no rule;
+        empty: there is none.
         """
         try:
             run = self.resolve(apply(self.partial, {key: value}))
@@ -166,7 +166,7 @@ class Layout:
 
 
 def _layout(word: str) -> dict[str, Any]:
-    """The values of a named layout, or of one in a word.
+    """Return the values of a named layout, or of one in a word.
 
     Raises:
         ValueError: it is neither.
@@ -180,7 +180,7 @@ def _spelled(key: str, value: Any) -> str:
 
 
 def _change(text: str) -> tuple[str, Any] | None:
-    """The key and value of an override of one key that exists; None for any other text."""
+    """Return the key and value of an override of one key that exists; None for any other text."""
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")

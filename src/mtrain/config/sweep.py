@@ -33,7 +33,8 @@ class Job:
 
 
 def jobs(argv: Sequence[str]) -> list[Job]:
-    """Every combination of the swept values; the last key varies fastest, a key is given once.
+    """Return every combination of the swept values; the last key varies fastest, a key is given
+    once.
 
     Raises:
         ConfigError: a value cannot be read, sweeps over nothing, or there are more than 1000 runs.

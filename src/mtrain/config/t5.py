@@ -86,5 +86,5 @@ def lengths(t: T5Config, tokens: int) -> tuple[int, int]:
 
 
 def padded(length: int) -> int:
-    """The least multiple of 8 that holds `length`."""
+    """Return the least multiple of 8 that holds `length`."""
     return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE

@@ -51,22 +51,22 @@ class Header:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a token."""
+        """Return bytes of a token."""
         return struct.calcsize(f"<{_LETTERS[self.code]}")
 
     @property
     def pointers_at(self) -> int:
-        """Offset of the pointers."""
+        """Return offset of the pointers."""
         return HEADER.size + 4 * self.count
 
     @property
     def documents_at(self) -> int:
-        """Offset of the document indices."""
+        """Return offset of the document indices."""
         return self.pointers_at + 8 * self.count
 
 
 def read_header(path: Path, head: bytes, size: int) -> Header:
-    """The header in the first bytes of an `.idx` that has `size` bytes in all.
+    """Return the header in the first bytes of an `.idx` that has `size` bytes in all.
 
     Raises CorruptData, with the offset, for one that does not add up.
     """
@@ -149,7 +149,7 @@ class TokenFiles:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the corpus."""
+        """Return documents in the corpus."""
         return self.header.indices - 1
 
     def document_start(self, document: int) -> int:
@@ -177,8 +177,8 @@ class TokenFiles:
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
-        """The smallest and the largest of `count` token ids from a place of the stream on; None:
-        there are none.
+        """Return the smallest and the largest of `count` token ids from a place of the stream on;
+        None: there are none.
         """
         tokens = array(_LETTERS[self.header.code])
         size = self.header.item_bytes
@@ -267,7 +267,7 @@ def tokenizer_facts(path: Path) -> TokenizerFacts | None:
 
 @lru_cache(maxsize=4)
 def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
-    """The facts of a file as long as its `stamp` is the same."""
+    """Return the facts of a file as long as its `stamp` is the same."""
     try:
         body = json.loads(path.read_bytes().decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
@@ -289,8 +289,8 @@ def _refuse(word: str) -> None:
 
 
 def _ids(body: Any) -> dict[str, int]:
-    """Token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list), and
-    the added tokens.
+    """Return token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list),
+    and the added tokens.
 
     As in Hugging Face's tokenizers, an added token that the model does not have takes the next free
     id.

@@ -96,7 +96,8 @@ def _why_no_range(parts: list[str], said: str) -> str:
 
 
 def meant(key: str, text: str, *, sweep: bool) -> str:
-    """Overrides that a value may have been meant as, each tried against the grammar and the key.
+    """Return overrides that a value may have been meant as, each tried against the grammar and the
+    key.
 
     With `sweep` they may stand for several values, and where none works words say how several are
     written.
@@ -117,8 +118,8 @@ def _written(key: str, text: str) -> str:
 
 
 def _call(text: str) -> tuple[str, list[str]]:
-    """The name and the arguments of a function that stands alone, whatever its brackets; else
-    nothing.
+    """Return the name and the arguments of a function that stands alone, whatever its brackets;
+    else nothing.
     """
     alone = [part for part in _parts(text) if part]
     call = _CALL.match(alone[0]) if len(alone) == 1 else None
@@ -183,7 +184,7 @@ def _bounds(parts: list[str]) -> tuple[float, float, float]:
 
 
 def _values(part: str) -> list[str]:
-    """The values of a part that is a function of several; else the part."""
+    """Return the values of a part that is a function of several; else the part."""
     try:
         return sweep_values(part, [], MOST) or [part]
     except ValueError:
@@ -191,7 +192,7 @@ def _values(part: str) -> list[str]:
 
 
 def values_of(key: str, text: str) -> list[str]:
-    """The values that a text sweeps over; empty where the key does not take each of them."""
+    """Return the values that a text sweeps over; empty where the key does not take each of them."""
     try:
         values = sweep_values(text, names_of(key), MOST) or []
     except ValueError:
@@ -200,7 +201,9 @@ def values_of(key: str, text: str) -> list[str]:
 
 
 def _works(key: str, text: str, *, sweep: bool) -> bool:
-    """Whether a text is read, stands for a run at least, and has values that the key takes."""
+    """Return whether a text is read, stands for a run at least, and has values that the
+    key takes.
+    """
     if not text:
         return False
     try:
@@ -227,7 +230,7 @@ def _is_choice(key: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """A text parted by its commas, those within brackets or quotes aside."""
+    """Return a text parted by its commas, those within brackets or quotes aside."""
     out = [""]
     depth = 0
     quote = ""
@@ -244,8 +247,8 @@ def _parts(text: str) -> list[str]:
 
 
 def as_text(key: str, text: str, value: object) -> str | list[str] | None:
-    """A number, or a list with some, as it was written, where a key takes text or a list of texts;
-    None elsewhere.
+    """Return a number, or a list with some, as it was written, where a key takes text or a list of
+    texts; None elsewhere.
     """
     if (
         value is None
@@ -261,7 +264,7 @@ def as_text(key: str, text: str, value: object) -> str | list[str] | None:
 
 
 def is_empty(key: str) -> bool:
-    """Whether nothing behind the = of a key is no value of it."""
+    """Return whether nothing behind the = of a key is no value of it."""
     return (
         _is_choice(key)
         or key in ("recipe", "run")
@@ -270,7 +273,7 @@ def is_empty(key: str) -> bool:
 
 
 def is_list_of_values(key: str, text: str) -> bool:
-    """Whether a text is a list where a key takes one of its items."""
+    """Return whether a text is a list where a key takes one of its items."""
     if _is_choice(key):
         return text.startswith("[")
     try:

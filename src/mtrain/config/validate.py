@@ -120,15 +120,15 @@ def _huge_numbers(value: Any) -> list[int]:
 
 
 def _huge(path: str, number: int, where: Where) -> Problem:
-    """The problem of a number that no machine word holds; what is computed from it would not be
-    either.
+    """Return the problem of a number that no machine word holds; what is computed from it would not
+    be either.
     """
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
     return Problem("MT014", path, number, rule, _unset(path, number), where(path))
 
 
 def _open(path: str, values: Mapping[str, Any], where: Where) -> Problem:
-    """The problem of a value that a file leaves to another one, where none says it."""
+    """Return the problem of a value that a file leaves to another one, where none says it."""
     rule = f"{MISSING} stands for a value that is set over it, and nothing sets it"
     return Problem(
         "MT015", path, MISSING, rule, at_default(path) or _required(path, values), where(path)
@@ -204,7 +204,9 @@ def _is_section(path: str) -> bool:
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
-    """The problem of a key that the schema does not have, with the keys it may have meant."""
+    """Return the problem of a key that the schema does not have, with the keys it may
+    have meant.
+    """
     near, why = suggest(path)
     top = path.split(".")[0]
     if MERGE in path.split("."):
@@ -280,8 +282,8 @@ def _wrong_type(
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
-    """The problem of a text where the keys of a group are to stand: `lr:1e-3` without the space, or
-    a choice.
+    """Return the problem of a text where the keys of a group are to stand: `lr:1e-3` without the
+    space, or a choice.
     """
     pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
     known = [
@@ -311,9 +313,9 @@ def _converted(path: str, value: Any) -> str:
 
 
 def _unset(path: str, value: Any) -> str:
-    """The default in place of a value that says nothing; empty where it would throw away a text, a
-    list or a path, or say null, which means something else, for a number: 0 minutes are no default
-    of minutes.
+    """Return the default in place of a value that says nothing; empty where it would throw away a
+    text, a list or a path, or say null, which means something else, for a number: 0 minutes are no
+    default of minutes.
     """
     if is_content(path) or (isinstance(value, (str, list)) and value):
         return ""
@@ -328,8 +330,8 @@ def _item_as(kind: str) -> Callable[[Any], Any]:
 
 
 def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
-    """The list that an item at `path` stands in, its items as they were meant; empty where the key
-    takes no such.
+    """Return the list that an item at `path` stands in, its items as they were meant; empty where
+    the key takes no such.
     """
     outer = whole(path)
     said = values.get(outer)
@@ -353,7 +355,7 @@ def _length(path: str, value: Any, where: Where) -> Problem:
 
 
 def _size(path: str) -> int | None:
-    """How many values a list must have, where that is fixed."""
+    """Return how many values a list must have, where that is fixed."""
     field = field_of(path)
     annotations = [field.annotation, *get_args(field.annotation)] if field is not None else []
     parts = next((get_args(a) for a in annotations if get_origin(a) is tuple), ())
@@ -361,8 +363,8 @@ def _size(path: str) -> int | None:
 
 
 def whole(path: str) -> str:
-    """The list that an item at `path` stands in, also where lists stand in it; any other path as it
-    is.
+    """Return the list that an item at `path` stands in, also where lists stand in it; any other
+    path as it is.
     """
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
@@ -370,14 +372,14 @@ def whole(path: str) -> str:
 
 
 def unfilled(path: str, source: str) -> Problem:
-    """The problem of a key that an import left to fill in."""
+    """Return the problem of a key that an import left to fill in."""
     rule, fix = OPEN[path]
     return Problem("MT702", path, None, f"is left to fill in: {rule}", fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
-    """A value for a key that must have one: that of another key of its name, or its whole section
-    off.
+    """Return a value for a key that must have one: that of another key of its name, or its whole
+    section off.
     """
     if path in GROUPS:
         return choice_fix(path, "")

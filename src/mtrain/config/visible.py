@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def kind(self) -> Gpu | None:
-        """One of the GPUs where all have the same name, else None."""
+        """Return one of the GPUs where all have the same name, else None."""
         return self.gpus[0] if len({gpu.name for gpu in self.gpus}) == 1 else None
 
 

@@ -62,7 +62,7 @@ def read_from(reads: Iterable[str], made_from: Mapping[str, frozenset[str]]) -> 
 
 
 def touches(reads: Iterable[str], keys: Iterable[str]) -> bool:
-    """Whether any of `reads` is one of `keys`, a part of one, or holds one."""
+    """Return whether any of `reads` is one of `keys`, a part of one, or holds one."""
     wanted = tuple(keys)
     return any(
         read == key or read.startswith(f"{key}.") or key.startswith(f"{read}.")

@@ -31,7 +31,8 @@ one of ours.
 
 
 def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
-    """A problem for each place beyond the working folder that only a recipe or a run file names.
+    """Return a problem for each place beyond the working folder that only a recipe or a run file
+    names.
 
     Args:
         run: the configuration.
@@ -75,12 +76,12 @@ def _real(text: str) -> str:
 
 
 def _beneath(place: str, folder: str) -> bool:
-    """Whether a place is in a folder; everything is in the root, which says nothing."""
+    """Return whether a place is in a folder; everything is in the root, which says nothing."""
     return folder not in ("", "/") and f"{place}/".startswith(f"{folder}/")
 
 
 def _is_ours(place: str) -> bool:
-    """Whether a folder is a cache that mtrain made."""
+    """Return whether a folder is a cache that mtrain made."""
     try:
         return (
             os.path.isfile(f"{place}/{TAG_FILE}")

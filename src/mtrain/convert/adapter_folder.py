@@ -112,7 +112,7 @@ def _config(peft: PeftConfig, made: Theirs, version: str, base: str | None) -> d
 def read_adapters(
     folder: Path, run: RunConfig, table: Table
 ) -> tuple[dict[str, Box], dict[str, Any]]:
-    """The adapters of a run, and what a folder of `peft` has for them, by our names.
+    """Return the adapters of a run, and what a folder of `peft` has for them, by our names.
 
     Raises:
         ConfigError: they are of another kind than the run's, key by key.
@@ -155,7 +155,7 @@ def _named(found: Mapping[str, Whole]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """An `adapter_config.json`, as data.
+    """Return an `adapter_config.json`, as data.
 
     Raises:
         CorruptData: there is none, or it is no JSON object.
@@ -171,8 +171,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_swapped(body: Mapping[str, Any]) -> bool:
-    """Whether adapters of experts are in the form until 0.18; files of before 0.18 do not say their
-    version.
+    """Return whether adapters of experts are in the form until 0.18; files of before 0.18 do not
+    say their version.
     """
     said = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
     numbers = [int(word[:6]) if word.isdecimal() else 0 for word in [*said, "0", "0"][:2]]
@@ -193,7 +193,7 @@ def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> N
 
 
 def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
-    """Keys of both that do not say the same: ours, the sentence, what to do."""
+    """Yield keys of both that do not say the same: ours, the sentence, what to do."""
     dora = peft.kind == "dora"
     rank = body.get("r", 8)
     alpha = body.get("lora_alpha", 8)

@@ -46,7 +46,7 @@ class Theirs:
 
 
 def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any]]]:
-    """The steps of a table whose weights of ours have adapters in `held`, by the name of the
+    """Yield the steps of a table whose weights of ours have adapters in `held`, by the name of the
     weight, with those.
     """
     for step in table.entries(model):
@@ -57,8 +57,8 @@ def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tupl
 def to_peft(
     table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False
 ) -> Theirs:
-    """The adapters `held` of our weights, by the name of the weight, as `peft` has them; `swapped`:
-    until 0.18.
+    """Return the adapters `held` of our weights, by the name of the weight, as `peft` has them;
+    `swapped`: until 0.18.
     """
     out = Theirs()
     for step, own in steps_of(table, model, held):
@@ -72,13 +72,13 @@ def to_peft(
 
 
 def _is_one_layer(step: Step) -> bool:
-    """Whether weights of ours are parts of one layer, with one A."""
+    """Return whether weights of ours are parts of one layer, with one A."""
     names = [names_beside(name) for name in step.ours]
     return len(names) == 1 or len({one.a for one in names if one is not None}) == 1
 
 
 def _of_parts(own: Sequence[Whole]) -> Whole:
-    """The adapters of the parts of a layer as one."""
+    """Return the adapters of the parts of a layer as one."""
     magnitudes = [one.magnitude for one in own if one.magnitude is not None]
     return Whole(
         own[0].a, torch.cat([one.b for one in own]), torch.cat(magnitudes) if magnitudes else None
@@ -86,7 +86,7 @@ def _of_parts(own: Sequence[Whole]) -> Whole:
 
 
 def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
-    """The adapter of a layer as those of its parts, of so many rows."""
+    """Return the adapter of a layer as those of its parts, of so many rows."""
     magnitudes: Sequence[Tensor | None] = [None] * len(rows)
     magnitudes = magnitudes if own.magnitude is None else own.magnitude.split(list(rows))
     parts = zip(step.ours, own.b.split(list(rows)), magnitudes, strict=True)
@@ -94,7 +94,7 @@ def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
 
 
 def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
-    """Rows [out, n] of a layer of ours as those of theirs."""
+    """Return rows [out, n] of a layer of ours as those of theirs."""
     made = step.operation.apply([rows], model, inward=False)
     return [t.mT if _TRANSPOSED in step.operation.name else t for t in made]
 
@@ -253,8 +253,8 @@ def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:
-    """An adapter of one layer of theirs whose rows each use the A of one part of ours, as `to_peft`
-    writes it.
+    """Return an adapter of one layer of theirs whose rows each use the A of one part of ours, as
+    `to_peft` writes it.
     """
     rank, (rows, _) = shapes.b[1], shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
@@ -294,8 +294,8 @@ def _experts_in(
 
 
 def wanted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """The adapters of a model, by the names of their weights, from the shapes of its tensors by
-    name.
+    """Return the adapters of a model, by the names of their weights, from the shapes of its tensors
+    by name.
     """
     out = {}
     for weight in shapes:

@@ -19,7 +19,7 @@ MOST_THREADS = 8
 def ahead(
     make: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
 ) -> Iterator[tuple[T, R]]:
-    """Each item with what `make` gives for it, in their order; `nbytes`: of a result.
+    """Yield each item with what `make` gives for it, in their order; `nbytes`: of a result.
 
     What a call raises is raised at its place. Then, or when nobody takes more, nothing that waits
     is begun.

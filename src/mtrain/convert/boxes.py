@@ -119,8 +119,8 @@ def asked(run: RunConfig) -> dict[str, Box]:
 def boxes_of(
     name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]
 ) -> Iterator[tuple[str, Box]]:
-    """A tensor's name and box; of one that lies in several of a checkpoint each part, `name.part`
-    as there.
+    """Yield a tensor's name and box; of one that lies in several of a checkpoint each part,
+    `name.part` as there.
 
     Raises:
         ValueError: as `box_of` does.
@@ -138,7 +138,7 @@ def boxes_of(
 
 
 def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box:
-    """The box that the parts of a tensor make up.
+    """Return the box that the parts of a tensor make up.
 
     Raises:
         ValueError: they lie in several tensors of a checkpoint, or apart from each other.
@@ -173,7 +173,7 @@ def _plain(run: RunConfig) -> RunConfig:
 
 
 def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
-    """The tensor in which a weight lies, and its numbers there."""
+    """Return the tensor in which a weight lies, and its numbers there."""
     numbers = list[int]()
 
     def without(match: re.Match[str]) -> str:
@@ -185,8 +185,8 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbered(model: ModelConfig, name: str) -> bool:
-    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder whose
-    layers differ.
+    """Return whether layers are counted in the name of a weight: those of MTP, and of a decoder
+    whose layers differ.
     """
     differ = model.moe is not None or model.linear_attention is not None or model.hybrid is not None
     return name.startswith("mtp.") or (differ and name.startswith("decoder."))

@@ -31,13 +31,13 @@ class Record:
     ignored: tuple[str, ...] = ()
 
     def add(self, other: Record) -> None:
-        """Adds what another one says of some steps."""
+        """Add what another one says of some steps."""
         self.source |= other.source
         self.target |= other.target
         self.steps += other.steps
 
     def noted(self, reader: Any, found: Any) -> None:
-        """Adds what a `Reader` has read, and the steps of a `Match`."""
+        """Add what a `Reader` has read, and the steps of a `Match`."""
         held = reader.folder.tensors
         self.source |= {
             n: (held[n].dtype, held[n].shape, sha256) for n, sha256 in reader.hashes.items()

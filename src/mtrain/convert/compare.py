@@ -26,11 +26,11 @@ class OfCheckpoint:
         self._made: dict[str, Words] = {}
 
     def dtype(self, name: str) -> str:
-        """Number format of what `tensor` gives."""
+        """Return number format of what `tensor` gives."""
         return self.weights.dtype_of(self._step_of[name])
 
     def tensor(self, name: str) -> Words:
-        """A weight.
+        """Return a weight.
 
         Raises:
             CorruptData: the checkpoint cannot be read.
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 def compare(
     a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Row], list[str]]:
-    """A row for each tensor that both have, and the names that one of them has alone.
+    """Return a row for each tensor that both have, and the names that one of them has alone.
 
     `copies` are tensors that a place may have beside the one that each of them repeats: where it
     does, there is a row for it, too.

@@ -58,17 +58,17 @@ class Folder:
 
     @property
     def config(self) -> Path:
-        """Its `config.json`."""
+        """Return its `config.json`."""
         return self.path / CONFIG
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there are weights in Hugging Face's form, or their configuration."""
+    """Return whether there are weights in Hugging Face's form, or their configuration."""
     return any((path / name).is_file() for name in (INDEX, WEIGHTS, CONFIG))
 
 
 def open_folder(path: Path) -> Folder:
-    """The tensors that a folder's index names, or those of its one file.
+    """Return the tensors that a folder's index names, or those of its one file.
 
     Raises:
         CorruptData: no weights that are read, or an index and files that do not agree, by name.

@@ -40,8 +40,8 @@ PADDING = 1 << 24
 def configuration(
     config: Path, extra: Sequence[str] = (), wanted: ModelConfig | None = None
 ) -> tuple[str, Imported]:
-    """The kind of a `config.json`, and the run that it is with overrides; `wanted` is the model
-    that it is to be.
+    """Return the kind of a `config.json`, and the run that it is with overrides; `wanted` is the
+    model that it is to be.
 
     Raises:
         ConfigError: the model would compute something else than transformers' does, key by key.
@@ -66,14 +66,14 @@ def configuration(
 
 
 def tables(kind: str, model: ModelConfig) -> tuple[Table, ...]:
-    """The tables of weights of a `model_type`, as the family of the model knows it."""
+    """Return the tables of weights of a `model_type`, as the family of the model knows it."""
     found: tuple[Table, ...] = imported(family_of(model).files)(kind, model)
     return found
 
 
 def layers(kind: str) -> Table:
-    """The table with the names of transformers' own layers of a `model_type`, which may not be
-    those of files.
+    """Return the table with the names of transformers' own layers of a `model_type`, which may not
+    be those of files.
 
     Raises:
         ConfigError: it is of a family whose layers have no adapters.
@@ -90,7 +90,8 @@ def layers(kind: str) -> Table:
 
 
 def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
-    """The kind of model of a folder, and the folder as it was read: its model is that of the run.
+    """Return the kind of model of a folder, and the folder as it was read: its model is that of the
+    run.
 
     Raises:
         ConfigError: the model of the run is another one, key by key.
@@ -119,7 +120,7 @@ def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
 
 
 def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> Iterator[Problem]:
-    """A problem for each key of the model that the weights have otherwise, but for those that
+    """Yield a problem for each key of the model that the weights have otherwise, but for those that
     follow from others.
     """
     mine = run.flat()

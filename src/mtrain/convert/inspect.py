@@ -28,8 +28,8 @@ class Held(NamedTuple):
 
 
 def held(path: Path) -> list[Held]:
-    """The tensors of a safetensors file, of a folder of them or of adapters, of a checkpoint's
-    model or of a checkpoint of megatron-core with its optimizer, by name.
+    """Return the tensors of a safetensors file, of a folder of them or of adapters, of a
+    checkpoint's model or of a checkpoint of megatron-core with its optimizer, by name.
 
     Raises:
         CorruptData: it is none of these, or not what it says.
@@ -58,7 +58,7 @@ def held(path: Path) -> list[Held]:
 
 
 def totals(tensors: Sequence[Held]) -> dict[str, Any]:
-    """How many tensors, numbers and bytes there are, and tensors by number format."""
+    """Return how many tensors, numbers and bytes there are, and tensors by number format."""
     sizes = [(prod(t.shape), BYTES.get(t.dtype, 0)) for t in tensors]
     return {
         "tensors_total": len(tensors),

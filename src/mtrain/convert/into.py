@@ -41,7 +41,9 @@ class Source(Held, Protocol):
 
     def nbytes(self, name: str) -> int: ...
     def hash_of(self, name: str) -> str:
-        """Hex sha256 of what `tensor` gave, where that is what was read; empty where it is not."""
+        """Return hex sha256 of what `tensor` gave, where that is what was read; empty where it is
+        not.
+        """
         ...
 
 
@@ -66,7 +68,7 @@ class _Files:
     made: dict[str, _Made] = field(default_factory=dict)
 
     def write(self, steps: Sequence[Step]) -> dict[str, _Made]:
-        """Writes what the steps make.
+        """Write what the steps make.
 
         Raises:
             CorruptData: a tensor cannot be read, or does not have the shape that its step needs.
@@ -95,7 +97,7 @@ class _Files:
         return sum(map(self.source.nbytes, step.theirs))
 
     def _most(self, step: Step, name: str) -> int:
-        """The most bytes that a tensor of ours has; some have rows that theirs lack."""
+        """Return the most bytes that a tensor of ours has; some have rows that theirs lack."""
         return max(
             self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)]
         )
@@ -193,7 +195,7 @@ def _written(
 
 
 def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _Made]:
-    """Writes adapters into a file of their own."""
+    """Write adapters into a file of their own."""
     file = ckpt_folder.shard_name(number)
     made = dict[str, _Made]()
     most = {
@@ -214,7 +216,7 @@ def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _
 
 
 def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, box: Box) -> None:
-    """Adds a tensor to those of the manifest, and to the record."""
+    """Add a tensor to those of the manifest, and to the record."""
     record.target[name] = (made.dtype, made.shape, made.sha256)
     empty = {"shape": list(box.global_shape), "dtype": IN_TORCH[made.dtype], "pieces": []}
     place = {
@@ -257,7 +259,7 @@ def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:
-    """Raises CorruptData for a tensor that does not hold the numbers of the one that it
+    """Raise CorruptData for a tensor that does not hold the numbers of the one that it
     is to be.
     """
     for name, of in copies.items():

@@ -33,7 +33,7 @@ class Match:
 def match(
     tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Collection[str]
 ) -> Match:
-    """The steps by the table whose names are those of `theirs`.
+    """Return the steps by the table whose names are those of `theirs`.
 
     Raises:
         CorruptData: some of either side are left over, or used twice, by name.
@@ -49,7 +49,7 @@ def match(
 
 
 def written(table: Table, model: Any, ours: Collection[str]) -> Match:
-    """The steps that write a folder by a table.
+    """Return the steps that write a folder by a table.
 
     Raises:
         CorruptData: a tensor of ours has no entry.
@@ -106,8 +106,8 @@ def held_twice(table: Table, model: Any) -> dict[str, str]:
 def _without_originals(
     steps: list[Step], copies: dict[str, str], theirs: set[str]
 ) -> tuple[list[Step], dict[str, str]]:
-    """Steps that read a copy where the tensor that it is a copy of is not there, as transformers
-    does.
+    """Return steps that read a copy where the tensor that it is a copy of is not there, as
+    transformers does.
     """
     instead: dict[str, str] = {}
     for name, of in copies.items():
@@ -128,7 +128,7 @@ def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[st
 
 
 def check_shape(step: Step, name: str, shape: tuple[int, ...], ours: Box) -> None:
-    """Compares the shape of a tensor that a step made of theirs.
+    """Compare the shape of a tensor that a step made of theirs.
 
     Raises:
         CorruptData: ours has another one.

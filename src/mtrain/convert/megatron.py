@@ -30,7 +30,7 @@ own.
 
 
 def open_weights(source: Path) -> TorchDist:
-    """A checkpoint whose weights can be read; see `open_torch_dist`."""
+    """Return a checkpoint whose weights can be read; see `open_torch_dist`."""
     return open_torch_dist(source, is_weight)
 
 

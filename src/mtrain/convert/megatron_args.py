@@ -49,8 +49,8 @@ class _Every:
 
 
 def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
-    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that
-    can be read.
+    """Return the plain values among the arguments that a checkpoint keeps; empty where it keeps
+    none that can be read.
 
     They are in `common.pt`, or since megatron-core 0.19 among the objects of the checkpoint:
     `common` says where.
@@ -78,8 +78,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def kept_in(folder: Path, common: Chunk | None = None) -> Path:
-    """The file that has a checkpoint's arguments: `common.pt` where there is one, as megatron-core
-    reads it.
+    """Return the file that has a checkpoint's arguments: `common.pt` where there is one, as
+    megatron-core reads it.
     """
     return folder / COMMON if common is None or (folder / COMMON).exists() else common.path
 

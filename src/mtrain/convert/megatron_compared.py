@@ -59,7 +59,7 @@ def _entries() -> tuple[Entry, ...]:
 
 
 def argument_of(flag: str) -> str:
-    """The argument that a flag sets."""
+    """Return the argument that a flag sets."""
     return _NEGATED.get(flag) or flag.removeprefix("--").replace("-", "_")
 
 
@@ -92,7 +92,7 @@ def _words_of(run: RunConfig) -> list[str]:
 
 
 def _words_kept(kept: Mapping[str, Any]) -> list[str]:
-    """The flags that set the arguments of a checkpoint."""
+    """Return the flags that set the arguments of a checkpoint."""
     out: list[str] = []
     for flag in (flag for entry in _entries() for flag in entry.flags):
         value = kept.get(argument_of(flag))
@@ -163,7 +163,9 @@ def _is_there(draft: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says what an entry reads: all of its arguments, or one that is set."""
+    """Return whether a checkpoint says what an entry reads: all of its arguments, or one that is
+    set.
+    """
     held = [
         f
         for f in entry.flags
@@ -183,7 +185,7 @@ def _same(key: str, x: Any, y: Any) -> bool:
 
 
 def _effective(draft: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, where null is a number that others give."""
+    """Return the value of a key, where null is a number that others give."""
     value = draft.get(key)
     heads = draft.get("model.num_attention_heads")
     if (
@@ -209,14 +211,16 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
 
 
 def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The argument to name: the first that is not what an export of ours says, or that is there."""
+    """Return the argument to name: the first that is not what an export of ours says, or that is
+    there.
+    """
     names = [argument_of(flag) for flag in entry.flags if argument_of(flag) in kept]
     return next((name for name in names if (kept[name] or None) != (ours[name] or None)), names[0])
 
 
 @cache
 def _unflagged() -> dict[str, str]:
-    """Keys without a flag that change what a model computes -> the argument that says one.
+    """Return keys without a flag that change what a model computes -> the argument that says one.
 
     That is the field of megatron-core which the key feeds; where it feeds none the key itself, in
     exports of ours.
@@ -242,8 +246,8 @@ def unflagged_said(run: RunConfig) -> dict[str, Any]:
 def _without_flags(
     kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig
 ) -> Iterator[Apart]:
-    """Keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes without a
-    word of it.
+    """Yield keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes
+    without a word of it.
 
     `draft` are the keys that the flags say; a few of those follow from other flags.
     """
@@ -260,8 +264,8 @@ def _without_flags(
 
 
 def _meant(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, where null is what the schema says that it stands for, or a number that
-    others give.
+    """Return the value of a key, where null is what the schema says that it stands for, or a number
+    that others give.
     """
     value = _effective(values, key)
     null = key_of(key).null
@@ -269,7 +273,7 @@ def _meant(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _parts(kept: Mapping[str, Any]) -> Iterator[Apart]:
-    """Parts of a network that none has here; a number may be a default that says nothing."""
+    """Yield parts of a network that none has here; a number may be a default that says nothing."""
     for flag, (_, text) in OTHERS.items():
         name = argument_of(flag)
         value = kept.get(name)

@@ -43,12 +43,12 @@ _MOST = 1e12
 
 
 def as_rope(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments with yarn as what it is here: rotary positions, with a scaling."""
+    """Return the arguments with yarn as what it is here: rotary positions, with a scaling."""
     return {**kept, POSITIONS: "rope"} if kept.get(POSITIONS) == YARN else kept
 
 
 def scaling_said(model: ModelConfig) -> dict[str, Any]:
-    """The arguments that say how rotary frequencies of a model are scaled."""
+    """Return the arguments that say how rotary frequencies of a model are scaled."""
     scaling = model.rope_scaling
     if scaling is None:
         return {f"{_OURS}rope_type": None}
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, Any]:
-    """The numbers of a yarn of ours, where null is a number too."""
+    """Return the numbers of a yarn of ours, where null is a number too."""
     usual = {key: value for key, (_, value) in _NUMBERS.items()}
     usual["original_max_position_embeddings"] = model.max_position_embeddings
     given = {key: getattr(scaling, key) for key in usual}
@@ -72,7 +72,7 @@ def _numbers(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, float]:
-    """The two weights that make the factor of cosines and sines of a model."""
+    """Return the two weights that make the factor of cosines and sines of a model."""
     if scaling.mscale and scaling.mscale_all_dim:
         return {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     if scaling.attention_factor is None or scaling.factor <= 1:
@@ -146,7 +146,7 @@ def _of_weights(
 
 
 def _kept(kept: Mapping[str, Any], name: str, usual: Any) -> tuple[str, Any]:
-    """The argument that says a number of yarn, and what it says; None: nothing."""
+    """Return the argument that says a number of yarn, and what it says; None: nothing."""
     for given in (_PREFIXED.get(name, name), name):
         if kept.get(given) is not None:
             return given, kept[given]
@@ -162,7 +162,7 @@ def _weight(theirs: Mapping[str, Any], key: str) -> float:
 
 
 def _attention(theirs: Mapping[str, Any], factor: float) -> float:
-    """The factor of cosines and sines in megatron-core."""
+    """Return the factor of cosines and sines in megatron-core."""
     if factor <= 1:
         return 1.0
     above, below = (0.1 * _weight(theirs, key) * math.log(factor) + 1.0 for key in _WEIGHTS)
@@ -170,7 +170,7 @@ def _attention(theirs: Mapping[str, Any], factor: float) -> float:
 
 
 def _as_keys(theirs: Mapping[str, Any], factor: float) -> dict[str, float | None]:
-    """The keys that say the same factor of cosines and sines."""
+    """Return the keys that say the same factor of cosines and sines."""
     attention = _attention(theirs, factor)
     usual = _attention({}, factor)
     above, below = (_weight(theirs, key) for key in _WEIGHTS)

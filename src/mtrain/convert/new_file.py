@@ -84,7 +84,7 @@ class NewFile:
             at = at + count
 
     def _past_cache(self, wanted: bool) -> bool:
-        """Whether that was another way than before."""
+        """Return whether that was another way than before."""
         flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
         other = flags | _PAST_CACHE if wanted else flags & ~_PAST_CACHE
         try:

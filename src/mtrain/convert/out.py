@@ -52,7 +52,7 @@ class Given:
     """Where it is what was read, as it was written; else empty."""
 
     def hashed(self) -> Given:
-        """The same with its hash."""
+        """Return the same with its hash."""
         return self if self.sha256 else replace(self, sha256=hash_bytes(buffer_of(self.words)))
 
 
@@ -93,7 +93,7 @@ class Weights:
         self.adapters = adapters if begun else {}
 
     def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
-        """The adapter of one of our weights, as tensors of torch; None: it has none."""
+        """Return the adapter of one of our weights, as tensors of torch; None: it has none."""
         if not self.adapters:
             return None
         from mtrain.mcore.merging import Whole
@@ -130,7 +130,7 @@ class Weights:
         return out
 
     def dtype_of(self, step: Step) -> str:
-        """Number format of what a step makes."""
+        """Return number format of what a step makes."""
         return self._wanted(step) or self.checkpoint.dtype(self._key(self.ours[step.ours[0]].key))
 
     def nbytes(self, step: Step) -> int:
@@ -138,7 +138,7 @@ class Weights:
         return sum(prod(self.ours[name].shape) for name in step.ours) * BYTES[self.dtype_of(step)]
 
     def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, Given]]:
-        """The tensors of theirs that a step makes; `record` notes of what.
+        """Yield the tensors of theirs that a step makes; `record` notes of what.
 
         Raises:
             CorruptData: the checkpoint cannot be read, or is not what was written.
@@ -161,7 +161,7 @@ class Weights:
             yield name, Given(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
     def _own(self, name: str, record: Record | None) -> Given:
-        """A whole tensor of ours, with its adapter."""
+        """Return a whole tensor of ours, with its adapter."""
         found = self._read(name, self.ours[name], record)
         adapter = self.adapter_of(name, record)
         if adapter is None:
@@ -175,7 +175,7 @@ class Weights:
         return Given(converted(of_tensor(one)[0], "F32", dtype), dtype)
 
     def _read(self, name: str, box: Box, record: Record | None) -> Given:
-        """A whole tensor as the checkpoint has it."""
+        """Return a whole tensor as the checkpoint has it."""
         key = self._key(box.key)
         words, sha256 = self.checkpoint.read(key, box)
         found = Given(words, self.checkpoint.dtype(key), sha256)

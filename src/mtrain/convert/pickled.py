@@ -104,11 +104,11 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def refused(self, why: str) -> CorruptData:
-        """An error for whoever reads the file."""
+        """Return an error for whoever reads the file."""
         return CorruptData(f"{self.where}: {why}")
 
     def run(self) -> Any:
-        """Goes through the pickle to its end."""
+        """Go through the pickle to its end."""
         for _ in range(MAX_STEPS // _AT_ONCE):
             if self.some_steps():
                 if len(self.stack) != 1:
@@ -121,7 +121,7 @@ class _Machine:
         raise self.refused(f"it has more than {MAX_STEPS} steps")
 
     def some_steps(self) -> bool:
-        """The next steps; whether the last was the end.
+        """Return the next steps; whether the last was the end.
 
         The most frequent ones are here, for their speed.
         """
@@ -156,7 +156,7 @@ class _Machine:
         return False
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Return the next `count` bytes."""
         start = self.at
         self.at = self.at + count
         if not 0 <= count <= len(self.data) - start:
@@ -167,7 +167,7 @@ class _Machine:
         return self.data[start : self.at]
 
     def number(self, count: int) -> int:
-        """The next `count` bytes as a number without sign."""
+        """Return the next `count` bytes as a number without sign."""
         start = self.at
         self.at = self.at + count
         data = self.data[start : self.at]
@@ -176,7 +176,7 @@ class _Machine:
         return int.from_bytes(data, "little")
 
     def line(self) -> str:
-        """The text up to the next end of a line."""
+        """Return the text up to the next end of a line."""
         stop = self.data.find(b"\n", self.at, self.at + 2 * MAX_SHOWN)
         if stop < 0:
             raise self.refused("it is no pickle, or it is cut or altered")
@@ -197,14 +197,14 @@ class _Machine:
         return found
 
     def pop(self) -> Any:
-        """The value on top, taken off."""
+        """Return the value on top, taken off."""
         value = self.stack.pop()
         if value is _MARK:
             raise self.refused("it is no pickle: a value is missing")
         return value
 
     def named(self, module: Any, name: Any) -> Name:
-        """A name that is admitted."""
+        """Return a name that is admitted."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.refused("it names a class by something that is no text")
         text = f"{module}.{name}"
@@ -216,14 +216,14 @@ class _Machine:
         return Name(text)
 
     def add(self, items: list[Any]) -> None:
-        """Puts items into the list, set or record on top."""
+        """Put items into the list, set or record on top."""
         top = self.stack[-1]
         if not isinstance(top, list | Record):
             raise self.refused("it is no pickle: it fills something that is no list")
         (top.more if isinstance(top, Record) else top).extend(items)
 
     def set_pairs(self, items: list[Any]) -> None:
-        """Puts keys and values into the dict or record on top."""
+        """Put keys and values into the dict or record on top."""
         top = self.stack[-1]
         if not isinstance(top, Mapped | Record) or len(items) % 2:
             raise self.refused("it is no pickle: it fills something that is no dict")
@@ -239,7 +239,7 @@ class _Machine:
         self.stack.append(Record(called.text, arguments))
 
     def build(self) -> None:
-        """Gives the record on top its state."""
+        """Give the record on top its state."""
         state = self.pop()
         top = self.stack[-1]
         if not isinstance(top, Record) or top.state is not None:
@@ -247,13 +247,13 @@ class _Machine:
         top.state = state
 
     def integer(self, size: int) -> int:
-        """An integer of `size` bytes with a sign."""
+        """Return an integer of `size` bytes with a sign."""
         if size > MAX_INTEGER_BYTES:
             raise self.refused(f"it has an integer of {size} bytes")
         return int.from_bytes(self.take(size), "little", signed=True)
 
     def frame(self) -> None:
-        """Passes over the size of a frame, which has to be there."""
+        """Pass over the size of a frame, which has to be there."""
         size = self.number(8)
         if size > len(self.data) - self.at:
             raise self.refused(
@@ -262,19 +262,19 @@ class _Machine:
             )
 
     def protocol(self) -> None:
-        """Passes over the number of the protocol."""
+        """Pass over the number of the protocol."""
         if self.number(1) not in PROTOCOLS:
             raise self.refused("it is a pickle of a protocol that checkpoints do not have")
 
     def recall(self, size: int) -> Any:
-        """A value of the memo, whose number has `size` bytes."""
+        """Return a value of the memo, whose number has `size` bytes."""
         place = self.number(size)
         if place not in self.memo:
             raise self.refused("it is no pickle: it refers to what is not there")
         return self.memo[place]
 
     def remember(self, place: int) -> None:
-        """Keeps the value on top under a number."""
+        """Keep the value on top under a number."""
         self.memo[place] = self.stack[-1]
 
 

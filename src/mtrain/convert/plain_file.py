@@ -16,7 +16,7 @@ from mtrain.errors import CorruptData
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A file, open to be read and not buffered.
+    """Return a file, open to be read and not buffered.
 
     Raises:
         CorruptData: it is not there, or it is a link, a pipe or anything else that is no file.
@@ -35,7 +35,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, limit: int) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
         CorruptData: see `open_plain`; or it has more than `limit` bytes.

@@ -29,7 +29,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def load(stored: Tensor) -> Words:
-    """A tensor as it is in its file.
+    """Return a tensor as it is in its file.
 
     Raises:
         CorruptData: it cannot be read.
@@ -62,13 +62,13 @@ class Reader:
         """Of weights that hold a number, each once."""
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The tensors of the files that a weight is made of."""
+        """Return the tensors of the files that a weight is made of."""
         if name in self._fp8:
             return name, f"{name}{SCALES}"
         return (f"{name}{BLOCKS}", f"{name}{MX_SCALES}") if name in self._fp4 else (name,)
 
     def dtype(self, name: str) -> str:
-        """Number format of what `tensor` gives."""
+        """Return number format of what `tensor` gives."""
         return "BF16" if self.decoding(name) else self.folder.tensors[name].dtype
 
     def nbytes(self, name: str) -> int:
@@ -85,7 +85,7 @@ class Reader:
         return ""
 
     def tensor(self, name: str) -> Words:
-        """A weight; what was stored in fewer bits comes in bf16, and is computed by torch.
+        """Return a weight; what was stored in fewer bits comes in bf16, and is computed by torch.
 
         Raises:
             CorruptData: it cannot be read, or its parts do not fit together.
@@ -102,7 +102,9 @@ class Reader:
         )[0]
 
     def hash_of(self, name: str) -> str:
-        """Hex sha256 of a weight that `tensor` has given; empty where it was put together."""
+        """Return hex sha256 of a weight that `tensor` has given; empty where it was put
+        together.
+        """
         return "" if self.decoding(name) else self.hashes[name]
 
     def _part(self, name: str) -> Words:
@@ -123,8 +125,8 @@ def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Ten
 
 
 def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [..., groups *
-    32, n].
+    """Return bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [...,
+    groups * 32, n].
     """
     import torch
 

@@ -50,19 +50,19 @@ class Saved:
         return cls(path, read_manifest(path, verify=False))
 
     def key(self, key: str, *, main: bool = False) -> str:
-        """The name of a weight among its tensors; with `main`, of its main weights where it has
-        them.
+        """Return the name of a weight among its tensors; with `main`, of its main weights where it
+        has them.
         """
         tensors = self.manifest["tensors"]
         return f"{MAIN}{key}" if main and f"{MAIN}{key}" in tensors else f"{MODEL}{key}"
 
     def dtype(self, name: str) -> str:
-        """Number format of a tensor."""
+        """Return number format of a tensor."""
         return IN_SAFETENSORS[self.manifest["tensors"][name]["dtype"]]
 
     def read(self, name: str, box: Box) -> tuple[Words, str]:
-        """A box of a tensor without its counting axes, and its hex sha256 where it is one piece;
-        else an empty text.
+        """Return a box of a tensor without its counting axes, and its hex sha256 where it is one
+        piece; else an empty text.
 
         Raises:
             CorruptData: there is no such tensor, or it has another shape, or its pieces are not as

@@ -58,12 +58,12 @@ class Tensor:
 
     @property
     def width(self) -> int:
-        """Bytes of a number."""
+        """Return bytes of a number."""
         return BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Return its size."""
         return prod(self.shape) * self.width
 
     def read_into(self, buffer: memoryview) -> None:
@@ -86,7 +86,7 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, in the order of their bytes.
+    """Return the tensors of a safetensors file by name, in the order of their bytes.
 
     Raises:
         CorruptData: no such file, or a header that does not describe it exactly.
@@ -116,7 +116,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names are there once each.
+    """Return a JSON object whose names are there once each.
 
     Raises:
         ValueError: one is there twice.

@@ -14,7 +14,7 @@ from mtrain.recipes.hf_families import ALIASES
 
 
 def installed() -> bool:
-    """Whether there is a transformers to ask."""
+    """Return whether there is a transformers to ask."""
     return find_spec("transformers") is not None
 
 
@@ -54,7 +54,7 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
 
 
 def _as_known(kind: str, said: dict[str, Any]) -> Any:
-    """The configuration of a folder whose `model_type` transformers has no name for, as the
+    """Return the configuration of a folder whose `model_type` transformers has no name for, as the
     family's that it is.
     """
     from transformers import AutoConfig

@@ -107,7 +107,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Return its size."""
         return prod(self.shape) * BYTES[self.dtype]
 
 
@@ -125,12 +125,12 @@ class TorchDist:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether a folder is such a checkpoint, or holds some."""
+    """Return whether a folder is such a checkpoint, or holds some."""
     return path.is_dir() and any((path / name).exists() for name in (METADATA, TRACKER, BACKEND))
 
 
 def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: True) -> TorchDist:
-    """The tensors that a checkpoint's metadata names, compared with its files.
+    """Return the tensors that a checkpoint's metadata names, compared with its files.
 
     Args:
         path: a folder such as `iter_0000100`, or the one that holds it with
@@ -152,7 +152,7 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
 
 
 def _newest(path: Path) -> Path:
-    """The folder of the iteration that the tracker names."""
+    """Return the folder of the iteration that the tracker names."""
     if (path / METADATA).exists() or (path / METADATA).is_symlink():
         return path
     if not (path / TRACKER).exists():
@@ -190,7 +190,7 @@ def _check_backend(path: Path) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A text or a number; of anything else, which may unfold without end, its kind."""
+    """Return a text or a number; of anything else, which may unfold without end, its kind."""
     if isinstance(value, str):
         return repr(value[:200])
     if type(value) is int:
@@ -211,7 +211,7 @@ class _Reading:
         return CorruptData(f"{self.where}: {why}")
 
     def checkpoint(self, is_weight: Callable[[str], bool]) -> TorchDist:
-        """All tensors; chunks of weights."""
+        """Return all tensors; chunks of weights."""
         if not isinstance(self.top, Record) or self.top.name not in _TOP:
             raise self.refused("it is no metadata of torch.distributed.checkpoint")
         fields = self.fields(self.top)
@@ -235,7 +235,7 @@ class _Reading:
         return TorchDist(self.path, out, objects, common)
 
     def fields(self, record: Record) -> dict[str, Any]:
-        """The fields of a record, whose state is a dict with texts as keys."""
+        """Return the fields of a record, whose state is a dict with texts as keys."""
         return dict(self.pairs(record.state, record.name.rpartition(".")[2], str))
 
     def pairs(self, value: Any, what: str, kind: type = object) -> Iterator[tuple[Any, Any]]:
@@ -246,7 +246,7 @@ class _Reading:
         yield from value.pairs
 
     def numbers(self, value: Any, what: str) -> tuple[int, ...]:
-        """A `torch.Size`, or a plain list of sizes."""
+        """Return a `torch.Size`, or a plain list of sizes."""
         if isinstance(value, Record) and value.name == _SIZE and len(value.arguments) == 1:
             (value,) = value.arguments
         if not isinstance(value, tuple | list) or not all(
@@ -310,7 +310,7 @@ class _Reading:
     def tensor(
         self, name: str, fields: Mapping[str, Any], places: Mapping[Any, Any] | None
     ) -> Stored:
-        """A tensor; with `places`, its chunks."""
+        """Return a tensor; with `places`, its chunks."""
         kind = self.dtype(name, fields.get("properties"))
         shape = self.numbers(fields.get("size"), name)
         if places is None:

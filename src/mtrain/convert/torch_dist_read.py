@@ -37,7 +37,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The tensor's own, and the place in it."""
+        """Return the tensor's own, and the place in it."""
         return f"{self.stored.name}{list(self.numbers)}" if self.numbers else self.stored.name
 
     @property
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """Return as safetensors names it."""
         return self.stored.dtype
 
 
@@ -57,7 +57,7 @@ class TorchDistReader:
     """
 
     def __init__(self, source: TorchDist) -> None:
-        """Takes what `open_torch_dist` gave.
+        """Take what `open_torch_dist` gave.
 
         Raises:
             CorruptData: a weight is not made of floating-point numbers, or of too many layers.
@@ -110,7 +110,7 @@ class TorchDistReader:
         return tuple(part.name for one in self._held[name] for part in one)
 
     def dtype(self, name: str) -> str:
-        """Number format of what `tensor` gives."""
+        """Return number format of what `tensor` gives."""
         return self._held[name][0][0].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class TorchDistReader:
         return ", ".join(words)
 
     def tensor(self, name: str) -> Words:
-        """A weight. It may be there under several names, as a norm is; then all are read.
+        """Return a weight. It may be there under several names, as a norm is; then all are read.
 
         Raises:
             CorruptData: it cannot be read, or what holds it twice does not hold the same.
@@ -146,12 +146,14 @@ class TorchDistReader:
         return found
 
     def hash_of(self, name: str) -> str:
-        """Hex sha256 of a weight that `tensor` has given; empty where it was put together."""
+        """Return hex sha256 of a weight that `tensor` has given; empty where it was put
+        together.
+        """
         (parts, *_) = self._held[name]
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
     def _whole(self, parts: tuple[Part, ...]) -> Words:
-        """A weight of its one part, or of its gate and what is gated."""
+        """Return a weight of its one part, or of its gate and what is gated."""
         if len(parts) > 1 and (
             not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1
         ):
@@ -170,7 +172,9 @@ class TorchDistReader:
         return out
 
     def _chunks(self, part: Part) -> Iterable[Chunk]:
-        """The chunks that hold a part: those of its own place, and those that span several."""
+        """Yield the chunks that hold a part: those of its own place, and those that
+        span several.
+        """
         lead = len(part.numbers)
         if part.stored.name not in self._by_place:
             placed: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)

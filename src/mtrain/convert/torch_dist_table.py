@@ -25,8 +25,8 @@ ranks make.
 
 
 def _rows(tensors: list[Any], model: Any) -> list[Any]:
-    """Rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged where it
-    is another's.
+    """Return rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged
+    where it is another's.
     """
     (table,), ids, rows = tensors, model.vocab_size, model.padded_vocab_size
     if not ids <= len(table) < ids + MOST_PADDING:
@@ -44,12 +44,12 @@ Rows that both have are kept as they are.
 
 
 def torch_dist_name(box: Box) -> str:
-    """The one name that a tensor of ours has in a checkpoint of megatron-core."""
+    """Return the one name that a tensor of ours has in a checkpoint of megatron-core."""
     return one_name(box.key, box.offset[: box.lead])
 
 
 def table_of(ours: Mapping[str, Box]) -> Table:
-    """The table of a model's weights; it is made of megatron-core's own names for our model
+    """Return the table of a model's weights; it is made of megatron-core's own names for our model
     (`ShardSpec`).
     """
     return Table(
@@ -64,7 +64,7 @@ def _entry(ours: str, theirs: str) -> Entry:
 
 
 def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> None:
-    """Compares shapes before any number is read; a table of token ids may have rows that only pad.
+    """Compare shapes before any number is read; a table of token ids may have rows that only pad.
 
     Raises:
         CorruptData: one is another, by both names.
@@ -104,7 +104,7 @@ class _Cut:
 
 
 def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Held]:
-    """The weights of a checkpoint of megatron-core and those of one of ours, to be compared;
+    """Return the weights of a checkpoint of megatron-core and those of one of ours, to be compared;
     padding is left out.
 
     Raises:

@@ -122,8 +122,8 @@ class _Planner(SavePlanner):
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
-    """Keys of what megatron-core asks for beside a weight: the state of its module, which may be
-    None.
+    """Yield keys of what megatron-core asks for beside a weight: the state of its module, which may
+    be None.
     """
     place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
     for module in modules_with_state(piece.name):

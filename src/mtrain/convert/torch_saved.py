@@ -125,8 +125,8 @@ Described = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _described(made: Any, where: str) -> Described:
-    """Number format, name and numbers of its storage, its first number in it, shape and strides of
-    a saved tensor.
+    """Return number format, name and numbers of its storage, its first number in it, shape and
+    strides of a saved tensor.
     """
     wrong = CorruptData(f"{where} is no tensor that torch saved")
     if not isinstance(made, Record) or made.name not in _TENSORS or len(made.arguments) < 4:

@@ -34,18 +34,18 @@ _OF_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def empty(shape: Sequence[int], dtype: str) -> Words:
-    """Memory for numbers of a format."""
+    """Return memory for numbers of a format."""
     return np.empty(tuple(shape), _OF_WIDTH[BYTES[dtype]])
 
 
 def buffer_of(words: Words) -> memoryview:
-    """The bytes of words that lie behind each other, not copied."""
+    """Return the bytes of words that lie behind each other, not copied."""
     flat: Any = words.reshape(-1).view(np.uint8) if words.size else b""
     return memoryview(flat)
 
 
 def converted(words: Words, dtype: str, to: str) -> Words:
-    """Numbers of a format in another one; imports torch where they differ."""
+    """Return numbers of a format in another one; imports torch where they differ."""
     if dtype == to:
         return words
     import torch
@@ -55,14 +55,14 @@ def converted(words: Words, dtype: str, to: str) -> Words:
 
 
 def as_tensor(words: Words, dtype: str) -> torch.Tensor:
-    """The same memory as a tensor of a format; imports torch."""
+    """Return the same memory as a tensor of a format; imports torch."""
     import torch
 
     return torch.from_numpy(words).view(getattr(torch, IN_TORCH[dtype]))
 
 
 def of_tensor(tensor: torch.Tensor) -> tuple[Words, str]:
-    """The same memory as words, and the format of a tensor on the CPU."""
+    """Return the same memory as words, and the format of a tensor on the CPU."""
     import torch
 
     name = IN_SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]

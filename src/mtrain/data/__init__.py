@@ -78,12 +78,12 @@ class Splits:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The `tokenizer.json`; None: no text can be generated."""
+        """Return the `tokenizer.json`; None: no text can be generated."""
         return self.corpus.tokenizer
 
     @cached_property
     def unigram_entropy_nats(self) -> float | None:
-        """Entropy of the token distribution: of a text corpus all of it, of `.bin/.idx` the
+        """Return entropy of the token distribution: of a text corpus all of it, of `.bin/.idx` the
         validation split (its first 5 million tokens); None where unknown.
         """
         if isinstance(self.train, MockSamples):
@@ -148,7 +148,7 @@ class Splits:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Counts of the corpus and of each split, ready for JSON."""
+        """Return counts of the corpus and of each split, ready for JSON."""
         keys = [
             "kind",
             "source",
@@ -366,7 +366,7 @@ def validation_of(
     tokenizer: Path | None,
     asked: Sequence[int] | None = None,
 ) -> Splits:
-    """The splits of a configuration's data, for a model whose `tokenizer.json` is given; a
+    """Return the splits of a configuration's data, for a model whose `tokenizer.json` is given; a
     validation split is there.
 
     Text is tokenized with that file. Raises ConfigError where there is no validation split, or the

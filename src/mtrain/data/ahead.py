@@ -46,7 +46,7 @@ class Ahead(Generic[K, V]):
         self._thread: threading.Thread | None = None
 
     def take(self, key: K) -> V:
-        """The value of `key`.
+        """Return the value of `key`.
 
         Raises whatever reading it raised.
         """

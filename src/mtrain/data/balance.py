@@ -8,8 +8,8 @@ import numpy as np
 
 
 def by_work(works: np.ndarray, micro: int, ranks: int) -> np.ndarray:
-    """Places of the samples of a step [micro-batches, ranks, micro], all of them once, by what each
-    takes.
+    """Return places of the samples of a step [micro-batches, ranks, micro], all of them once, by
+    what each takes.
 
     Those of about the same work are in the micro-batch that ranks run at the same time, and of
     those a rank gets the more the less it has so far. A function of `works` [samples] alone, so

@@ -28,7 +28,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1] for n global sample numbers."""
+        """Return int64 [n, seq_length + 1] for n global sample numbers."""
         ...
 
 
@@ -83,7 +83,7 @@ def next_token(
     packing: Packing | None = None,
     moved: FillInTheMiddle | None = None,
 ) -> Form:
-    """Each token is predicted from those before it.
+    """Return each token is predicted from those before it.
 
     With `masked_eod` no loss counts for the prediction that follows this token. With `packing`,
     samples are packed documents. `moved` says what of them is read in another order.
@@ -167,7 +167,7 @@ class GlobalBatches:
 
     @property
     def pads(self) -> bool:
-        """Whether there are samples that only fill a step, and are padding."""
+        """Return whether there are samples that only fill a step, and are padding."""
         return self.limit is not None and self.counted < self.steps * self.global_batch_size
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
@@ -204,8 +204,8 @@ class GlobalBatches:
         return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
 
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
-        """The micro-batches of the step of `size` samples that starts after `consumed_samples`
-        samples.
+        """Return the micro-batches of the step of `size` samples that starts after
+        `consumed_samples` samples.
         """
         numbers = self.numbers(consumed_samples, size)
         fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
@@ -275,7 +275,7 @@ def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> to
 
 
 def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
-    """A micro-batch of `rows` sequences whose losses are averaged over tokens, samples or
+    """Return a micro-batch of `rows` sequences whose losses are averaged over tokens, samples or
     sequences.
 
     The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
@@ -308,7 +308,7 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
 
 
 def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
-    """Samples as one row of documents that do not see each other.
+    """Return samples as one row of documents that do not see each other.
 
     `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded at its end to a
     multiple of `packing.multiple`, and what then no longer fits into the sample is left out. No

@@ -54,7 +54,7 @@ class Halves:
         return 1 + max(self._cut(shares, first, middle), self._cut(shares, middle, end))
 
     def given(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each part gives; int64 [parts]."""
+        """Return how many of the first `samples` samples each part gives; int64 [parts]."""
         out = np.zeros(self._count, np.int64)
         out[0] = samples  # of the parts that are not yet cut, the first holds what all of them have
         for first, middle, _, least, left_is_less in self._cuts:
@@ -87,8 +87,8 @@ class Stretch:
 
     @functools.cached_property
     def block(self) -> int:
-        """Samples that are mixed with one another, each part's share of them; the last of them may
-        be up to twice as many.
+        """Return samples that are mixed with one another, each part's share of them; the last of
+        them may be up to twice as many.
         """
         if self.halves is not None:
             return BLOCK
@@ -97,7 +97,7 @@ class Stretch:
 
     @functools.cached_property
     def blocks(self) -> int | None:
-        """How many blocks it has."""
+        """Return how many blocks it has."""
         return None if self.length is None else max(1, self.length // self.block)
 
     @functools.cached_property
@@ -107,8 +107,8 @@ class Stretch:
         return ends
 
     def given(self, samples: int) -> np.ndarray:
-        """How many of its first samples each part gives, int64 [parts]; at its end shares of whole
-        ones are exact.
+        """Return how many of its first samples each part gives, int64 [parts]; at its end shares of
+        whole ones are exact.
         """
         if self.halves is not None:
             return self.halves.given(samples)
@@ -116,12 +116,12 @@ class Stretch:
         return np.diff(np.floor(self._ends * samples + half).astype(np.int64), prepend=0)
 
     def block_of(self, places: np.ndarray) -> np.ndarray:
-        """The block of each of its samples."""
+        """Return the block of each of its samples."""
         found = places // self.block
         return found if self.blocks is None else np.minimum(found, self.blocks - 1)
 
     def bounds(self, block: int) -> tuple[int, int]:
-        """The first sample of a block, counted in the stretch, and that of the next one."""
+        """Return the first sample of a block, counted in the stretch, and that of the next one."""
         last = self.blocks is not None and block == self.blocks - 1
         end = self.length if last else (block + 1) * self.block
         assert end is not None
@@ -174,7 +174,7 @@ class Blend:
         return Permutation(end - begin, keys(self.seed, block, purpose, ROUNDS))
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each sample and its number there; two int64 [n].
+        """Return the part of each sample and its number there; two int64 [n].
 
         Raises ConfigError for a sample that no part has any more.
         """
@@ -207,7 +207,7 @@ class Blend:
         return part, at - (ends - quota)[part] + before[part] + stretch.before[part]
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
+        """Return tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
         Raises CorruptData for an id outside the vocabulary.
         """
@@ -218,7 +218,7 @@ class Blend:
         return out
 
     def describe(self) -> dict[str, Any]:
-        """Counts over all parts: documents, tokens, samples until as many are given as
+        """Return counts over all parts: documents, tokens, samples until as many are given as
         they have.
         """
         counts = [part.describe() for part in self.parts]
@@ -258,7 +258,7 @@ def _stretches(
 
 
 def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
-    """The stretch as long as no part gives more than is left of it."""
+    """Return the stretch as long as no part gives more than is left of it."""
     live = stretch.shares > 0
     if np.isinf(left[live]).all():
         return stretch
@@ -280,7 +280,7 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
 
 
 def nothing_to_read(name: str) -> Problem:
-    """All weights of a blend are zero."""
+    """Return all weights of a blend are zero."""
     rule = f"all weights of the {name} split are zero: no corpus is read"
     return Problem(
         "MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero"
@@ -288,7 +288,7 @@ def nothing_to_read(name: str) -> Problem:
 
 
 def used_up(name: str, wanted: int, total: int, most: Sequence[float] | None = None) -> Problem:
-    """The most epochs of every corpus leave fewer samples than are asked for."""
+    """Return the most epochs of every corpus leave fewer samples than are asked for."""
     rule = (
         f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted}"
         " are asked for"
@@ -309,5 +309,5 @@ def read_once(name: str, wanted: int, total: int) -> Problem:
 
 
 def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:
-    """The plan in which each part gives exactly so many of the first sum(sizes) samples."""
+    """Return the plan in which each part gives exactly so many of the first sum(sizes) samples."""
     return [(0, [float(size) for size in sizes]), (sum(sizes), [float(size) for size in sizes])]

@@ -24,8 +24,8 @@ BATCH_CHARS = 4 * units.MIB
 
 
 def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens (a small corpus gives fewer); id 0 ends a
-    document.
+    """Return a byte-level BPE of at most `vocab_size` tokens (a small corpus gives fewer); id 0
+    ends a document.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def read(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a `tokenizer.json`."""
+    """Return the tokenizer of a `tokenizer.json`."""
     return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
 
 

@@ -71,7 +71,7 @@ def use(folder: Path) -> bool:
 
 
 def _shared(path: Path) -> int | None:
-    """A descriptor with a shared lock on a file; None: somebody removes it."""
+    """Return a descriptor with a shared lock on a file; None: somebody removes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         locks.share(descriptor, path)
@@ -215,5 +215,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def _is_open(descriptor: int, path: Path) -> bool:
-    """Whether a path still leads to the file that is open: nobody has removed it meanwhile."""
+    """Return whether a path still leads to the file that is open: nobody has removed it
+    meanwhile.
+    """
     return os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))

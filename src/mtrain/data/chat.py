@@ -54,7 +54,7 @@ class ChatFormat:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The tokenizer_config.json; empty where there is none."""
+        """Return the tokenizer_config.json; empty where there is none."""
         path = self.folder / SETTINGS_FILE
         text = _text(path)
         try:
@@ -66,7 +66,7 @@ class ChatFormat:
         return value
 
     def special(self, name: str) -> str | None:
-        """The text of a special token such as `eos_token`."""
+        """Return the text of a special token such as `eos_token`."""
         token = self.settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
@@ -78,8 +78,8 @@ class ChatFormat:
 
     @cached_property
     def templates(self) -> dict[str, str]:
-        """The templates by name: `default` is written with, of a chat with tools `tool_use` where
-        there is one.
+        """Return the templates by name: `default` is written with, of a chat with tools `tool_use`
+        where there is one.
         """
         if self.template_file is not None:
             found: Any = _text(self.template_file)
@@ -95,17 +95,17 @@ class ChatFormat:
 
     @property
     def template(self) -> str | None:
-        """The template that is called `default`."""
+        """Return the template that is called `default`."""
         return self.templates.get("default")
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of the special tokens that have a name, such as `eos_token`."""
+        """Return the texts of the special tokens that have a name, such as `eos_token`."""
         names = (name for name in self.settings if name.endswith("_token"))
         return {name: token for name in names if (token := self.special(name))}
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of a chat up to where the model's answer begins.
+        """Return the text of a chat up to where the model's answer begins.
 
         Raises:
             ConfigError: there is no template, jinja2 is missing, or the template refuses the
@@ -133,8 +133,8 @@ class ChatFormat:
     def write(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool
     ) -> Written:
-        """A chat as transformers' apply_chat_template writes it; `prompt`: up to where an answer
-        begins.
+        """Return a chat as transformers' apply_chat_template writes it; `prompt`: up to where an
+        answer begins.
 
         Raises:
             CorruptData: the template refuses the messages, is none, or makes far too much of them.
@@ -160,14 +160,14 @@ class ChatFormat:
             raise CorruptData(said) from error
 
     def require_jinja(self) -> None:
-        """Raises ConfigError where jinja2 is missing or old.
+        """Raise ConfigError where jinja2 is missing or old.
 
         No template is compiled: that alone can take forever.
         """
         assert self._environment is not None
 
     def marks(self, *, with_tools: bool) -> bool:
-        """Whether the template marks what the model says with `{% generation %}`."""
+        """Return whether the template marks what the model says with `{% generation %}`."""
         name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
         return GENERATION.search(self.templates.get(name, "")) is not None
 
@@ -181,7 +181,7 @@ class ChatFormat:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message without what is null, its reasoning under each name that templates read."""
+    """Return a message without what is null, its reasoning under each name that templates read."""
     made = {key: value for key, value in message.items() if value is not None}
     reasoning = next((made[key] for key in REASONING if key in made), None)
     if reasoning is None:
@@ -257,7 +257,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """A dict of keys with one value."""
+        """Return a dict of keys with one value."""
         return dict.fromkeys(*args, **kwargs)
 
 
@@ -287,7 +287,7 @@ def _generation_tag() -> Any:
             return text
 
         def gathered(self, pieces: Iterable[str]) -> Written:
-            """The text of a template's pieces, and where it was marked on the way."""
+            """Return the text of a template's pieces, and where it was marked on the way."""
             self.length = 0
             self.found = []
             kept = []
@@ -308,5 +308,5 @@ def _generation_tag() -> Any:
 
 
 def _marks_of(environment: Any) -> Any:
-    """The extension of an environment that knows `{% generation %}`."""
+    """Return the extension of an environment that knows `{% generation %}`."""
     return next(one for one in environment.extensions.values() if "generation" in one.tags)

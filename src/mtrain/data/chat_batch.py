@@ -11,7 +11,7 @@ from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 
 
 def of_chats(source: ChatSamples) -> Form:
-    """Each token that is learned is predicted from those before it in its chat.
+    """Return each token that is learned is predicted from those before it in its chat.
 
     Packed chats do not see each other, each from position 0, and what pads a sample is a document
     of its own.
@@ -26,7 +26,7 @@ def of_chats(source: ChatSamples) -> Form:
 
 
 def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None) -> Form:
-    """Each token of a document is predicted from those before it, which begin at position 0.
+    """Return each token of a document is predicted from those before it, which begin at position 0.
 
     What pads a sample is a document of its own. No loss counts for the prediction that follows
     `masked_eod`.
@@ -42,7 +42,7 @@ def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | No
 
 
 def batch_of(samples: list[Sample], *, packed: bool) -> MicroBatch:
-    """Samples [n, seq_length], or as one row [1, n * seq_length] of documents."""
+    """Return samples [n, seq_length], or as one row [1, n * seq_length] of documents."""
     found = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     ids = found.clamp(min=0)
     learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))

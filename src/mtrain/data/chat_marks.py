@@ -34,7 +34,7 @@ class Encoded:
 
 
 def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> Encoded:
-    """The tokens of a chat, and which of them are learned by `loss_on` (`data.loss_on`).
+    """Return the tokens of a chat, and which of them are learned by `loss_on` (`data.loss_on`).
 
     Raises:
         CorruptData: the template refuses the chat, does not say which part of it is whose, or
@@ -57,7 +57,7 @@ def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) ->
 
 
 def _wanted(chat: Chat, loss_on: str) -> list[int]:
-    """The messages that are learned by `loss_on`, and by what each of them says of itself.
+    """Return the messages that are learned by `loss_on`, and by what each of them says of itself.
 
     Raises:
         CorruptData: a message says that it is learned, and `loss_on` does not learn it; or nothing
@@ -108,8 +108,8 @@ def _message(chat: Chat, form: ChatFormat, text: str, number: int) -> tuple[int,
 def answers(
     chat: Chat, form: ChatFormat, ends: tuple[str, ...], turns: list[int]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a chat, and where in it the messages `turns` of the assistant stand, each with
-    the token of `ends` that ends it.
+    """Return the text of a chat, and where in it the messages `turns` of the assistant stand, each
+    with the token of `ends` that ends it.
 
     A template that marks them is believed, as transformers does. Of any other it is proven that the
     text of the first messages is how the whole begins: a turn is then what stands between the text
@@ -132,8 +132,8 @@ def answers(
 def _marked(
     chat: Chat, form: ChatFormat, marked: list[tuple[int, int]], turn: int
 ) -> list[tuple[int, int]]:
-    """The marks of one turn among those of a whole chat: those that the messages up to it have more
-    than the ones before it.
+    """Return the marks of one turn among those of a whole chat: those that the messages up to it
+    have more than the ones before it.
     """
     upto = form.write(chat.messages[: turn + 1], chat.tools, prompt=False).marked
     first = any(one["role"] == "assistant" for one in chat.messages[:turn])
@@ -171,7 +171,7 @@ def _between(
 
 
 def _prefix(chat: Chat, form: ChatFormat, count: int, *, prompt: bool) -> str:
-    """The text of the first messages of a chat."""
+    """Return the text of the first messages of a chat."""
     try:
         return form.write(chat.messages[:count], chat.tools, prompt=prompt).text
     except CorruptData as error:
@@ -181,6 +181,8 @@ def _prefix(chat: Chat, form: ChatFormat, count: int, *, prompt: bool) -> str:
 
 
 def _end(text: str, start: int, ends: tuple[str, ...]) -> int:
-    """The end of a turn: behind the special token that ends it, where spaces alone follow that."""
+    """Return the end of a turn: behind the special token that ends it, where spaces alone follow
+    that.
+    """
     end = len(text.rstrip())
     return end if end > start and text[:end].endswith(ends) else len(text)

@@ -58,17 +58,18 @@ class Prepared:
         return len(self.table) // self.group
 
     def learnable(self, length: int) -> np.ndarray:
-        """Whether each group has something to learn in the first `length` tokens of all its
+        """Return whether each group has something to learn in the first `length` tokens of all its
         documents; bool [n].
         """
         return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
 
     def sizes(self, chats: np.ndarray, length: int) -> np.ndarray:
-        """Tokens of documents that are cut at `length`; int64."""
+        """Return tokens of documents that are cut at `length`; int64."""
         return np.minimum(self.dataset.lengths[chats].astype(np.int64), length)
 
     def document(self, number: int, length: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `length` ids of a document, and whether each is learned, given those before it.
+        """Return the first `length` ids of a document, and whether each is learned, given those
+        before it.
 
         Raises CorruptData for an id outside of the vocabulary.
         """
@@ -85,7 +86,7 @@ class Prepared:
         return ids, known
 
     def place(self, number: int) -> str:
-        """File and line of the chat that a document is of."""
+        """Return file and line of the chat that a document is of."""
         return f"{self.corpus.meta['file']}:{self.table[number, 0]}"
 
 
@@ -166,12 +167,12 @@ class ChatSamples:
         return Permutation(len(self), keys(self.seed, epoch, f"chats {self.name}", ROUNDS))
 
     def window_of(self, number: int) -> int:
-        """The window that makes a sample."""
+        """Return the window that makes a sample."""
         epoch, place = divmod(int(number), len(self))
         return int(self._order(epoch)(np.array([place], np.int64))[0])
 
     def sample(self, number: int) -> Sample:
-        """The sample of a number. Raises CorruptData for an id outside of the vocabulary."""
+        """Return the sample of a number. Raises CorruptData for an id outside of the vocabulary."""
         return self._sample(self.window_of(number))
 
     def _made(self, window: int) -> Sample:
@@ -193,14 +194,14 @@ class ChatSamples:
         return Sample(tokens, learned, tuple(starts), documents)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: token ids, `NOTHING` where a sample is padded.
+        """Return int64 [n, seq_length + 1]: token ids, `NOTHING` where a sample is padded.
 
         Raises CorruptData for an id outside of the vocabulary.
         """
         return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:
-        """File and line of each chat of a sample."""
+        """Return file and line of each chat of a sample."""
         return ", ".join(self.chats.place(document) for document in self.sample(number).documents)
 
     def describe(self) -> dict[str, int]:
@@ -233,15 +234,15 @@ class PairSamples:
         return len(self._chosen)
 
     def pair(self, number: int) -> tuple[Sample, Sample]:
-        """The chosen and the rejected sample of a number.
+        """Return the chosen and the rejected sample of a number.
 
         Of what both begin with nothing is learned.
         """
         return self._chosen.sample(number), self._rejected.sample(number)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair, `NOTHING`
-        behind the end.
+        """Return int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair,
+        `NOTHING` behind the end.
         """
         return np.stack([sample.tokens for number in numbers for sample in self.pair(number)])
 
@@ -250,7 +251,7 @@ class PairSamples:
         return np.stack([sample.learned for number in numbers for sample in self.pair(number)])
 
     def place(self, number: int) -> str:
-        """File and line of a pair."""
+        """Return file and line of a pair."""
         return self._chosen.place(number)
 
     def describe(self) -> dict[str, int]:
@@ -261,7 +262,7 @@ class PairSamples:
 def opened(
     data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str]
 ) -> dict[str, ChatSamples | PairSamples | None]:
-    """The samples of each split: consecutive chats, a share above zero gets one at least.
+    """Return the samples of each split: consecutive chats, a share above zero gets one at least.
 
     Raises ConfigError where a split that is needed has nothing to learn, or the tokenizer has more
     ids than the model.
@@ -290,7 +291,7 @@ def opened(
 
 
 def _nothing(data: DataConfig, name: str, held: int, total: int) -> Problem:
-    """A split of `held` chats that is needed has no sample."""
+    """Return a split of `held` chats that is needed has no sample."""
     if not held:
         rule = f"the {name} split has none of the {total} chats"
         fix = f"a larger share for {name}"
@@ -325,7 +326,9 @@ def _samples(
 def _packed(
     data: DataConfig, chats: Prepared, documents: np.ndarray, multiple: int, part: range
 ) -> Windows:
-    """The windows that the chats of a split fill by first fit, from the cache or made now."""
+    """Return the windows that the chats of a split fill by first fit, from the cache or
+    made now.
+    """
     given = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
     digest = hashlib.sha256(strict_json.dumps(given).encode()).hexdigest()[:16]
     folder = user_path(data.cache_dir) / f"windows-{digest}"

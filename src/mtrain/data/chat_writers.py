@@ -211,7 +211,7 @@ def _bound_memory() -> None:
 
 
 def _within(limit: int, hardest: int) -> int:
-    """A limit that a process may set for itself."""
+    """Return a limit that a process may set for itself."""
     return limit if hardest == resource.RLIM_INFINITY else min(limit, hardest)
 
 

@@ -98,7 +98,7 @@ def _make_room(folder: Path, note: Callable[[str], None]) -> None:
 
 
 def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
-    """The template that chats are written with.
+    """Return the template that chats are written with.
 
     Raises ConfigError where there is none, or jinja2 is missing.
     """
@@ -228,7 +228,7 @@ def _make(
 def _kept(
     lines: JsonLines, results: Any, data: DataConfig, rejects: Any
 ) -> Iterator[tuple[int, Encoded]]:
-    """The documents of the lines, and in the file of rejects the lines that are no JSON."""
+    """Yield the documents of the lines, and in the file of rejects the lines that are no JSON."""
     limit = 100 if data.bad_lines is None else data.bad_lines
     bad = 0
     for number, result in results:

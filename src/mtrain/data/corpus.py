@@ -46,7 +46,7 @@ class TextCorpus:
     """Files met so far that are not UTF-8."""
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Each document's name and text, none of them empty, `limit_bytes` of UTF-8 at most.
+        """Yield each document's name and text, none of them empty, `limit_bytes` of UTF-8 at most.
 
         Raises ConfigError for a file that cannot be read, and at the end if there was no text.
         """
@@ -77,8 +77,8 @@ class TextCorpus:
             )
 
     def _read(self, file: SourceFile, limit_bytes: int | None) -> tuple[str, int]:
-        """The text of a file, of its first `limit_bytes` if there is a limit, and how many bytes it
-        counts for.
+        """Return the text of a file, of its first `limit_bytes` if there is a limit, and how many
+        bytes it counts for.
 
         A file that is not UTF-8, as far as it is read, has none.
         """
@@ -173,8 +173,8 @@ def _walk(
     skip: frozenset[str] = frozenset(),
     licences: bool = False,
 ) -> list[SourceFile]:
-    """Regular files below `root` with one of the suffixes; not those in hidden folders or behind
-    links to folders.
+    """Return regular files below `root` with one of the suffixes; not those in hidden folders or
+    behind links to folders.
     """
 
     def wanted(name: str) -> bool:
@@ -212,8 +212,8 @@ def _mode(path: Path, shown: str) -> int:
 
 
 def near_paths(path: Path, names: list[str] | None = None) -> str:
-    """A fix for a path that is missing: the nearest names beside it, or the part of it that does
-    exist.
+    """Return a fix for a path that is missing: the nearest names beside it, or the part of it that
+    does exist.
     """
     if not os.access(path.parent, os.R_OK | os.X_OK):
         there = next(p for p in (*path.absolute().parents, Path("/")) if os.path.isdir(p))

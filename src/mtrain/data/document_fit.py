@@ -63,8 +63,8 @@ class Fit:
         return pieces
 
     def read(self, lengths: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-        """How many tokens of the last piece of each document are read; the one behind a full sample
-        is a label.
+        """Return how many tokens of the last piece of each document are read; the one behind a full
+        sample is a label.
         """
         return np.where(
             pieces > 0, np.minimum(lengths - (pieces - 1) * self.seq_length, self.seq_length), 0
@@ -94,7 +94,7 @@ class FittedDocuments:
             self._refuse_long()
 
     def stretches(self, part: int) -> list[range]:
-        """The documents of a part."""
+        """Return the documents of a part."""
         every = self.documents
         if self.parts == 1:
             return [every]
@@ -103,7 +103,7 @@ class FittedDocuments:
         return [range(first, min(first + step, every.stop)) for first in firsts]
 
     def _part(self, part: int) -> Arrays:
-        """The samples of a part.
+        """Return the samples of a part.
 
         `fitted`: documents, or last pieces of them, sample by sample, counted from the first of the
         range. `starts`: where each sample begins in it, and the end. `long` and `pieces`: documents
@@ -116,20 +116,22 @@ class FittedDocuments:
         return found
 
     def samples(self, part: int) -> int:
-        """How many samples a part has."""
+        """Return how many samples a part has."""
         if part not in self._samples:
             self.part(part)
         return self._samples[part]
 
     def every(self) -> list[int]:
-        """How many samples each part has: all of them are fitted."""
+        """Return how many samples each part has: all of them are fitted."""
         missing = [part for part in range(self.parts) if part not in self._samples]
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             list(pool.map(self._part, missing))
         return [self._samples[part] for part in range(self.parts)]
 
     def counts(self) -> dict[str, int]:
-        """Counts of the parts that are fitted: their documents, samples, and those of `COUNTED`."""
+        """Return counts of the parts that are fitted: their documents, samples, and those of
+        `COUNTED`.
+        """
         parts = sorted(self._samples)
         seen = sum(len(stretch) for part in parts for stretch in self.stretches(part))
         counted = np.sum([self._counts[part] for part in parts], axis=0).tolist()
@@ -214,8 +216,8 @@ class FittedDocuments:
 
 
 def _windows(sizes: np.ndarray, fit: Fit) -> np.ndarray:
-    """The sample of each document of which so many places are taken; those of other windows have
-    other numbers.
+    """Return the sample of each document of which so many places are taken; those of other windows
+    have other numbers.
     """
     groups = -(-len(sizes) // fit.window)
     padded = np.zeros(groups * min(fit.window, len(sizes)), np.int64)

@@ -41,7 +41,7 @@ class FillInTheMiddle:
         self._key = keys(seed, 0, f"fim {part}", 1)[0]
 
     def __call__(self, windows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Samples int64 [n, seq_length + 1] with their global numbers int64 [n], of the
+        """Return samples int64 [n, seq_length + 1] with their global numbers int64 [n], of the
         same shape.
         """
         out = windows.copy()

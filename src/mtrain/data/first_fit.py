@@ -37,8 +37,8 @@ def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def first_fits(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The same for many groups of items side by side: the window, counted in its group, of each
-    item.
+    """Return the same for many groups of items side by side: the window, counted in its group, of
+    each item.
 
     `sizes` int [groups, n], each at most `capacity`; int64 of the same shape. An item of size 0
     opens no window.

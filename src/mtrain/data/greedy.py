@@ -37,7 +37,7 @@ class Greedy:
         self._block = functools.lru_cache(maxsize=16)(self._computed)
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus of each sample and its number there; two int64 [n]."""
+        """Return the corpus of each sample and its number there; two int64 [n]."""
         blocks, places = np.divmod(np.asarray(numbers, np.int64), BLOCK)
         part = np.empty_like(places)
         index = np.empty_like(places)
@@ -48,14 +48,14 @@ class Greedy:
         return part, index
 
     def given(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each corpus gives; int64 [corpora]."""
+        """Return how many of the first `samples` samples each corpus gives; int64 [corpora]."""
         block, rest = divmod(samples, BLOCK)
         self._extend(block)
         parts = self._block(block)[0][:rest]
         return self._known[block] + np.bincount(parts, minlength=len(self.weights))
 
     def _computed(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus and the number of each sample of a block."""
+        """Return the corpus and the number of each sample of a block."""
         self._extend(block)
         before = self._known[block]
         counts = before[None].astype(np.float64)
@@ -101,7 +101,9 @@ class Greedy:
 
 
 def _likely(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Counts [n, corpora] that are near to those after so many samples [n], and add up to them."""
+    """Return counts [n, corpora] that are near to those after so many samples [n], and add up to
+    them.
+    """
     exact = weights * samples[:, None].astype(np.float64)
     counts = np.floor(exact)
     missing = samples - counts.sum(axis=1).astype(np.int64)

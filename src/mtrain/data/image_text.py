@@ -61,7 +61,7 @@ class Records(JsonLines):
         self._ignored = frozenset(ignored)
 
     def record(self, number: int) -> records.Record:
-        """A record. Raises CorruptData, with its line, where it is none."""
+        """Return a record. Raises CorruptData, with its line, where it is none."""
         with self.named(number):
             return records.parse(self.line(number), self._ignored)
 
@@ -184,12 +184,14 @@ class ImageTextSamples:
         return Permutation(len(self.part), keys(self.seed, epoch, f"images {self.name}", ROUNDS))
 
     def record_of(self, number: int) -> int:
-        """The record that makes a sample."""
+        """Return the record that makes a sample."""
         epoch, place = divmod(int(number), len(self.part))
         return self.part.start + int(self._order(epoch)(np.array([place], np.int64))[0])
 
     def _encode(self, record: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [seq_length + 1] and whether each is learned, cut or padded at the end."""
+        """Return ids int64 [seq_length + 1] and whether each is learned, cut or padded
+        at the end.
+        """
         with self.found.named(record):
             ids, known = records.encoded(self.found.record(record), self._tokenizer)
             if max(ids, default=0) >= self._vocab_size:
@@ -204,7 +206,8 @@ class ImageTextSamples:
         return tokens, learned
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: token ids, one `IMAGE` for an image, `NOTHING` behind the end.
+        """Return int64 [n, seq_length + 1]: token ids, one `IMAGE` for an image, `NOTHING` behind
+        the end.
 
         Raises CorruptData for a record that is none, or an id outside of the vocabulary.
         """
@@ -215,7 +218,7 @@ class ImageTextSamples:
         return np.stack([self._tokens(self.record_of(number))[1] for number in numbers])
 
     def images(self, numbers: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-        """Every image of the samples in its order: float32 [images, 3, size, size].
+        """Return every image of the samples in its order: float32 [images, 3, size, size].
 
         Raises CorruptData, with line and name, for one that cannot be read.
         """
@@ -227,11 +230,13 @@ class ImageTextSamples:
         return np.concatenate(out)
 
     def image_count(self, number: int) -> int:
-        """Images of the record that makes a sample, those behind the end of the sample included."""
+        """Return images of the record that makes a sample, those behind the end of the sample
+        included.
+        """
         return len(self.found.record(self.record_of(number)).images)
 
     def place(self, number: int) -> str:
-        """File and line of the record that makes a sample."""
+        """Return file and line of the record that makes a sample."""
         return self.found.place(self.record_of(number))
 
     def describe(self) -> dict[str, int]:
@@ -242,7 +247,7 @@ class ImageTextSamples:
 def opened(
     data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str]
 ) -> dict[str, ImageTextSamples | None]:
-    """The samples of each split: consecutive records, a share above zero gets one at least.
+    """Return the samples of each split: consecutive records, a share above zero gets one at least.
 
     Raises ConfigError where a split that is needed gets none, or the tokenizer has more ids than
     the model.

@@ -30,7 +30,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
 
 
 def require_pillow() -> Any:
-    """The module PIL.Image.
+    """Return the module PIL.Image.
 
     Raises:
         BadEnvironment: Pillow is not installed.
@@ -44,7 +44,7 @@ def require_pillow() -> Any:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of an image that a record names.
+    """Return the path of an image that a record names.
 
     Raises:
         CorruptData: it leads out of the folder, also by a link, or no file can be there.
@@ -66,7 +66,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def load(path: Path, size: int) -> np.ndarray:
-    """An image as float32 [3, size, size], normalised.
+    """Return an image as float32 [3, size, size], normalised.
 
     Raises:
         CorruptData: it is no image of a known format, is damaged, or unfolds into too much.
@@ -94,7 +94,7 @@ def load(path: Path, size: int) -> np.ndarray:
 
 
 def _cropped(image: Any, size: int, resample: Any) -> np.ndarray:
-    """The middle of an image whose shorter side was resized: uint8 [size, size, 3]."""
+    """Return the middle of an image whose shorter side was resized: uint8 [size, size, 3]."""
     width, height = image.size
     short = min(width, height)
     if max(width, height) * size // short * size > MAX_PIXELS:

@@ -83,7 +83,7 @@ class IndexCheck:
                 _check_pointers(self._path, self._lengths, self._pointers, self._itemsize, [held])
 
     def sequence(self, document: int) -> int:
-        """The first sequence of a document."""
+        """Return the first sequence of a document."""
         found = int(self._documents[document])
         count = len(self._lengths)
         if self._next < self._size:
@@ -124,7 +124,9 @@ def _check_pointers(
     """Refuse negative lengths and pointers that are not the running sum."""
 
     def wrong(first: int, stop: int) -> int | None:
-        """The first sequence of some that is wrong, by itself or by where the next one begins."""
+        """Return the first sequence of some that is wrong, by itself or by where the next one
+        begins.
+        """
         bytes_ = np.empty(CHUNK, np.int64)
         steps = np.empty(CHUNK, np.int64)
         differ = np.empty(CHUNK, np.bool_)
@@ -177,7 +179,7 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, parts: list[ra
         )
 
     def wrong(first: int, stop: int) -> int | None:
-        """A chunk in which an index is less than the one before it."""
+        """Return a chunk in which an index is less than the one before it."""
         falls = np.empty(CHUNK, np.bool_)
         for at in range(first, stop, CHUNK):
             here = indices[at : min(at + CHUNK, stop) + 1]

@@ -27,7 +27,7 @@ DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.item
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that Megatron picks for token ids below `vocab_size`."""
+    """Return the dtype that Megatron picks for token ids below `vocab_size`."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -87,7 +87,7 @@ class IndexedDataset:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its tokens are fetched when they are asked for."""
+        """Return whether its tokens are fetched when they are asked for."""
         return isinstance(self.tokens, RemoteTokens)
 
     def expect(self, starts: Sequence[int] | np.ndarray, length: int) -> None:
@@ -107,19 +107,19 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the corpus."""
+        """Return documents in the corpus."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the corpus."""
+        """Return tokens in the corpus."""
         return len(self.tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """Tokens of one sequence."""
+        """Return tokens of one sequence."""
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 
@@ -133,7 +133,7 @@ class IndexedDataset:
         return self.num_tokens
 
     def document_starts(self, documents: range) -> np.ndarray:
-        """The same for consecutive documents, and the end of the last; int64.
+        """Return the same for consecutive documents, and the end of the last; int64.
 
         Raises CorruptData where their part of the index does not add up.
         """

@@ -45,17 +45,17 @@ class JsonLines:
         return len(self._starts)
 
     def line(self, number: int) -> bytes:
-        """The bytes of a record."""
+        """Return the bytes of a record."""
         start = int(self._starts[number])
         end = self._bytes.find(b"\n", start)
         return bytes(self._bytes[start : end if end >= 0 else None])
 
     def named(self, number: int) -> Named:
-        """A context in which CorruptData gets the file and the line of a record."""
+        """Return a context in which CorruptData gets the file and the line of a record."""
         return Named(self, number)
 
     def place(self, number: int) -> str:
-        """File and line of a record."""
+        """Return file and line of a record."""
         return f"{self.file}:{self.numbers[number]}"
 
 

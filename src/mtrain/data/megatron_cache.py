@@ -48,7 +48,7 @@ class Wanted:
     """Where the split begins and ends in the corpus, as shares of it; None: it is all of it."""
 
     def is_said(self, said: Any) -> bool:
-        """Whether a description is of it."""
+        """Return whether a description is of it."""
         return (
             isinstance(said, dict)
             and said.get("class") == "GPTDataset"
@@ -64,7 +64,7 @@ class Wanted:
 
 
 def _near(said: Any, shares: tuple[float, float]) -> bool:
-    """Whether one of the shares that are said, of train, validation and test, are these."""
+    """Return whether one of the shares that are said, of train, validation and test, are these."""
     return isinstance(said, list) and list(shares) in said
 
 
@@ -116,7 +116,7 @@ def _read(description: Path, sequences: int, samples: int) -> Arrays:
 
 
 def compare(arrays: Arrays, lengths: np.ndarray, seq_length: int, stride: int) -> None:
-    """Raises CorruptData where samples do not begin where the sequences before them end.
+    """Raise CorruptData where samples do not begin where the sequences before them end.
 
     `starts` has the place in the stream of every `stride`th sequence.
     """

@@ -59,14 +59,14 @@ class Shape:
 
     @property
     def final_apart(self) -> bool:
-        """Whether the last epoch is shuffled for itself."""
+        """Return whether the last epoch is shuffled for itself."""
         return self.together < self.samples
 
 
 def shape_of(
     dataset: IndexedDataset, sequences: range, seq_length: int, seed: int, asked: int | None
 ) -> Shape:
-    """The order of a split of which `asked` samples are needed; None: one epoch."""
+    """Return the order of a split of which `asked` samples are needed; None: one epoch."""
     tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
     epochs = 1 if asked is None else max(1, -(-(asked * seq_length + 1) // tokens))
     samples = together = (epochs * tokens - 1) // seq_length
@@ -171,8 +171,8 @@ class MegatronSamples(Samples):
         self._count = shape.samples
 
     def once(self) -> MegatronSamples:
-        """The samples of one epoch of the same sequences, in the order that Megatron-LM has where
-        it asks for one.
+        """Return the samples of one epoch of the same sequences, in the order that Megatron-LM has
+        where it asks for one.
         """
         if self.shape.epochs == 1:
             return self
@@ -187,7 +187,7 @@ class MegatronSamples(Samples):
         return MegatronSamples(*given, None, self._cache)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
+        """Return tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
         After the last comes the first again.
 
@@ -248,7 +248,7 @@ class MegatronSamples(Samples):
 
 
 def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
-    """The arrays of an order, from the cache where they were made before."""
+    """Return the arrays of an order, from the cache where they were made before."""
     stamp = os.stat(dataset.idx)
     key = [*vars(shape).values(), str(dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
     digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
@@ -259,7 +259,7 @@ def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
 
 
 def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
-    """The arrays of an order that Megatron-LM made.
+    """Return the arrays of an order that Megatron-LM made.
 
     Raises CorruptData for those of another corpus.
     """
@@ -280,14 +280,14 @@ def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
 
 
 def normalized(weights: Sequence[float]) -> np.ndarray:
-    """Weights that add up to one, by the same additions as megatron-core's."""
+    """Return weights that add up to one, by the same additions as megatron-core's."""
     array = np.array(weights, np.float64)
     return array / np.sum(array)
 
 
 def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, float]]]:
-    """The sequences of train, validation and test, rounded as megatron-core rounds them, and their
-    shares.
+    """Return the sequences of train, validation and test, rounded as megatron-core rounds them, and
+    their shares.
     """
     ends = [0.0, *itertools.accumulate(normalized(split).tolist())]
     bounds = [round(end * float(count)) for end in ends]
@@ -345,8 +345,8 @@ class MegatronBlend(Blend):
         return MegatronBlend(parts, self.shares, self.total or samples, self.name, repeat=True)
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each sample and its number there; after the last sample comes the first
-        again.
+        """Return the part of each sample and its number there; after the last sample comes the
+        first again.
         """
         part, index = self._greedy.places(np.asarray(numbers, np.int64) % max(1, self.total or 1))
         counts = np.zeros(len(self.parts), np.int64)
@@ -355,7 +355,7 @@ class MegatronBlend(Blend):
         return part, index
 
     def _suffice(self, counts: np.ndarray) -> None:
-        """Raises ConfigError where a part is to give more samples than megatron-core
+        """Raise ConfigError where a part is to give more samples than megatron-core
         makes of it.
         """
         for part, count in zip(self.parts, counts.tolist(), strict=True):
@@ -371,9 +371,9 @@ class MegatronBlend(Blend):
 def blended(
     parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str
 ) -> MegatronBlend:
-    """The blend of corpora of which `samples` samples are asked for; None: of as many as there are
-    in one epoch, in which each corpus has as many as it has. So it is without `weights` too, up to
-    `samples`.
+    """Return the blend of corpora of which `samples` samples are asked for; None: of as many as
+    there are in one epoch, in which each corpus has as many as it has. So it is without `weights`
+    too, up to `samples`.
     """
     if weights is None or samples is None:
         made = [part(None) for part in parts]

@@ -79,28 +79,28 @@ class Chat:
 
     @property
     def turns(self) -> list[int]:
-        """The messages of the assistant, of which something is learned."""
+        """Return the messages of the assistant, of which something is learned."""
         return [i for i in self.answers if self.learned(i) is not False]
 
     @property
     def answers(self) -> list[int]:
-        """The messages of the assistant that are not only the beginning of a pair."""
+        """Return the messages of the assistant that are not only the beginning of a pair."""
         return [
             i for i, one in enumerate(self.messages) if i >= self.begin and one["role"] == ASSISTANT
         ]
 
     def learned(self, message: int) -> bool | None:
-        """Whether a message says that it is learned; None: it does not say."""
+        """Return whether a message says that it is learned; None: it does not say."""
         return self.said[message] if self.said else None
 
     @property
     def left_out(self) -> list[int]:
-        """The messages that say that they are not learned."""
+        """Return the messages that say that they are not learned."""
         return [i for i in range(len(self.messages)) if self.learned(i) is False]
 
 
 def read(line: bytes) -> dict[str, Any]:
-    """The object of a line.
+    """Return the object of a line.
 
     Raises:
         NoJson: it is no JSON, or no UTF-8.
@@ -124,7 +124,7 @@ def read(line: bytes) -> dict[str, Any]:
 
 
 def chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
-    """The chat of an object.
+    """Return the chat of an object.
 
     Raises:
         CorruptData: it is none, has a key that is not known, its roles are out of order, or nothing
@@ -147,7 +147,8 @@ def chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
 
 
 def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
-    """The chosen and the rejected chat of an object, of which what both begin with is not learned.
+    """Return the chosen and the rejected chat of an object, of which what both begin with is not
+    learned.
 
     Raises:
         CorruptData: it is none, as `chat`, or both are the same.
@@ -181,7 +182,7 @@ def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
 
 
 def _made(found: list[Message], tools: list[Any] | None, begin: int = 0) -> Chat:
-    """The chat of messages, which keep what they say of themselves to here: no template
+    """Return the chat of messages, which keep what they say of themselves to here: no template
     reads that.
     """
     said = tuple(learned(one, f"message {number}") for number, one in enumerate(found, 1))
@@ -200,7 +201,7 @@ def _answer(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
 
 
 def _said(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
-    """The messages of a list in either form."""
+    """Return the messages of a list in either form."""
     given = values[name]
     if not isinstance(given, list) or not given:
         raise CorruptData(f"{name} is no list of messages")
@@ -210,7 +211,7 @@ def _said(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
 
 
 def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
-    """Messages behind what `system` beside them says."""
+    """Return messages behind what `system` beside them says."""
     system = values.get("system")
     if system in (None, ""):
         return found
@@ -272,7 +273,7 @@ def _refuse_lost(made: Message, where: str, keys: Keys) -> None:
 
 
 def _with_content(made: Message, where: str, keys: Keys) -> Message:
-    """A message in OpenAI's form whose content is text, or that calls a tool."""
+    """Return a message in OpenAI's form whose content is text, or that calls a tool."""
     content = made.get("content")
     calls = made.get("tool_calls")
     if calls is not None and not (
@@ -299,7 +300,9 @@ def _with_content(made: Message, where: str, keys: Keys) -> Message:
 
 
 def with_arguments(given: Message, change: Callable[[str], Any]) -> Message:
-    """A message with what `change` makes of each text that its calls of tools have as arguments."""
+    """Return a message with what `change` makes of each text that its calls of tools have as
+    arguments.
+    """
     made = dict(given)
     if given.get("tool_calls"):
         made["tool_calls"] = [_call(one, change) for one in given["tool_calls"]]
@@ -309,7 +312,7 @@ def with_arguments(given: Message, change: Callable[[str], Any]) -> Message:
 
 
 def _call(given: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
-    """A call of a tool, or the function in it."""
+    """Return a call of a tool, or the function in it."""
     if isinstance(given.get("function"), dict):
         return {**given, "function": _call(given["function"], change)}
     text = given.get("arguments")
@@ -317,7 +320,7 @@ def _call(given: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]
 
 
 def _with_objects(given: Message, where: str) -> Message:
-    """A message whose calls of tools have objects as arguments.
+    """Return a message whose calls of tools have objects as arguments.
 
     Raises:
         CorruptData: a text of arguments is not the JSON of an object.
@@ -344,8 +347,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _calls(said: str, where: str) -> list[Any]:
-    """The calls of ShareGPT's `function_call`: the text of an object with name and arguments, or of
-    a list.
+    """Return the calls of ShareGPT's `function_call`: the text of an object with name and
+    arguments, or of a list.
     """
     try:
         value = json.loads(said)
@@ -397,7 +400,7 @@ def _ordered(made: Chat) -> Chat:
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects stand inside each other."""
+    """Return how many lists and objects stand inside each other."""
     depth = 0
     level = [value]
     while level:

@@ -52,7 +52,9 @@ class MockSamples:
         return 1 << 40
 
     def batch(self, numbers: Sequence[int] | np.ndarray, length: int | None = None) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1], or [n, length]."""
+        """Return tokens of the samples with these numbers; int64 [n, seq_length + 1], or [n,
+        length].
+        """
         length = length or self.seq_length + 1
         each = mix64(np.asarray(numbers, np.int64).astype(np.uint64)[:, None] ^ self._salt)
         draws = mix64(each + np.arange(length, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -64,7 +66,7 @@ class MockSamples:
         return out
 
     def unigram_entropy_nats(self) -> float:
-        """Entropy of the distribution of tokens that long walks end in."""
+        """Return entropy of the distribution of tokens that long walks end in."""
         share = np.full(self._states, 1.0 / self._states)
         for _ in range(64):
             flow = share[:, None] * np.array(LIKELIHOOD)
@@ -78,7 +80,7 @@ class MockSamples:
 
 
 def last_of(vocab_size: int) -> int:
-    """The token that ends made-up documents, and that they have nowhere else."""
+    """Return the token that ends made-up documents, and that they have nowhere else."""
     return min(vocab_size, STATES) - 1
 
 
@@ -112,7 +114,7 @@ class MockDocuments:
         return int(self._starts[document])
 
     def document_starts(self, documents: range) -> np.ndarray:
-        """The same for consecutive documents, and the end of the last."""
+        """Return the same for consecutive documents, and the end of the last."""
         return self._starts[documents.start : documents.stop + 1]
 
     def document_at(self, place: int) -> int:
@@ -120,7 +122,7 @@ class MockDocuments:
         return int(np.searchsorted(self._starts, place, side="right")) - 1
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Tokens from one place of the stream to another one of the same document."""
+        """Return tokens from one place of the stream to another one of the same document."""
         document = self.document_at(places.start)
         first, stop, end = (
             x - self.document_start(document)
@@ -133,7 +135,7 @@ class MockDocuments:
 
 
 def whole_documents(data: DataConfig, seed: int, vocab_size: int) -> dict[str, WholeDocuments]:
-    """The splits, each of documents of its own, put side by side by first fit."""
+    """Return the splits, each of documents of its own, put side by side by first fit."""
     fit = Fit.of(data)
     every = range(DOCUMENTS)
     made = {name: MockDocuments(data.length, seed, vocab_size, name) for name in SHARES}

@@ -15,7 +15,7 @@ from mtrain.data.whole_documents import WholeDocuments
 
 
 def evaluated(source: Any, wanted: int) -> Any:
-    """The samples of a split as an evaluation of `wanted` of them reads it.
+    """Return the samples of a split as an evaluation of `wanted` of them reads it.
 
     It is the split itself, but in Megatron's order, which shuffles all epochs of a small split that
     the evaluations of a run need together: there an evaluation reads one epoch.
@@ -42,8 +42,8 @@ def repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def first_once(source: Any, wanted: int) -> tuple[int, int]:
-    """How many of the first `wanted` samples of a split are no repetitions, and the number behind
-    the last one.
+    """Return how many of the first `wanted` samples of a split are no repetitions, and the number
+    behind the last one.
     """
     if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
         return wanted, wanted

@@ -31,7 +31,7 @@ def opened(
     asked: Sequence[int] | None,
     problems: list[Problem],
 ) -> dict[str, Opened | None]:
-    """Each split by its name; `problems` gets what is wrong with those that are needed.
+    """Return each split by its name; `problems` gets what is wrong with those that are needed.
 
     `asked` is how many samples a run takes of each split, which Megatron's order depends on; None:
     one epoch.
@@ -71,7 +71,7 @@ class _Opener:
         self.datasets = {name: list(map(corpus.opened, each)) for name, each in prefixes.items()}
 
     def split(self, name: str) -> Opened:
-        """The samples of a split. Raises ConfigError where there are none."""
+        """Return the samples of a split. Raises ConfigError where there are none."""
         source = name if self.own.get(name) else "train"
         if self.apart and source == "train" != name:
             raise ConfigError([_no_corpus(name)])
@@ -91,7 +91,7 @@ class _Opener:
         return found
 
     def _keyed(self, name: str, datasets: list[IndexedDataset]) -> Opened:
-        """The split in the order that is computed sample by sample."""
+        """Return the split in the order that is computed sample by sample."""
         data = self.data
         # Evaluations look at the first few samples: shuffled, they stand for the whole split, and
         # with a seed of their own they are the same samples in every run.
@@ -121,7 +121,7 @@ class _Opener:
         return self.blend(parts, shares, order, name, [len(part) for part in parts])
 
     def _part(self, dataset: IndexedDataset, documents: range, seed: int, name: str) -> Samples:
-        """The samples of a range of documents of one corpus."""
+        """Return the samples of a range of documents of one corpus."""
         data = self.data
         if not data.whole_documents:
             return Samples(dataset, documents, data.length, seed, True, self.vocab_size, name)
@@ -129,7 +129,7 @@ class _Opener:
         return WholeDocuments(dataset, documents, Fit.of(data), seed, self.vocab_size, name, cache)
 
     def _plan(self, name: str) -> Sequence[float] | Plan | None:
-        """The shares of the corpora, or how they change over the samples of training."""
+        """Return the shares of the corpora, or how they change over the samples of training."""
         data = self.data
         if data.blend_curriculum is not None:
             return data.blend_curriculum if name == "train" else data.blend_curriculum[-1][1]
@@ -140,7 +140,7 @@ class _Opener:
         return data.blend_weights
 
     def _by_megatron(self, name: str, datasets: list[IndexedDataset], *, whole: bool) -> Opened:
-        """The split in Megatron-LM's order."""
+        """Return the split in Megatron-LM's order."""
         data = self.data
         asked = None if self.asked is None else self.asked[SHARES.index(name)]
         cache = user_path(data.cache_dir)
@@ -172,7 +172,7 @@ class _Opener:
         return megatron_order.blended(parts, self._weights(name), asked, name)
 
     def _alone(self, name: str) -> bool:
-        """Whether the split is of one corpus, without a blend; in Megatron's order where
+        """Return whether the split is of one corpus, without a blend; in Megatron's order where
         megatron-core has none.
         """
         own = self.own.get(name)

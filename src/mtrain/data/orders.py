@@ -25,8 +25,8 @@ Fill = Callable[[Callable[[str, str, int], np.ndarray]], None]
 
 
 def made_once(folder: Path, size: int, fill: Fill) -> Arrays:
-    """The arrays that `fill` makes, of about `size` numbers: from `folder` where they were made
-    before.
+    """Return the arrays that `fill` makes, of about `size` numbers: from `folder` where they were
+    made before.
 
     Where the folder cannot be written they are made in memory.
     """
@@ -46,7 +46,7 @@ def made_once(folder: Path, size: int, fill: Fill) -> Arrays:
 
 
 def _known(folder: Path) -> Arrays | None:
-    """The arrays of a folder that is complete."""
+    """Return the arrays of a folder that is complete."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         arrays = {
@@ -81,7 +81,7 @@ def _write(folder: Path, fill: Fill) -> None:
 
 
 def load(path: Path) -> np.ndarray:
-    """An array of a `.npy` file as a map of it, without unpickling anything.
+    """Return an array of a `.npy` file as a map of it, without unpickling anything.
 
     Raises CorruptData for a file that is none, or shorter than its header says.
     """

@@ -16,7 +16,7 @@ from mtrain.data.remote import is_remote, mirrored
 def prefixes_of(
     data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]
 ) -> tuple[Path, ...]:
-    """The corpora that a key names; `problem` is told of those whose files are not there."""
+    """Return the corpora that a key names; `problem` is told of those whose files are not there."""
     named = getattr(data, key) or ()
     named = (named,) if isinstance(named, str) else named
     cache = Path(os.path.expanduser(data.cache_dir))

@@ -52,7 +52,7 @@ class Keys:
     """The chat templates; of a message they may read any key."""
 
     def template_reads(self, key: str) -> bool:
-        """Whether a template names a key as one of something: `.key`, `'key'` or `"key"`."""
+        """Return whether a template names a key as one of something: `.key`, `'key'` or `"key"`."""
         word = re.escape(key)
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
 
@@ -99,12 +99,12 @@ def says_learned_or_not(value: Any) -> bool:
 
 
 def shown(said: Mapping[str, Any]) -> str:
-    """Keys and their values as a message shows them."""
+    """Return keys and their values as a message shows them."""
     return ", ".join(f"{key}: {str(value).lower()[:40]}" for key, value in said.items())
 
 
 def learned(values: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a record or message says that it is learned; None: it says nothing.
+    """Return whether a record or message says that it is learned; None: it says nothing.
 
     Raises:
         CorruptData: it says neither yes nor no, or both.

@@ -54,7 +54,7 @@ class Record:
 
 
 def parse(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
-    """The record of a line; keys that are `ignored` are not read.
+    """Return the record of a line; keys that are `ignored` are not read.
 
     Raises:
         CorruptData: it is none, has a key that is not known, or nothing in it is learned.
@@ -144,7 +144,7 @@ def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
 
 
 def _cut(spans: list[Span | object]) -> Iterator[Span | object]:
-    """The same with `IMAGE` for each place of one."""
+    """Yield the same with `IMAGE` for each place of one."""
     for span in spans:
         if not isinstance(span, Span):
             yield span
@@ -173,7 +173,7 @@ def check_images(record: Record, folder: Any) -> None:
 
 
 def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids of a record, `IMAGE` in the place of an image, and whether each is learned.
+    """Return token ids of a record, `IMAGE` in the place of an image, and whether each is learned.
 
     Text between images is tokenized as a whole; a token that begins in front of an answer is none
     of it.

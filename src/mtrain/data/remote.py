@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 
 def is_remote(name: str) -> bool:
-    """Whether a prefix names an object store and no file of this machine."""
+    """Return whether a prefix names an object store and no file of this machine."""
     return SCHEME.match(name) is not None
 
 
 def is_mirrored(prefix: Path) -> bool:
-    """Whether a prefix stands for a remote corpus."""
+    """Return whether a prefix stands for a remote corpus."""
     return prefix.with_name(prefix.name + SUFFIX).is_file()
 
 
 def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
-    """The prefix of a folder of `cache` that stands for a remote corpus.
+    """Return the prefix of a folder of `cache` that stands for a remote corpus.
 
     Raises ConfigError for a name with credentials in it or without files behind it, BadEnvironment
     where the store or its library is not there, CorruptData for an index that does not add up.
@@ -137,7 +137,7 @@ class Store:
 
     @property
     def files(self) -> Any:
-        """The file system, one for each process: some do not survive a fork."""
+        """Return the file system, one for each process: some do not survive a fork."""
         if self._of_process is None or self._of_process[0] != os.getpid():
             scheme = self.name.partition("://")[0]
             try:
@@ -152,7 +152,7 @@ class Store:
         return self._of_process[1]
 
     def facts(self, suffix: str, key: str) -> dict[str, Any]:
-        """Size of a file, and what the store says of its version.
+        """Return size of a file, and what the store says of its version.
 
         Raises ConfigError where it is not there.
         """
@@ -186,7 +186,7 @@ class Store:
         return {manifest.SUFFIX: self.facts(manifest.SUFFIX, "path")} if found else {}
 
     def bytes_of(self, suffix: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` to `end`.
+        """Return the bytes of a file from `start` to `end`.
 
         Raises BadEnvironment where they cannot be had.
         """

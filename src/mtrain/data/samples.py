@@ -58,7 +58,7 @@ def split_records(count: int, shares: Sequence[float]) -> list[range]:
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution of `counts`: the loss of the best model
+    """Return entropy in nats of the distribution of `counts`: the loss of the best model
     without context.
     """
     share = counts[counts > 0] / max(1, int(counts.sum()))
@@ -165,7 +165,7 @@ class Samples:
         return self.first + places
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
+        """Return tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
         Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id
         outside the vocabulary, and for an index that does not add up.

@@ -82,12 +82,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """Return one more than the largest token id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def eod(self) -> int | None:
-        """Id of the end-of-document token; None if no token has one of the names in use."""
+        """Return id of the end-of-document token; None if no token has one of the names in use."""
         ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
         return next((i for i in ids if i is not None), None)
 
@@ -96,7 +96,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(number)
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token; None if there is no such token."""
+        """Return id of a token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     @cached_property
@@ -122,7 +122,8 @@ class Tokenizer:
         return counts
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; no special tokens are added, and nothing is cut off or padded.
+        """Return token ids of a text; no special tokens are added, and nothing is cut off or
+        padded.
 
         Raises:
             CorruptData: the tokenizer cannot encode it, as where its unknown token is not in its
@@ -132,8 +133,8 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_places(self, text: str) -> list[tuple[int, int]]:
-        """Each token id of a text with the character that it begins at; no special tokens are
-        added.
+        """Return each token id of a text with the character that it begins at; no special tokens
+        are added.
 
         Raises:
             CorruptData: as `encode`.
@@ -147,8 +148,8 @@ class Tokenizer:
     def encode_marked(
         self, text: str, parts: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a text, and which of them lie in its `parts`, each from a letter to the one
-        behind its end.
+        """Return token ids of a text, and which of them lie in its `parts`, each from a letter to
+        the one behind its end.
 
         A part's tokens go from the one that has its first letter to the first one that has its last
         letter, as in transformers; letters that no token has, such as spaces, are passed over. No
@@ -173,7 +174,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of the special tokens."""
+        """Return the texts of the special tokens."""
         return tuple(
             token.content
             for token in self._tokenizer.get_added_tokens_decoder().values()
@@ -191,20 +192,20 @@ class Tokenizer:
 
     @cached_property
     def beginning(self) -> list[int]:
-        """Ids of the special tokens that every text begins with, such as that of `<s>`."""
+        """Return ids of the special tokens that every text begins with, such as that of `<s>`."""
         with self._faults_named("a text cannot be encoded"):
             ids = self._tokenizer.encode("").ids
         return [number for number in ids if number != self.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, special tokens left out."""
         with self._faults_named("ids cannot be decoded"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def end_of(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a document: the `eos_token` of the tokenizer_config.json beside the
-    file, else a name in use, else BERT's separator.
+    """Return id of the token that ends a document: the `eos_token` of the tokenizer_config.json
+    beside the file, else a name in use, else BERT's separator.
 
     Raises:
         ConfigError: there is none.

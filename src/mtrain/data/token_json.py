@@ -27,7 +27,7 @@ _LETTERS = ("content", "prepend", "replacement")
 
 
 def check_tokenizer(path: Path, text: str) -> None:
-    """Passes a `tokenizer.json` whose sizes are those of a tokenizer.
+    """Pass a `tokenizer.json` whose sizes are those of a tokenizer.
 
     Raises:
         CorruptData: it is no JSON object, a token id is too large, a step makes far more text than
@@ -78,7 +78,7 @@ def _ids(body: dict[str, Any]) -> Iterator[int]:
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a value."""
+    """Yield every object in a value."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -90,8 +90,8 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_charsmap(value: Any) -> bool:
-    """Whether it is a size in four bytes, a table of this size in units of four bytes, and text in
-    UTF-8.
+    """Return whether it is a size in four bytes, a table of this size in units of four bytes, and
+    text in UTF-8.
     """
     try:
         data = base64.b64decode(value, validate=True)

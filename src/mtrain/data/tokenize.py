@@ -66,14 +66,14 @@ class Corpus:
     """Corpora that are open already, by their prefix."""
 
     def opened(self, prefix: Path) -> IndexedDataset:
-        """The corpus of a prefix; the whole index is read once."""
+        """Return the corpus of a prefix; the whole index is read once."""
         if prefix not in self.datasets:
             self.datasets[prefix] = IndexedDataset(prefix)
         return self.datasets[prefix]
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Hash of the tokenizer.json; None where there is none."""
+        """Return hash of the tokenizer.json; None where there is none."""
         known: str | None = self.meta.get("tokenizer_sha256")
         return known or self.meta.get("files", {}).get("tokenizer.json", {}).get("sha256")
 
@@ -206,14 +206,14 @@ def _counts(datasets: list[IndexedDataset]) -> dict[str, Any]:
 
 
 def joint_fingerprint(datasets: list[IndexedDataset]) -> str:
-    """The fingerprint of one corpus, or of several in their order."""
+    """Return the fingerprint of one corpus, or of several in their order."""
     each = [fingerprint(dataset) for dataset in datasets]
     return each[0] if len(each) == 1 else hashlib.sha256("|".join(each).encode()).hexdigest()
 
 
 def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) -> str:
-    """A short hash over sizes, the ends of the index and `samples` evenly spread blocks of the
-    tokens.
+    """Return a short hash over sizes, the ends of the index and `samples` evenly spread blocks of
+    the tokens.
 
     Tells one corpus from another in milliseconds, whatever the size; it does not find a single
     changed token.
@@ -231,7 +231,7 @@ def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) 
 
 
 def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None) -> Corpus:
-    """The tokenized text corpus from the cache, built if it is not there."""
+    """Return the tokenized text corpus from the cache, built if it is not there."""
     text = open_corpus(data)
     cache = Path(os.path.expanduser(data.cache_dir))
     settings = {
@@ -284,7 +284,7 @@ def _made(
     note: Callable[[str], None],
     tokenizer: Path | None,
 ) -> Corpus:
-    """The corpus in a folder of the cache, built unless another process does that first."""
+    """Return the corpus in a folder of the cache, built unless another process does that first."""
     cache = folder.parent
     built = False
     with writing(cache):
@@ -327,8 +327,8 @@ def _absorb(digest: Any, name: str, document: str) -> int:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """The corpus in a folder, in use from now on; None unless it is complete and every file has the
-    size it was written with.
+    """Return the corpus in a folder, in use from now on; None unless it is complete and every file
+    has the size it was written with.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

@@ -17,7 +17,8 @@ from mtrain.errors import CorruptData
 
 
 def settled(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
-    """A chat as a template is to be given it, and whether its arguments were parsed for that.
+    """Return a chat as a template is to be given it, and whether its arguments were parsed for
+    that.
 
     They stay the text that they are where the template writes them as they stand. That is seen from
     the chat written once with arguments that stand nowhere else: its own may, and `{}` looks the
@@ -39,8 +40,8 @@ def settled(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
 
 
 def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these names,
-    which stand nowhere in it.
+    """Return the messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these
+    names, which stand nowhere in it.
     """
     said = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False)
     names = list[str]()
@@ -87,8 +88,8 @@ def _is_printed(value: Any, text: str, said: list[str]) -> bool:
 
 
 def _objects(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects that the calls of a message have as arguments, but empty ones, which are printed
-    as JSON is.
+    """Return the objects that the calls of a message have as arguments, but empty ones, which are
+    printed as JSON is.
     """
     calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
     inner = [one.get("function", one) for one in calls if isinstance(one, dict)]

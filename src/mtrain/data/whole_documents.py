@@ -77,7 +77,7 @@ class WholeDocuments(Samples):
         return Problem("MT605", "data.seq_length", s, rule, fix)
 
     def _parts_of(self, epoch: int) -> list[int]:
-        """The parts in the order of an epoch."""
+        """Return the parts in the order of an epoch."""
         count = self.fitted.parts
         order = Permutation(count, keys(self.seed, epoch, f"parts {self.name}", ROUNDS))
         return order(np.arange(count)).tolist()
@@ -101,7 +101,7 @@ class WholeDocuments(Samples):
         return self.find(number)
 
     def reaches(self, number: int) -> bool:
-        """Whether the sample of a number is in the first epoch.
+        """Return whether the sample of a number is in the first epoch.
 
         Only the parts up to it are fitted.
         """
@@ -109,7 +109,7 @@ class WholeDocuments(Samples):
         return not self._count or number < self._count
 
     def sample(self, number: int) -> Sample:
-        """The sample of a number.
+        """Return the sample of a number.
 
         Raises CorruptData for an id outside of the vocabulary, and for an index that does not add
         up.
@@ -117,8 +117,8 @@ class WholeDocuments(Samples):
         return self._sample(self.find(number))
 
     def read(self, place: Place) -> list[tuple[int, int, int]]:
-        """Documents of a sample, each with its first token that is read and the end of those, label
-        included.
+        """Return documents of a sample, each with its first token that is read and the end of
+        those, label included.
         """
         (part, row), s, base = place, self.seq_length, self.documents.start
         found = self.fitted.part(part)
@@ -171,7 +171,7 @@ class WholeDocuments(Samples):
         return Sample(tokens, learned, tuple(starts), tuple(document for document, _, _ in those))
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n, seq_length + 1]: token ids, `NOTHING` where a sample is padded.
+        """Return int64 [n, seq_length + 1]: token ids, `NOTHING` where a sample is padded.
 
         Raises CorruptData as `sample` does.
         """
@@ -179,7 +179,7 @@ class WholeDocuments(Samples):
         return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:
-        """The documents of a sample, and which tokens of those that are cut."""
+        """Return the documents of a sample, and which tokens of those that are cut."""
         said = []
         for document, first, stop in self.read(self.find(number)):
             cut = first or self._length(document) > stop
@@ -200,16 +200,16 @@ class BlendOfDocuments(Blend):
 
     @property
     def multiple(self) -> int:
-        """Documents are padded to a multiple of this many tokens."""
+        """Return documents are padded to a multiple of this many tokens."""
         return self.parts[0].multiple
 
     def sample(self, number: int) -> Sample:
-        """The sample of a number. Raises CorruptData as that of its part does."""
+        """Return the sample of a number. Raises CorruptData as that of its part does."""
         part, index = self.places([number])
         return self.parts[int(part[0])].sample(int(index[0]))
 
     def place(self, number: int) -> str:
-        """The corpus of a sample and its documents."""
+        """Return the corpus of a sample and its documents."""
         part, index = self.places([number])
         return self.parts[int(part[0])].place(int(index[0]))
 

@@ -86,17 +86,19 @@ class Device:
     """
 
     def event(self) -> Event:
-        """A moment behind all work that was given to the current device so far."""
+        """Return a moment behind all work that was given to the current device so far."""
         event: Event = self.namespace.Event(enable_timing=True)
         event.record()
         return event
 
     @property
     def is_indexed(self) -> bool:
-        """Whether a `torch.device` of it has a number; the CPU's has none that counts."""
+        """Return whether a `torch.device` of it has a number; the CPU's has none that counts."""
         return self.torch_type != "cpu"
 
     @property
     def adapts_megatron(self) -> bool:
-        """Whether megatron-core has to be rewritten to this device as it loads; not so for CUDA."""
+        """Return whether megatron-core has to be rewritten to this device as it loads; not so for
+        CUDA.
+        """
         return self.torch_type != "cuda"

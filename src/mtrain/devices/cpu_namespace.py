@@ -47,7 +47,7 @@ def is_initialized() -> bool:
 
 
 def current_device() -> torch.device:
-    """The device itself, since megatron-core passes the answer on as `device=`."""
+    """Return the device itself, since megatron-core passes the answer on as `device=`."""
     return _where[-1]
 
 
@@ -62,7 +62,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def device_count() -> int:
-    """One device, shared by all ranks."""
+    """Return one device, shared by all ranks."""
     return 1
 
 
@@ -113,7 +113,7 @@ class Event:
         self._at_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Takes the time."""
+        """Take the time."""
         self._at_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
@@ -163,7 +163,7 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         """Nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """A recorded event."""
+        """Return a recorded event."""
         event = event or Event()
         event.record()
         return event
@@ -181,12 +181,12 @@ _THE_STREAM = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The one stream."""
+    """Return the one stream."""
     return _THE_STREAM
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The one stream."""
+    """Return the one stream."""
     return _THE_STREAM
 
 
@@ -195,22 +195,22 @@ def set_stream(stream: Any) -> None:
 
 
 def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
-    """A context that changes nothing."""
+    """Return a context that changes nothing."""
     return contextlib.nullcontext()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    """State of torch's default generator."""
+    """Return state of torch's default generator."""
     return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    """Sets the state of torch's default generator."""
+    """Set the state of torch's default generator."""
     torch.set_rng_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The state of the one generator."""
+    """Return the state of the one generator."""
     return [torch.get_rng_state()]
 
 
@@ -243,7 +243,7 @@ manual_seed_all = manual_seed
 
 
 def initial_seed() -> int:
-    """The number that the device was seeded with."""
+    """Return the number that the device was seeded with."""
     return torch.initial_seed() & (_MARK - 1)
 
 
@@ -305,7 +305,7 @@ max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Zero under every name."""
+    """Return zero under every name."""
     return collections.defaultdict(int)
 
 

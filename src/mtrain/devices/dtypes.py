@@ -11,13 +11,13 @@ from mtrain.config.formats import FORMATS
 
 
 def torch_dtype(word: str) -> torch.dtype:
-    """The dtype of a tensor in a format; KeyError where there is no such format."""
+    """Return the dtype of a tensor in a format; KeyError where there is no such format."""
     dtype: torch.dtype = getattr(torch, FORMATS[word].torch)
     return dtype
 
 
 def with_dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of megatron-core, the words of those that are called dtypes made dtypes."""
+    """Return fields of megatron-core, the words of those that are called dtypes made dtypes."""
     return {
         k: torch_dtype(v) if k.endswith("_dtype") and v is not None else v
         for k, v in fields.items()

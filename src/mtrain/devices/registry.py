@@ -15,7 +15,7 @@ _SHIPPED = {CPU.name: ("mtrain.devices.cpu", "CPU"), CUDA.name: ("mtrain.devices
 
 
 def get(name: str) -> Device:
-    """The device called `name`; `auto` is cuda where a GPU can be used and cpu elsewhere.
+    """Return the device called `name`; `auto` is cuda where a GPU can be used and cpu elsewhere.
 
     Raises `ConfigError` for a name that nothing provides, `BadEnvironment` for a device that cannot
     be used here or a plug-in that does not load.

@@ -29,7 +29,7 @@ PATHS = {
 
 
 def anchored(run: RunConfig) -> RunConfig:
-    """The run with absolute paths, so that it means the same from any working directory."""
+    """Return the run with absolute paths, so that it means the same from any working directory."""
     sections = {}
     for name, keys in PATHS.items():
         section = getattr(run, name)
@@ -40,15 +40,15 @@ def anchored(run: RunConfig) -> RunConfig:
 
 
 def _absolute(path: Any) -> Any:
-    """A path, or each of several; what an object store has is named in full."""
+    """Return a path, or each of several; what an object store has is named in full."""
     if isinstance(path, tuple):
         return tuple(_absolute(one) for one in path)
     return path if path is None or "://" in path else os.path.abspath(Path(path).expanduser())
 
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:
-    """Keys whose values differ, of the given effects (default: those that change the weights that
-    come out).
+    """Return keys whose values differ, of the given effects (default: those that change the weights
+    that come out).
     """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
     mine = anchored(run).recorded().flat()

@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def is_right(self) -> bool:
-        """True where the run accepts this value."""
+        """Return true where the run accepts this value."""
         return not self.allowed or self.value in self.allowed
 
     @property
     def needs(self) -> str:
-        """The accepted values in words."""
+        """Return the accepted values in words."""
         return " or ".join(self.allowed)
 
 

@@ -260,8 +260,8 @@ def _owner(folder: Path) -> str:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether a run made a step or saved anything in a folder; one that failed before may be used
-    again.
+    """Return whether a run made a step or saved anything in a folder; one that failed before may be
+    used again.
     """
     if not folder.exists():
         return False

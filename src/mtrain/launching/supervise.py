@@ -34,12 +34,12 @@ class Ended:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it; None: it exited."""
+        """Return the signal that ended it; None: it exited."""
         return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
 
     @property
     def code(self) -> int:
-        """The exit code; 128 + the number of a signal."""
+        """Return the exit code; 128 + the number of a signal."""
         return 128 + self.signal if self.signal is not None else os.WEXITSTATUS(self.status)
 
 
@@ -113,7 +113,7 @@ class Supervisor:
         signals.restore(self.previous)
 
     def _stopped_early(self, ended: Ended) -> bool:
-        """Whether a rank ended because a stop came before it could listen, or because
+        """Return whether a rank ended because a stop came before it could listen, or because
         its peer did.
         """
         record = self._record(ended.rank)
@@ -160,8 +160,8 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _cause(self, failed: list[Ended]) -> MtrainError:
-        """The first failing rank: the earliest error of its own, or a process that was killed from
-        outside.
+        """Return the first failing rank: the earliest error of its own, or a process that was
+        killed from outside.
 
         torch aborts a process whose collective fails or does not end: a cause only where there is
         no other.

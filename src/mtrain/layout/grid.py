@@ -50,7 +50,7 @@ class RankGrid:
 
     @classmethod
     def of(cls, run: RunConfig) -> RankGrid:
-        """The grid of a resolved configuration (`parallel.ranks` is a number)."""
+        """Return the grid of a resolved configuration (`parallel.ranks` is a number)."""
         p = run.parallel
         if p.ranks is None:
             raise ValueError("parallel.ranks is not resolved yet")
@@ -58,22 +58,22 @@ class RankGrid:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the dense layers."""
+        """Return data-parallel size of the dense layers."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Return ranks that hold one copy of the model."""
         return self.tp * self.cp * self.pp
 
     @property
     def edp(self) -> int:
-        """Data-parallel size of the experts."""
+        """Return data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Size of every axis of both views."""
+        """Return size of every axis of both views."""
         return {
             "tp": self.tp,
             "cp": self.cp,
@@ -85,7 +85,7 @@ class RankGrid:
         }
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups whose members differ only along `axes`; every rank is in exactly one.
+        """Return all groups whose members differ only along `axes`; every rank is in exactly one.
 
         The axes are of one view: some of `tp cp dp pp`, or some of `etp ep edp pp`.
         """
@@ -102,7 +102,7 @@ class RankGrid:
         ]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The group along `axes` that holds `rank`."""
+        """Return the group along `axes` that holds `rank`."""
         return next(group for group in self.groups(*axes) if rank in group)
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -117,12 +117,12 @@ class RankGrid:
         return out
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at a position of the dense view."""
+        """Return the rank at a position of the dense view."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
-        """Ranks that hold word embeddings: of each pipeline those at `stages`, by default the first
-        and the last.
+        """Return ranks that hold word embeddings: of each pipeline those at `stages`, by default
+        the first and the last.
         """
         return [sorted({ranks[stage] for stage in stages}) for ranks in self.groups("pp")]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def owners(works: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each piece of work: the one that takes the longest goes to the rank that has the
-    least so far.
+    """Return the rank of each piece of work: the one that takes the longest goes to the rank that
+    has the least so far.
     """
     loads = [0] * ranks
     found = [0] * len(works)

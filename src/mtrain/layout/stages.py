@@ -24,8 +24,8 @@ def embedding_stages(run: RunConfig) -> list[int]:
 
 
 def held_stages(run: RunConfig) -> list[list[Stage]]:
-    """The stages of each pipeline rank, `out[pp_rank][vpp_index]`: with `vpp` > 1 a rank holds
-    every pp-th stage.
+    """Return the stages of each pipeline rank, `out[pp_rank][vpp_index]`: with `vpp` > 1 a rank
+    holds every pp-th stage.
     """
     every = stages(run)
     p = run.parallel

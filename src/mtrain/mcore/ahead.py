@@ -58,7 +58,7 @@ def norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: A
 
 
 def _length(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of all of them as one vector: fp32 [1]."""
+    """Return the norm of all of them as one vector: fp32 [1]."""
     if not grads:
         return torch.zeros(1, device=require_installed().namespace.current_device())
     overflow = torch.zeros(1, dtype=torch.int, device=grads[0].device)
@@ -118,7 +118,7 @@ def rotated(
 
 
 def _places(cu_seqlens: Tensor, tokens: int, group: Any) -> Tensor:
-    """The place of each token of this rank in its document, made once for all layers: int64
+    """Return the place of each token of this rank in its document, made once for all layers: int64
     [tokens].
     """
     version, known = getattr(cu_seqlens, "mtrain_places", (None, None))

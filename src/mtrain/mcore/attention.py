@@ -165,7 +165,7 @@ class CoreAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
-        """The ranks that this sequence is sharded over: those of the run, or, with dynamic
+        """Return the ranks that this sequence is sharded over: those of the run, or, with dynamic
         parallelism, its own.
         """
         group = getattr(packed_seq_params, "cp_group", None)
@@ -313,7 +313,7 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The learnable sink, split by heads; else nothing."""
+        """Return the learnable sink, split by heads; else nothing."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -325,8 +325,8 @@ class CoreAttention(MegatronModule):
 
 
 def _goes_on(query: Tensor, key: Tensor) -> bool:
-    """Whether several tokens follow those of a cache: megatron-core then says no mask, as is right
-    for one alone.
+    """Return whether several tokens follow those of a cache: megatron-core then says no mask, as is
+    right for one alone.
     """
     return 1 < query.shape[0] < key.shape[0]
 

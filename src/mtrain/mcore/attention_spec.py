@@ -112,5 +112,5 @@ def _qk_norm(config: Any, provider: Any) -> type:
 
 
 def is_rms(config: Any) -> bool:
-    """Whether norms divide by the root mean square."""
+    """Return whether norms divide by the root mean square."""
     return config.normalization == "RMSNorm"

@@ -100,8 +100,8 @@ class Provider(BackendSpecProvider):
 
     @property
     def all_te(self) -> bool:
-        """Whether TransformerEngine implements every layer, so that its fused ones can stand for
-        several.
+        """Return whether TransformerEngine implements every layer, so that its fused ones can stand
+        for several.
         """
         if self.parts != Parts():  # its fused layers know none of them
             return False
@@ -114,24 +114,24 @@ class Provider(BackendSpecProvider):
         return self.kernels[operation] == "te"
 
     def linear(self) -> type:
-        """A linear layer with the whole weight on every tensor-parallel rank."""
+        """Return a linear layer with the whole weight on every tensor-parallel rank."""
         return self._te.linear() if self._uses_te("linear") else self._product(DuplicatedLinear)
 
     def column_parallel_linear(self) -> type:
-        """A linear layer split by output features."""
+        """Return a linear layer split by output features."""
         if self._uses_te("linear"):
             return self._te.column_parallel_linear()
         return self._product(ColumnLinear)
 
     def row_parallel_linear(self) -> type:
-        """A linear layer split by input features."""
+        """Return a linear layer split by input features."""
         return (
             self._te.row_parallel_linear() if self._uses_te("linear") else self._product(RowLinear)
         )
 
     def _product(self, layer: type) -> type:
-        """A layer of ours with what it multiplies in: by the reference, or by the fastest that
-        takes a product.
+        """Return a layer of ours with what it multiplies in: by the reference, or by the fastest
+        that takes a product.
         """
         impl = "reference" if self.kernels["linear"] == "reference" else "auto"
         if self.fp8 is None:
@@ -139,7 +139,7 @@ class Provider(BackendSpecProvider):
         return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """One module for a norm and the linear layer behind it: only where everything is
+        """Return one module for a norm and the linear layer behind it: only where everything is
         TransformerEngine's.
         """
         return self.all_te
@@ -151,7 +151,7 @@ class Provider(BackendSpecProvider):
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> type:
-        """A norm; which kind, the model's config says.
+        """Return a norm; which kind, the model's config says.
 
         Ours makes the sum before it where `norms_add`.
         """
@@ -175,7 +175,8 @@ class Provider(BackendSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
     ) -> Any:
-        """Experts in one grouped call, or one after another; the legacy grouped MLP is never used.
+        """Return experts in one grouped call, or one after another; the legacy grouped MLP is never
+        used.
 
         A class with its layers; since 0.19 what makes it of them.
         """
@@ -205,7 +206,7 @@ class Provider(BackendSpecProvider):
         return kind, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
 
     def activation_func(self) -> type | None:
-        """The layer between the two of an MLP, or None: megatron-core calls the
+        """Return the layer between the two of an MLP, or None: megatron-core calls the
         config's function.
         """
         return Activation if self.kernels["activation"] == "triton" else None
@@ -220,8 +221,8 @@ def provider(
     fp8: Recipe | None = None,
     operands: bool = False,
 ) -> Provider:
-    """The provider for resolved implementations; operations that the model does not have may be
-    None.
+    """Return the provider for resolved implementations; operations that the model does not have may
+    be None.
 
     `norms_add`: norms make the sums of the residual stream that they read. `packed`: the
     implementation of the rotary op that norms and turns queries and keys as they are unpacked.
@@ -274,8 +275,8 @@ def _transformer_engine(named: list[str]) -> Any:
 def layer_spec(
     config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Any:
-    """The decoder layers that this pipeline stage builds, dense or MoE as `config.moe_layer_freq`
-    says.
+    """Return the decoder layers that this pipeline stage builds, dense or MoE as
+    `config.moe_layer_freq` says.
 
     Goes to `GPTModel(transformer_layer_spec=...)`. Covers grouped-query attention and MLA.
     """
@@ -305,8 +306,8 @@ def layer_spec(
 def mtp_spec(
     config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Any:
-    """The multi-token-prediction layers of this pipeline stage for `GPTModel(mtp_block_spec=...)`,
-    or None.
+    """Return the multi-token-prediction layers of this pipeline stage for
+    `GPTModel(mtp_block_spec=...)`, or None.
     """
     if not config.mtp_num_layers:
         return None
@@ -320,8 +321,8 @@ def mtp_spec(
 
 
 def one_layer_spec(config: Any, provider: Provider, *, moe: bool, linear: bool = False) -> Any:
-    """One transformer layer; `moe` tells whether its MLP is a mixture of experts, `linear` whether
-    its attention is a gated delta net.
+    """Return one transformer layer; `moe` tells whether its MLP is a mixture of experts, `linear`
+    whether its attention is a gated delta net.
     """
     spec = _one_after_the_other(config, provider, moe, linear)
     if getattr(config, "parallel_residual", False):
@@ -374,7 +375,9 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
 
 
 def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
-    """An MLP, or a mixture of `experts`, which are routed to by lists where the config says so."""
+    """Return an MLP, or a mixture of `experts`, which are routed to by lists where the config says
+    so.
+    """
     provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
@@ -389,13 +392,13 @@ def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
 
 
 def layers_of(mlp: Any) -> Any:
-    """The two layers of an MLP's specification, or of what makes one since 0.19."""
+    """Return the two layers of an MLP's specification, or of what makes one since 0.19."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _moe_pattern(config: Any) -> list[bool]:
-    """Whether each of the model's layers is a mixture of experts; raises `ValueError` for a wrong
-    list.
+    """Return whether each of the model's layers is a mixture of experts; raises `ValueError` for a
+    wrong list.
     """
     if config.num_moe_experts is None:
         return [False] * config.num_layers
@@ -408,7 +411,7 @@ def _moe_pattern(config: Any) -> list[bool]:
 
 
 def _linear_pattern(config: Any) -> list[bool]:
-    """Whether each of the model's layers is a gated delta net."""
+    """Return whether each of the model's layers is a gated delta net."""
     if config.experimental_attention_variant == "gated_delta_net":
         every = config.linear_attention_freq
     else:

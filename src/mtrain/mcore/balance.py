@@ -23,8 +23,8 @@ by default all.
 
 
 def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
-    """How many of the `tokens` [t], bool, chose each of `number` experts, int64 [number]; `experts`
-    is [t, k].
+    """Return how many of the `tokens` [t], bool, chose each of `number` experts, int64 [number];
+    `experts` is [t, k].
 
     Nothing waits for the device, as `bincount` would.
     """
@@ -71,7 +71,7 @@ def with_balancing_losses(
 
 
 def _scores(logits: Tensor, kind: str) -> Tensor:
-    """Scores [t, e] that add up to 1 for each token."""
+    """Return scores [t, e] that add up to 1 for each token."""
     if kind == "softmax":
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     scores = torch.sigmoid(logits)
@@ -79,8 +79,8 @@ def _scores(logits: Tensor, kind: str) -> Tensor:
 
 
 def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, parts: int) -> Tensor:
-    """The sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part; token t
-    is of t % parts.
+    """Return the sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part;
+    token t is of t % parts.
 
     Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them,
     and each rank gives its own tokens' part of P.
@@ -104,7 +104,8 @@ def _attached(router: Any, onto: Tensor, loss: Tensor) -> Tensor:
 def within_capacity(
     router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weights and the map [t, e] of what experts with a capacity take of `chosen` [t, e].
+    """Return the weights and the map [t, e] of what experts with a capacity take of `chosen` [t,
+    e].
 
     It is that of the `tokens` [t] that are true. What is computed with one shape in every step has
     room for the capacity of all positions.

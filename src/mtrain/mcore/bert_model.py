@@ -56,7 +56,9 @@ class BertEmbedding(LanguageModelEmbedding):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """Ids [b, s] to [s, b, h], or to this rank's [s / tp, b, h] under sequence parallelism."""
+        """Return ids [b, s] to [s, b, h], or to this rank's [s / tp, b, h] under sequence
+        parallelism.
+        """
         kinds = torch.zeros_like(input_ids) if tokentype_ids is None else tokentype_ids
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
@@ -93,7 +95,7 @@ class MaskedTokenHead(MegatronModule):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The same shape."""
+        """Return the same shape."""
         return self.norm(self._activation(self.dense(hidden)))  # type: ignore[no-any-return]
 
 
@@ -185,8 +187,8 @@ class BertModel(SummedLosses, LanguageModule):
         next_sentence: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a
-        stage that is not the last its hidden states [s, b, h].
+        """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
+        of a stage that is not the last its hidden states [s, b, h].
 
         `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B
         does not follow.
@@ -232,7 +234,7 @@ class BertModel(SummedLosses, LanguageModule):
 
 
 def _linear(config: Any, width: int) -> nn.Linear:
-    """A linear layer from the hidden width that is whole on every rank."""
+    """Return a linear layer from the hidden width that is whole on every rank."""
     made = nn.Linear(config.hidden_size, width, dtype=config.params_dtype)
     config.init_method(made.weight)
     nn.init.zeros_(made.bias)

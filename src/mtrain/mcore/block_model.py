@@ -71,7 +71,7 @@ class BlockStack(Stack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """As of the layers of a GPTModel, whichever of its weights each of ours has."""
+        """Return as of the layers of a GPTModel, whichever of its weights each of ours has."""
         found = TransformerBlock.sharded_state_dict(self, prefix, sharded_offsets or (), metadata)
         apply_prefix_mapping(found, {f"{prefix}final_norm.": f"{prefix}final_layernorm."})
         return found
@@ -112,7 +112,7 @@ class BlockModel(HybridModel):
 def block_spec(
     config: Any, provider: Any, pattern: str, layers: range, *, vp_stage: int | None
 ) -> Any:
-    """The specification of the layers `layers` of `pattern`, two of which are one of
+    """Return the specification of the layers `layers` of `pattern`, two of which are one of
     `backend.layer_spec`.
     """
     parts = {}
@@ -126,7 +126,7 @@ def block_spec(
 
 
 def _half(whole: Any, *, attention: bool) -> DecoderLayerSubmodules:
-    """The parts of a layer that are of its attention, or of its MLP."""
+    """Return the parts of a layer that are of its attention, or of its MLP."""
     named = {field.name: getattr(whole, field.name) for field in fields(whole)}
     shared = ("sharded_state_dict_keys_map", "norms_the_sum")
     return DecoderLayerSubmodules(

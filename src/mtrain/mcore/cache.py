@@ -32,7 +32,7 @@ class Cache(StaticInferenceContext):
 
     @property
     def read(self) -> int:
-        """Tokens of each sequence whose keys and values it holds."""
+        """Return tokens of each sequence whose keys and values it holds."""
         return self.sequence_len_offset
 
     def advance(self, tokens: int) -> None:
@@ -80,7 +80,7 @@ class CachedSelfAttention(SelfAttention):
     _turns: tuple[Tensor, Tensor] | None = None
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
-        """As megatron-core's."""
+        """Return as megatron-core's."""
         skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         elsewhere = (
             given.get("inference_context") is not None or given.get("packed_seq_params") is not None
@@ -97,7 +97,9 @@ class CachedSelfAttention(SelfAttention):
             self._turns = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        """Queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states` [s, b, h]."""
+        """Return queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states`
+        [s, b, h].
+        """
         if self._turns is None or self.packed_impl is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **given)
         packed, _ = self.linear_qkv(hidden_states)
@@ -142,7 +144,7 @@ class CachedSelfAttention(SelfAttention):
 
 
 def obstacle(config: Any, core: str | None) -> str:
-    """Why a model cannot go on from its cache; empty where it can.
+    """Return why a model cannot go on from its cache; empty where it can.
 
     `config` is megatron-core's, `core` the implementation of core attention.
     """

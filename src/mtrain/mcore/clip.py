@@ -70,7 +70,9 @@ _PLAIN: dict[str, Any] = {
 
 
 def vision_config(language: Any, own: LlavaConfig) -> Any:
-    """The TransformerConfig of the vision tower: that of the language model but for its shape."""
+    """Return the TransformerConfig of the vision tower: that of the language model but for its
+    shape.
+    """
     shape = {
         "num_layers": own.vision_layers,
         "hidden_size": own.vision_hidden_size,
@@ -87,7 +89,7 @@ def vision_config(language: Any, own: LlavaConfig) -> Any:
 
 
 def projector_config(language: Any, own: LlavaConfig) -> Any:
-    """The TransformerConfig of the projector: both of its layers end in the language
+    """Return the TransformerConfig of the projector: both of its layers end in the language
     model's width.
     """
     shape = {
@@ -188,8 +190,8 @@ class VisionTower(MegatronModule):
         return x[1:]
 
     def _patches(self, images: Tensor) -> Tensor:
-        """Images [n, 3, size, size] to [n, patches, 3 * patch * patch]; what is over at the edges
-        is left out.
+        """Return images [n, 3, size, size] to [n, patches, 3 * patch * patch]; what is over at the
+        edges is left out.
         """
         g = self._grid
         p = self._own.patch_size
@@ -220,6 +222,6 @@ class Projector(MLP):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Embeddings for the language model."""
+        """Return embeddings for the language model."""
         out, bias = super().forward(features)
         return out if bias is None else out + bias

@@ -38,7 +38,7 @@ class Context:
 
     @property
     def inner_size(self) -> int:
-        """Ranks that share the heads of one sequence."""
+        """Return ranks that share the heads of one sequence."""
         return self.inner.size() if self.inner else 1
 
     def head_slice(self, heads: int) -> slice:
@@ -50,8 +50,8 @@ class Context:
         return slice(first, first + share)
 
     def positions(self, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-        """Places [outer ranks, tokens of a block] in the batch of what each ring rank holds after
-        the exchange.
+        """Return places [outer ranks, tokens of a block] in the batch of what each ring rank holds
+        after the exchange.
 
         `tokens` is what one rank holds before it.
         """
@@ -189,7 +189,7 @@ class _Exchange:
 def context_positions(
     tokens: int, ranks: int, cu_seqlens: Tensor | None, device: torch.device | None = None
 ) -> Tensor:
-    """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
+    """Return positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
 
     Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is split into 2 *
     ranks chunks of which rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work

@@ -86,8 +86,8 @@ class DecoderLayer(TransformerLayer):
         )
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
-        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the
-        same.
+        """Return hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism,
+        to the same.
         """
         if rotary_pos_emb is not None and rotary_pos_emb.dim() == 5:
             rotary_pos_emb = rotary_pos_emb[0 if self._has_window else 1]

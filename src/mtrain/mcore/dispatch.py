@@ -97,7 +97,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
 
     def _at_fixed_places(self, experts: Tensor, factor: float | None) -> Plan:
-        """The plan in which each rank's rows have the same room, whether they fill it or not."""
+        """Return the plan in which each rank's rows have the same room, whether they fill it or
+        not.
+        """
         (tokens, topk), local, ep = experts.shape, self.local, self.ep_size
         room = room_of(tokens, topk, local, ep, factor)
         made = plan(experts, self.config.num_moe_experts, rows=ep * room, blocks=ep)
@@ -160,8 +162,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self._outputs_tp = numbers[2 * self.ep_size :]
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [r, h] sorted by this rank's experts, how many each has [e], on the device, and
-        their weights [r].
+        """Return rows [r, h] sorted by this rank's experts, how many each has [e], on the device,
+        and their weights [r].
         """
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(tokens)
@@ -191,7 +193,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     @property
     def _sorted_by_sender(self) -> bool:
-        """Whether received rows lie as the experts want them."""
+        """Return whether received rows lie as the experts want them."""
         return self.exchanges and self.local == 1 and not self._pads
 
     def _owners(self, rows: int) -> Tensor:
@@ -222,7 +224,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self._summed(hidden_states, self.tp_ep_group) if self.gathers else hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Tokens [s, b, h] from what came back, with the output of shared experts that were
+        """Return tokens [s, b, h] from what came back, with the output of shared experts that were
         computed meanwhile.
         """
         if self.shared_experts is not None:

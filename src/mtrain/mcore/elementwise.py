@@ -41,12 +41,12 @@ class Elementwise(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def initialize_state(self, param: torch.Tensor) -> None:
-        """Makes the state of a parameter: zeros."""
+        """Make the state of a parameter: zeros."""
         self.state[param] = {name: torch.zeros_like(param) for name in self.states}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on every parameter that has a gradient."""
+        """Return one step on every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

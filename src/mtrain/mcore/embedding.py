@@ -53,8 +53,8 @@ class WordEmbedding(VocabParallelEmbedding):
     scale: float | None = None
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to sequence
-        parallelism.
+        """Return ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to
+        sequence parallelism.
         """
         found = self._rows(input_)
         if self.scale is None:
@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Embedding):
     """torch's embedding, for learned positions."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Ids [...] to [..., h]."""
+        """Return ids [...] to [..., h]."""
         return (
             _Lookup.apply(self.weight, input)
             if _needs_lookup(self.weight)

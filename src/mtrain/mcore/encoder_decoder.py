@@ -107,8 +107,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         encoder_mask: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The sum of the losses of `labels` [b, s], each times `loss_mask`, or the logits [b, s,
-        vocabulary / tp].
+        """Return the sum of the losses of `labels` [b, s], each times `loss_mask`, or the logits
+        [b, s, vocabulary / tp].
 
         `tokens` [b, s] are the decoder's. The encoder reads `encoder_tokens` [b, t], where
         `encoder_mask` [b, t] is not False, or the decoder's where there are none. Positions follow

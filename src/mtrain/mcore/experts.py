@@ -69,17 +69,17 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
 
     @property
     def _quantises(self) -> bool:
-        """Whether the second layer makes the activation on its way into FP8."""
+        """Return whether the second layer makes the activation on its way into FP8."""
         triton = self._kind == "swiglu" and self.activation_func.impl == "triton"
         return triton and getattr(self.linear_fc2, "fp8", None) is not None
 
     @property
     def _kind(self) -> str | None:
-        """The activation by its name among the kernels, where a kernel makes it."""
+        """Return the activation by its name among the kernels, where a kernel makes it."""
         return self.activation_func.kind if isinstance(self.activation_func, Activation) else None
 
     def _activate(self, h: Tensor, share: Tensor | None) -> Tensor:
-        """The activation of `h` [r, n], each row times its share."""
+        """Return the activation of `h` [r, n], each row times its share."""
         if self._kind is not None:
             return activation(h, self._kind, weight=share, impl=self.activation_func.impl)
         config = self.config

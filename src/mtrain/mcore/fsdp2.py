@@ -117,7 +117,7 @@ def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
 
 
 def _mesh(device: torch.device, *, experts: bool) -> DeviceMesh:
-    """The ranks that share the weights; of more than one replica, (replica, part)."""
+    """Return the ranks that share the weights; of more than one replica, (replica, part)."""
     ps = mcore.parallel_state
     if experts:
         whole = ps.get_expert_data_parallel_group()

@@ -63,8 +63,8 @@ class GatedDeltaNet(_GatedDeltaNet):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the
-        same.
+        """Return hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism,
+        to the same.
 
         Packed sequences begin with an empty state each. With a context the state behind what it has
         read is gone on from, and kept there.
@@ -129,7 +129,7 @@ def _boundaries(packed: Any) -> Tensor | None:
 
 
 def _joined(factory: ShardedTensorFactory) -> ShardedTensorFactory:
-    """The same with its sections behind each other in one tensor."""
+    """Return the same with its sections behind each other in one tensor."""
     build = factory.build_fn
 
     def joined(*args: Any) -> list[ShardedTensor]:
@@ -159,6 +159,6 @@ def _behind_each_other(key: str, sections: Sequence[ShardedTensor]) -> list[Shar
 
 
 def _decay_at_the_start(share: Tensor) -> Tensor:
-    """The logarithm of the decays of heads that drew a share in [0, 1)."""
+    """Return the logarithm of the decays of heads that drew a share in [0, 1)."""
     low, high = DECAYS
     return (low + share * (high - low)).log()

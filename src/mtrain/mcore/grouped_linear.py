@@ -166,8 +166,8 @@ class _GroupedLinear(nn.Module):
 
     @property
     def may_gate(self) -> bool:
-        """Whether an activation may be made behind the product: the kernel knows no bias and no
-        FP8.
+        """Return whether an activation may be made behind the product: the kernel knows no bias and
+        no FP8.
         """
         return (
             self.fp8 is None
@@ -181,7 +181,7 @@ class _GroupedLinear(nn.Module):
         return grouped_gated(x, self._each("weight"), counts, gate.kind, gate.share, **more)
 
     def _main_grads(self) -> Callable[[], list[Tensor]] | None:
-        """The buffers of megatron-core's data parallelism, where the kernel can add weight
+        """Return the buffers of megatron-core's data parallelism, where the kernel can add weight
         gradients to them at once.
 
         megatron-core's FSDP gathers such buffers when they are read, and a hook wants to see the
@@ -211,7 +211,7 @@ class _GroupedLinear(nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Each expert's tensors at its place among all experts, under the keys of
+        """Return each expert's tensors at its place among all experts, under the keys of
         `SequentialMLP`.
         """
         axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
@@ -248,7 +248,7 @@ class _GroupedLinear(nn.Module):
         return result
 
     def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The place of this rank's expert `i` among all, behind what counts layers."""
+        """Return the place of this rank's expert `i` among all, behind what counts layers."""
         first = self._groups.ep.rank() * self.num_gemms
         experts = self._groups.ep.size() * self.num_gemms
         return (*sharded_offsets, (len(sharded_offsets), first + i, experts))

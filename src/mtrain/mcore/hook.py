@@ -65,8 +65,8 @@ def install(device: Device) -> None:
 
 
 def rewrite(source: bytes, path: str, device: Device) -> tuple[ast.Module, Counter[str]]:
-    """The syntax tree of `source` adapted to `device`, and how many rewrites of each kind that
-    took.
+    """Return the syntax tree of `source` adapted to `device`, and how many rewrites of each kind
+    that took.
     """
     rewriter = _Rewriter(device)
     tree = ast.fix_missing_locations(rewriter.visit(ast.parse(source, path)))
@@ -184,7 +184,7 @@ def _is_torch(node: ast.expr) -> bool:
 
 
 def _is_to_host(node: ast.expr) -> bool:
-    """Whether it is `x.cpu(...)`, or `x.to(...)` with the CPU written out."""
+    """Return whether it is `x.cpu(...)`, or `x.to(...)` with the CPU written out."""
     if (
         not isinstance(node, ast.Call)
         or not isinstance(node.func, ast.Attribute)
@@ -224,7 +224,7 @@ class _Adapter:
         return value.to(*args, **kwargs, copy=True) if args or kwargs else value.clone()
 
     def indexed(self, index: int | str | torch.device) -> str:
-        """The device string of an index; a namespace may as well call a device by its
+        """Return the device string of an index; a namespace may as well call a device by its
         torch.device.
         """
         return f"{self._device.torch_type}:{index}" if isinstance(index, int) else str(index)

@@ -104,8 +104,9 @@ class Stack(_CoreStack):
     def forward(
         self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any
     ) -> Tensor:
-        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the
-        same; what the output layer reads is divided by `logits_scaling`, and so are the logits.
+        """Return hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism,
+        to the same; what the output layer reads is divided by `logits_scaling`, and so are the
+        logits.
 
         Under sequence parallelism ranks have other tokens, and drop other ones, as in
         megatron-core's GPTModel.
@@ -127,8 +128,8 @@ class Stack(_CoreStack):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """The forward of training, of whose layers the backward computes some again: in groups, or
-        the first ones.
+        """Return the forward of training, of whose layers the backward computes some again: in
+        groups, or the first ones.
 
         0.16.1 has none, and that of 0.19 asks TransformerEngine for layers in 8 bits.
         """
@@ -159,8 +160,8 @@ def _one_after_the_other(
     x: Tensor,
     rotary: Tensor | None,
 ) -> Tensor:
-    """Layers of a stack on the residual stream; those with attention or an MLP give a context
-    beside it.
+    """Return layers of a stack on the residual stream; those with attention or an MLP give a
+    context beside it.
     """
     for layer in layers:
         given = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
@@ -198,8 +199,8 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @property
     def vp_stage(self) -> int | None:
-        """The virtual stage, of which MambaModel knows nothing, but the class below it asks while
-        it is made.
+        """Return the virtual stage, of which MambaModel knows nothing, but the class below it asks
+        while it is made.
         """
         found: int | None = self.__dict__["_vp_stage"]
         return found
@@ -218,8 +219,8 @@ class HybridModel(SummedLosses, _CoreModel):
         loss_mask: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a
-        stage that is not the last its hidden states [s, b, h].
+        """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
+        of a stage that is not the last its hidden states [s, b, h].
         """
         if labels is None or not self.post_process:
             return super().forward(input_ids, position_ids, attention_mask, **more)  # type: ignore[no-any-return]
@@ -263,8 +264,8 @@ def stack_spec(
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
 ) -> Any:
-    """The specification of the layers `layers` of a stage, with the implementations of a provider;
-    what they add is multiplied with `residual_multiplier`, and logits are divided by
+    """Return the specification of the layers `layers` of a stage, with the implementations of a
+    provider; what they add is multiplied with `residual_multiplier`, and logits are divided by
     `logits_scaling`.
     """
     norm = provider.layer_norm(config.normalization == "RMSNorm")
@@ -311,7 +312,8 @@ def scaled_add(factor: float) -> Callable[..., Any]:
 def pattern_layers(
     kind: type, parts: Mapping[str, Any], pattern: str, layers: range, **more: Any
 ) -> dict[str, Any]:
-    """The specification of every layer but Mamba-2's, for each that a stack of this release knows.
+    """Return the specification of every layer but Mamba-2's, for each that a stack of this release
+    knows.
 
     `kind` is a `PatternLayer`, which is told a letter of `pattern` for each number that the stack
     gives its layers: 0.16.1 counts those of a stage.
@@ -351,8 +353,8 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
 
 
 def _layer(fused: str, **parts: Any) -> DecoderLayerSubmodules:
-    """Parts of a layer with attention or an MLP alone; its norm is saved as if it were part of the
-    layer `fused`.
+    """Return parts of a layer with attention or an MLP alone; its norm is saved as if it were part
+    of the layer `fused`.
     """
     layer = DecoderLayerSubmodules(**parts)
     if fused:

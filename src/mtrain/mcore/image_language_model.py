@@ -53,8 +53,8 @@ class ImageLanguageModel(LanguageModel):
         images: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As `LanguageModel`, for tokens [b, s] and `images` [n, 3, size, size], in the order of
-        their tokens.
+        """Return as `LanguageModel`, for tokens [b, s] and `images` [n, 3, size, size], in the
+        order of their tokens.
 
         Raises:
             ValueError: there are not as many image tokens as patches.
@@ -68,7 +68,7 @@ class ImageLanguageModel(LanguageModel):
         return super().forward(input_ids, position_ids, attention_mask, decoder_input, **kwargs)  # type: ignore[no-any-return]
 
     def _with_images(self, embeddings: Tensor, tokens: Tensor, images: Tensor) -> Tensor:
-        """Embeddings [s, b, h] with features in the places of image tokens."""
+        """Return embeddings [s, b, h] with features in the places of image tokens."""
         if not len(images):
             return self._without_images(embeddings, images)
         features = self._features(images)
@@ -85,7 +85,7 @@ class ImageLanguageModel(LanguageModel):
         return mixed.transpose(0, 1).contiguous()
 
     def _without_images(self, embeddings: Tensor, images: Tensor) -> Tensor:
-        """The same embeddings.
+        """Return the same embeddings.
 
         Tower and projector get a gradient of 0: reductions wait for each of their weights.
         """
@@ -96,7 +96,7 @@ class ImageLanguageModel(LanguageModel):
         return embeddings + 0.0 * blank.sum().to(embeddings.dtype)
 
     def _features(self, images: Tensor) -> Tensor:
-        """Embeddings [n * patches, h] of images, one image after the other."""
+        """Return embeddings [n * patches, h] of images, one image after the other."""
         with torch.no_grad() if "vision" in self._own.freeze else nullcontext():
             features = self.vision(images)
         out: Tensor = self.projector(features)

@@ -28,7 +28,9 @@ installed = Installed()
 
 
 def require_installed() -> Device:
-    """The device that the adapter was installed for; raises `NotInstalled` where it is not."""
+    """Return the device that the adapter was installed for; raises `NotInstalled` where
+    it is not.
+    """
     if installed.device is None or installed.without is None:
         raise NotInstalled(
             "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before"

@@ -61,8 +61,8 @@ class OutputLayer(ColumnLinear):
         told: Told | None = None,
         impl: str = "reference",
     ) -> Any:
-        """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of
-        weighted losses.
+        """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
+        sum of weighted losses.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With something `told` apart the sum is that of
@@ -106,8 +106,8 @@ class OutputLayer(ColumnLinear):
         return found.total
 
     def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
-        """Whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids below
-        `vocab_size`.
+        """Return whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids
+        below `vocab_size`.
         """
         first = self.tp_group.rank() * logits.shape[-1]
         columns = logits.shape[-1]
@@ -370,7 +370,7 @@ class LanguageModel(SummedLosses, GPTModel):
         return self.sum_of_losses(head, labels, mask)
 
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
-        """The hidden states of the stack and, behind them, those of each MTP layer."""
+        """Return the hidden states of the stack and, behind them, those of each MTP layer."""
         names = (
             *(
                 "input_ids",
@@ -388,8 +388,8 @@ class LanguageModel(SummedLosses, GPTModel):
         return self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)  # type: ignore[no-any-return]
 
     def _rolled(self, x: Tensor, packed: Any, times: int = 1) -> tuple[Tensor, Any]:
-        """Every sequence of `x` [b, s] so many to the left, over context-parallel ranks too, and
-        the sum of it.
+        """Return every sequence of `x` [b, s] so many to the left, over context-parallel ranks too,
+        and the sum of it.
         """
         found = x, None
         for _ in range(times):

@@ -32,8 +32,8 @@ Init = Callable[[Tensor], Any]
 
 @functools.cache
 def chosen(layer: type, impl: str, **options: Any) -> type:
-    """The layer computed by the implementation of its op that `impl` names: a class that specs can
-    name.
+    """Return the layer computed by the implementation of its op that `impl` names: a class that
+    specs can name.
 
     `options` are other attributes of the class.
     """
@@ -77,8 +77,8 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """The normalised input, in its shape and dtype; for None the weight, for a kernel that
-        norms on its way.
+        """Return the normalised input, in its shape and dtype; for None the weight, for a kernel
+        that norms on its way.
 
         Who gathers a weight when its module is called does so then, too.
         """
@@ -100,8 +100,8 @@ class Norm(nn.Module):
 
 @functools.cache
 def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
-    """The norm with an epsilon of its own, whatever megatron-core asks for: a class that specs can
-    name.
+    """Return the norm with an epsilon of its own, whatever megatron-core asks for: a class that
+    specs can name.
     """
 
     class Own(norm):  # type: ignore[misc,valid-type]
@@ -115,7 +115,7 @@ def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """The linear layer with a bias, whatever megatron-core asks for: a class that specs
+    """Return the linear layer with a bias, whatever megatron-core asks for: a class that specs
     can name.
     """
 
@@ -145,7 +145,7 @@ class _NormAcrossHeads(Norm):
         self._tp = parallel_state.get_tensor_model_parallel_group()
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """The normalised heads, in their shape and dtype; for None the weight."""
+        """Return the normalised heads, in their shape and dtype; for None the weight."""
         if x is None:
             return self.weight
         ranks, (n, d) = self._tp.size(), x.shape[-2:]
@@ -177,7 +177,9 @@ class KeyNorm(_NormAcrossHeads):
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of gelu, elementwise (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    """Return the tanh approximation of gelu, elementwise (Hendrycks and Gimpel 2016,
+    arXiv:1606.08415).
+    """
     return F.gelu(x, approximate="tanh")
 
 

@@ -36,8 +36,8 @@ class _Product:
     _operand: Operand | None = None
 
     def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
-        """As megatron-core's; what comes with the input in FP8 is handed on, which a copy of the
-        input would lose.
+        """Return as megatron-core's; what comes with the input in FP8 is handed on, which a copy of
+        the input would lose.
         """
         self._operand = taken(input_) if self.takes_operands else None
         try:
@@ -95,7 +95,7 @@ class _Product:
         group: Any,
         more: Any,
     ) -> Tensor:
-        """The product in FP8.
+        """Return the product in FP8.
 
         One scale for a tensor is that of the whole, of which ranks have parts.
 
@@ -136,7 +136,7 @@ def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:
 
 
 def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product can add its weight gradient to the buffer of megatron-core's data
+    """Return whether a product can add its weight gradient to the buffer of megatron-core's data
     parallelism.
 
     That is an fp32 layer on a CPU under DistributedDataParallel; its FSDP gathers such buffers when
@@ -157,7 +157,7 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
 
 
 def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """Adds the weight gradient to `weight.main_grad` at once, as megatron-core's fusion does.
+    """Add the weight gradient to `weight.main_grad` at once, as megatron-core's fusion does.
 
     What autograd gets instead is memory that nobody reads: DistributedDataParallel's hook runs when
     it arrives, and `grad_added_to_main_grad` tells it so.
@@ -174,7 +174,7 @@ class _Accumulation:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-        """Adds `dy^T x` [n, k] to `main_grad` in fp32: `x` [t, k] and `dy` [t, n] in
+        """Add `dy^T x` [n, k] to `main_grad` in fp32: `x` [t, k] and `dy` [t, n] in
         their format.
         """
         add_weight_gradient(main_grad, dy, x)
@@ -192,15 +192,15 @@ def accumulate_in_products() -> None:
 
 
 def adds_to_main_grad(weight: Tensor) -> bool:
-    """Whether a gradient may go to the buffer of megatron-core's data parallelism, and nobody wants
-    to see it.
+    """Return whether a gradient may go to the buffer of megatron-core's data parallelism, and
+    nobody wants to see it.
     """
     there = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "__fsdp_param__")
     return there and getattr(weight, "main_grad", None) is not None and not weight._backward_hooks
 
 
 def add_scaled(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
-    """Adds `dweight` times the scalar `factor` to `weight.main_grad`; autograd gets what nobody
+    """Add `dweight` times the scalar `factor` to `weight.main_grad`; autograd gets what nobody
     reads, see below.
 
     The weight of a tied embedding has other gradients, too: for it that is zeros.

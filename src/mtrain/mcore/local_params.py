@@ -35,14 +35,14 @@ class LocalParam:
 
 
 def unwrap(module: Any) -> Any:
-    """The model inside data-parallel and mixed-precision wrappers."""
+    """Return the model inside data-parallel and mixed-precision wrappers."""
     while hasattr(module, "module"):
         module = module.module
     return module
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this rank, 1-D and without its history."""
+    """Return the part of a tensor that is on this rank, 1-D and without its history."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)
 
@@ -57,7 +57,7 @@ def local_params(chunk: Any) -> list[LocalParam]:
 
 
 def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) -> LocalParam:
-    """A plain parameter, or FSDP2's: rows that torch gives to each rank in turn."""
+    """Return a plain parameter, or FSDP2's: rows that torch gives to each rank in turn."""
     weight = local(param)
     if not isinstance(param, DTensor):
         return LocalParam(name, param, param, specs, weight)
@@ -71,7 +71,7 @@ def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) 
 
 
 def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[LocalParam]:
-    """Parameters of megatron-core's FSDP: runs of elements of flat buffers."""
+    """Yield parameters of megatron-core's FSDP: runs of elements of flat buffers."""
     for name, param in buffers.optimizer_named_parameters:
         group = buffers.parameter_groups[buffers.param_to_param_group[param.orig_param]]
         weights = group.model_weight_buffer

@@ -110,7 +110,7 @@ def _begin_gradient(module: Any, given: Any, output: Tensor) -> None:
 
 
 def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Parts | None:
-    """The parts of a layer that gets an adapter, else None."""
+    """Return the parts of a layer that gets an adapter, else None."""
     own: str = name.rpartition(".")[2]
     kind = own.removeprefix("linear_")
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
@@ -229,7 +229,7 @@ class _LowRank:
         return torch.cat(parts, -1) * self.adapter.scale
 
     def _adapted(self: Any, y: Tensor, compressed: Tensor) -> Tensor:
-        """The output for that of the layer alone and s A x."""
+        """Return the output for that of the layer alone and s A x."""
         change = F.linear(compressed, spread(self.lora_b, self.one_hot))
         if self.magnitude is None:
             return y + change
@@ -250,7 +250,7 @@ class _LowRankColumn(_LowRank):
         return bool(self.sequence_parallel)  # then each tensor-parallel rank has other tokens
 
     def forward(self: Any, input_: Tensor, *args: Any, **more: Any) -> Any:
-        """As the layer, [s, b, in] to [s, b, out / tp]."""
+        """Return as the layer, [s, b, in] to [s, b, out / tp]."""
         y, bias = super().forward(input_, *args, **more)  # type: ignore[misc]
         compressed = self._compressed(input_)
         if self.sequence_parallel:
@@ -269,8 +269,8 @@ class _LowRankRow(_LowRank):
         return bool(self.tp_group.size() > 1)  # other features
 
     def forward(self: Any, input_: Tensor) -> Any:
-        """As the layer, [s, b, in / tp] to [s, b, out], or a part of the tokens under sequence
-        parallelism.
+        """Return as the layer, [s, b, in / tp] to [s, b, out], or a part of the tokens under
+        sequence parallelism.
         """
         y, bias = super().forward(input_)  # type: ignore[misc]
         compressed = self._compressed(input_)
@@ -323,7 +323,7 @@ class _LowRankExperts:
                 self.register_parameter(f"{name}{i}", parameter)
 
     def forward(self: Any, x: Tensor, rows: Any) -> Any:
-        """As the layer, [sum(rows), in] to [sum(rows), out]."""
+        """Return as the layer, [sum(rows), in] to [sum(rows), out]."""
         y, biases = super().forward(x, rows)  # type: ignore[misc]
         a = self._each(A)
         b = self._each(B)
@@ -366,7 +366,7 @@ class _LowRankExperts:
 
 @functools.cache
 def _with_adapter(layer: type) -> type:
-    """The class of a layer with an adapter."""
+    """Return the class of a layer with an adapter."""
     if issubclass(layer, ColumnGroupedLinear | RowGroupedLinear):
         kind: type = _LowRankExperts
     elif issubclass(layer, DuplicatedLinear):

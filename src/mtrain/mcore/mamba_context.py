@@ -50,7 +50,9 @@ class HeadExchange:
         return mixed, steps, places
 
     def to_tokens(self, y: Tensor, places: Tensor) -> Tensor:
-        """All tokens [c * s, b, channels of some heads] as this rank's [s, b, all channels]."""
+        """Return all tokens [c * s, b, channels of some heads] as this rank's [s, b,
+        all channels].
+        """
         return self._context.to_tokens(y.index_select(0, places))
 
     def own_channels(self, weight: Tensor) -> Tensor:

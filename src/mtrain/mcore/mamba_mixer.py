@@ -172,7 +172,7 @@ class Mamba2Mixer(MegatronModule):
 
     @property
     def parts(self) -> tuple[int, int, int, int, int]:
-        """Rows of the first linear layer on this rank: of z, x, B, C and the time steps."""
+        """Return rows of the first linear layer on this rank: of z, x, B, C and the time steps."""
         return self.channels, self.channels, self.states, self.states, self.heads
 
     def _mark_initial_values(self) -> None:
@@ -252,15 +252,15 @@ class Mamba2Mixer(MegatronModule):
         return *map(self._exchange.own_channels, channels), *map(self._exchange.own_heads, heads)
 
     def _steps(self, dt: Tensor, bias: Tensor) -> Tensor:
-        """Time steps, in fp32."""
+        """Return time steps, in fp32."""
         steps = F.softplus(dt.float() + bias.float())
         return steps.clamp(min=self.scan.least_step) if self.scan.least_step else steps
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """As megatron-core has it: parts of a fused weight are tensors of their own, each split
-        over tensor ranks.
+        """Return as megatron-core has it: parts of a fused weight are tensors of their own, each
+        split over tensor ranks.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
@@ -307,7 +307,7 @@ def _decay_at_the_start(share: Tensor) -> Tensor:
 
 
 def _step_at_the_start(share: Tensor) -> Tensor:
-    """The bias whose softplus is the time step of heads that drew a share in [0, 1)."""
+    """Return the bias whose softplus is the time step of heads that drew a share in [0, 1)."""
     low, high = map(math.log, STEPS)
     step = (low + share * (high - low)).exp().clamp(min=LEAST_STEP)
     return step + (-torch.expm1(-step)).log()
@@ -324,8 +324,8 @@ def _ends(packed: Any) -> Tensor | None:
 
 
 def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
-    """The document [1, t] of each token of packed samples; what is behind the last is one of its
-    own.
+    """Return the document [1, t] of each token of packed samples; what is behind the last is one of
+    its own.
     """
     ends = _ends(packed)
     if ends is None:

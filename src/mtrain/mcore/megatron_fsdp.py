@@ -53,7 +53,7 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
 
 
 def communication_elements(model: torch.nn.Module) -> int:
-    """Elements of two layers: what megatron-core's FSDP may gather and reduce at once.
+    """Return elements of two layers: what megatron-core's FSDP may gather and reduce at once.
 
     Its own default is no less than 10^9 elements, which would gather a small model whole.
     """

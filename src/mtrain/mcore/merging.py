@@ -45,12 +45,13 @@ class Whole(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of a model, or of a checkpoint, is part of an adapter."""
+    """Return whether a tensor of a model, or of a checkpoint, is part of an adapter."""
     return _OWN.fullmatch(name) is not None
 
 
 def names_beside(weight: str) -> Names | None:
-    """The names of the adapter that the weight of this name may have; None: it can have none.
+    """Return the names of the adapter that the weight of this name may have; None: it can have
+    none.
 
     Parts of a weight that are tensors of their own in a checkpoint share one A.
     """
@@ -105,7 +106,8 @@ def spread(b: Tensor, one_hot: Tensor | None) -> Tensor:
 
 
 def parts_of_qkv(first: int, rows: int, each: int, head: int) -> Tensor:
-    """Whether rows are of queries, keys or values: 0, 1 or 2, of `rows` rows from `first` on.
+    """Return whether rows are of queries, keys or values: 0, 1 or 2, of `rows` rows from `first`
+    on.
 
     A query group has `each` heads of queries, one of keys and one of values, of `head` rows each.
     """

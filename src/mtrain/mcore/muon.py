@@ -26,7 +26,7 @@ class ParallelMuon(WholeMatrices, Muon):
     def orthogonalised(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The updates of this rank's parts, which every rank of a group asks for at the
+        """Return the updates of this rank's parts, which every rank of a group asks for at the
         same time.
         """
         if self._ranks is None:

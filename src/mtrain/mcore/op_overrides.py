@@ -97,7 +97,9 @@ def routed(
     impl: str,
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights [t, e], zero where a token does not go, and where it goes, from `logits` [t, e]."""
+    """Return weights [t, e], zero where a token does not go, and where it goes, from `logits` [t,
+    e].
+    """
     groups: dict[str, Any] = {}
     if group_topk:
         assert num_groups is not None
@@ -129,8 +131,8 @@ def permuted(
     *,
     impl: str,
 ) -> tuple[Any, ...]:
-    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads
-    back.
+    """Return copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan
+    that leads back.
 
     Since 0.19 also where each expert's rows were padded and how many it then has: they are not
     padded.
@@ -153,16 +155,16 @@ def unpermuted(
     *,
     impl: str,
 ) -> Tensor:
-    """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by
-    the experts.
+    """Return tokens [t, h] from their copies: the sum of each token's, in fp32; weights were
+    applied by the experts.
     """
     assert probs is None, "the weights of experts are applied before their outputs are added up"
     return unpermute_rows(permuted_tokens, sorted_indices, impl=impl)
 
 
 def plan_of(routing_map: Tensor) -> Plan:
-    """The plan of a map [t, e] that is true where a token goes: rows of one expert after another,
-    tokens in order.
+    """Return the plan of a map [t, e] that is true where a token goes: rows of one expert after
+    another, tokens in order.
 
     For routers that give maps: those that drop tokens, or are balanced by sinkhorn. A token has as
     many copies as the busiest one, so the host learns that number from the device, and the number

@@ -98,7 +98,8 @@ def _takes(linear: Any) -> bool:
 
 
 def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A norm that feeds linear layers, of `x` or its sum with `residual` [..., h], and that sum.
+    """Return a norm that feeds linear layers, of `x` or its sum with `residual` [..., h], and that
+    sum.
 
     One scale for a tensor is that of all ranks that have a part of its tokens.
     """
@@ -131,7 +132,7 @@ def greatest(groups: list[Any]) -> Any:
 
 
 def may_gather(operand: Operand | None, recipe: Recipe) -> bool:
-    """Whether parts of an operand of several ranks are the operand of the whole.
+    """Return whether parts of an operand of several ranks are the operand of the whole.
 
     They are with one scale, and where no block of tokens is of two ranks.
     """

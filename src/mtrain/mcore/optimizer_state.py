@@ -33,7 +33,8 @@ class StateShard:
     """What it updates: `main`, or a copy of it in host memory."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The main weight, unless it is the weight itself, and every moment, by name, each 1-D.
+        """Yield the main weight, unless it is the weight itself, and every moment, by name, each
+        1-D.
 
         Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
         """
@@ -81,7 +82,7 @@ class StateShard:
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
 
     def gradient(self) -> torch.Tensor:
-        """The gradient of the range after the backward, 1-D."""
+        """Return the gradient of the range after the backward, 1-D."""
         param = self.local_param.param
         size = local(self.main).numel()
         if hasattr(
@@ -124,8 +125,8 @@ def name_states(optimizer: Any, names: tuple[str, ...]) -> None:
 
 
 def loss_scale(optimizer: Any) -> tuple[float, bool] | None:
-    """The factor on the loss that the next update is made with, and whether skipping it would lower
-    the factor.
+    """Return the factor on the loss that the next update is made with, and whether skipping it
+    would lower the factor.
 
     It would not at its floor, of a constant factor, or of an infinite one. None where there is no
     such factor.
@@ -203,7 +204,7 @@ def refresh_copies(optimizer: Any) -> None:
 
 
 def get_step(optimizer: Any) -> int:
-    """How many updates the optimizer has made (for Adam's bias correction).
+    """Return how many updates the optimizer has made (for Adam's bias correction).
 
     Raises:
         RuntimeError: its parameters disagree, which one shared counter after a resume would cause.
@@ -242,8 +243,8 @@ def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
 def _ranges(
     leaf: Any, own: dict[torch.nn.Parameter, LocalParam]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
-    """Each parameter of a leaf, its main weights, where they start in it, and whether others own
-    the rest.
+    """Yield each parameter of a leaf, its main weights, where they start in it, and whether others
+    own the rest.
     """
     groups = leaf.optimizer.param_groups
     if isinstance(leaf, mcore.DistributedOptimizer) and leaf.ddp_config.use_megatron_fsdp:

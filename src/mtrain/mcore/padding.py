@@ -53,7 +53,7 @@ def padding_of(positions: int, tp_group: Any) -> Tensor | None:
 
 
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs with the padding that is known now, whenever it runs."""
+    """Return a function that runs with the padding that is known now, whenever it runs."""
     padding = _Known.padding
 
     @functools.wraps(function)

@@ -33,8 +33,8 @@ def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None
 
 
 def standing(device: Device, release: Release | None) -> Iterator[tuple[Patch, str]]:
-    """Each patch, and why a device and an installation with this release do without it; empty where
-    they need it.
+    """Yield each patch, and why a device and an installation with this release do without it; empty
+    where they need it.
     """
     has_te = importlib.util.find_spec("transformer_engine") is not None
     spared: dict[Where, str] = {

@@ -331,7 +331,7 @@ def gradient_norm() -> None:
 
 
 def norm_of_all(tensors: list[torch.Tensor], *, in_rows: bool | None = None) -> torch.Tensor:
-    """The norm of tensors as one vector: fp32 [], on the device of the first.
+    """Return the norm of tensors as one vector: fp32 [], on the device of the first.
 
     `in_rows` by default on a CPU, whose norms of many elements are inexact; a GPU adds up as a
     tree, and takes many tensors in one launch.

@@ -41,7 +41,7 @@ class RelativePositions(RelativePositionEmbedding):
     """
 
     def biases(self, length: int, group: Any, hidden: Tensor | None = None) -> Tensor:
-        """fp32 [b or 1, heads / tp, length, length], -inf where a query does not see a key.
+        """Return fp32 [b or 1, heads / tp, length, length], -inf where a query does not see a key.
 
         No query of the decoder sees what is behind it, and none what `hidden` [b, 1, 1, length] is
         True for. The bias of a distance is added up in fp32 over all pairs that have it.
@@ -125,8 +125,8 @@ class BiasedAttention(CoreAttention):
 
 
 def with_dropout(linear: type) -> type:
-    """The row-parallel linear layer with `config.hidden_dropout` on its input: a class that specs
-    can name.
+    """Return the row-parallel linear layer with `config.hidden_dropout` on its input: a class that
+    specs can name.
     """
 
     class Dropped(linear):  # type: ignore[misc]
@@ -148,12 +148,12 @@ def with_dropout(linear: type) -> type:
 
 
 def encoder_layer(config: Any, provider: Provider) -> Any:
-    """A layer that sees the whole sequence: attention and MLP, each behind its norm."""
+    """Return a layer that sees the whole sequence: attention and MLP, each behind its norm."""
     return _layer(config, provider, AttnMaskType.padding, None)
 
 
 def decoder_layer(config: Any, provider: Provider) -> Any:
-    """A layer that sees what is before a token, and all that the encoder gave."""
+    """Return a layer that sees what is before a token, and all that the encoder gave."""
     norm = provider.layer_norm(config.normalization == "RMSNorm")
     cross = api.ModuleSpec(
         module=CrossAttention,

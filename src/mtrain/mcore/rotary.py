@@ -22,8 +22,8 @@ Frequencies = Callable[[int], Tensor]
 
 
 def frequencies(model: ModelConfig) -> Frequencies | None:
-    """The frequencies of `model.rope_scaling`, of which a resolved run knows every key; None:
-    without scaling.
+    """Return the frequencies of `model.rope_scaling`, of which a resolved run knows every key;
+    None: without scaling.
     """
     if model.rope_scaling is None:
         return None
@@ -31,12 +31,12 @@ def frequencies(model: ModelConfig) -> Frequencies | None:
 
 
 def _periods(model: ModelConfig, base: float | Tensor) -> Tensor:
-    """Tokens per radian without scaling."""
+    """Return tokens per radian without scaling."""
     return base ** (torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim)
 
 
 def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """A larger base beyond the length of the model (bloc97 and emozilla 2023)."""
+    """Return a larger base beyond the length of the model (bloc97 and emozilla 2023)."""
     whole = model.max_position_embeddings
     factor = scaling.factor
     width = model.rotary_dim
@@ -63,8 +63,8 @@ def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tens
 
 
 def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """A ramp over the channels between frequencies that stay and those that are divided (Peng et
-    al. 2023).
+    """Return a ramp over the channels between frequencies that stay and those that are divided
+    (Peng et al. 2023).
     """
     fast = scaling.beta_fast
     slow = scaling.beta_slow
@@ -90,7 +90,7 @@ def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor
 
 
 def _longrope(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """A factor of each frequency, others in long sequences than in short ones (Ding et al.
+    """Return a factor of each frequency, others in long sequences than in short ones (Ding et al.
 
     2024).
     """
@@ -159,5 +159,5 @@ class TwoBases(nn.Module):
         self.get_rotary_seq_len = others.get_rotary_seq_len
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Takes what megatron-core's takes."""
+        """Take what megatron-core's takes."""
         return torch.stack([self.windows(*args, **kwargs), self.others(*args, **kwargs)])

@@ -47,8 +47,8 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
     """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance ride
-        along.
+        """Return weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance
+        ride along.
 
         Padding has weights of 0 and -1 in place of experts.
         """
@@ -144,13 +144,15 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
 
 
 def _in_turn(like: Tensor, topk: int) -> Tensor:
-    """A map in the shape of `like` [t, e] in which every position has the next `topk` experts."""
+    """Return a map in the shape of `like` [t, e] in which every position has the next `topk`
+    experts.
+    """
     copies = torch.arange(like.shape[0] * topk, device=like.device) % like.shape[1]
     return torch.zeros_like(like).scatter_(1, copies.view(-1, topk), value=True)
 
 
 def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
+    """Return weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
     weights = torch.zeros_like(logits)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     rows = tokens.nonzero().flatten()

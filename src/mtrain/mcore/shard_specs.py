@@ -37,19 +37,19 @@ class ShardSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the part."""
+        """Return elements of the part."""
         return prod(self.shape)
 
     def primary(self, *, sharded: bool = False) -> bool:
-        """Whether this rank is the one that saves the part; with `sharded`, each rank of dp saves
-        its own.
+        """Return whether this rank is the one that saves the part; with `sharded`, each rank of dp
+        saves its own.
         """
         return not any(self.replica[:-1] if sharded else self.replica)
 
 
 def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
-    """The shard specs of every parameter and persistent buffer of an unwrapped model, by its name
-    in the model.
+    """Return the shard specs of every parameter and persistent buffer of an unwrapped model, by its
+    name in the model.
 
     A gated MLP's fused weight has two. Asked first before the model is sharded, later answered from
     memory.
@@ -96,7 +96,9 @@ def _entries(node: Any) -> Iterator[Any]:
 
 
 def _pieces(entry: Any) -> list[Any]:
-    """The sharded tensors that an entry stands for (a gated MLP's fused weight is two halves)."""
+    """Return the sharded tensors that an entry stands for (a gated MLP's fused weight is two
+    halves).
+    """
     if not isinstance(entry, mcore.ShardedTensorFactory):
         return [entry]
     built = entry.build()

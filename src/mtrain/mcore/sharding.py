@@ -82,8 +82,8 @@ def make_main_weights(chunks: list[Any]) -> None:
 
 
 def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorShard]:
-    """Shards of all weights (and, unless `trainable`, persistent buffers) of this rank's model
-    chunks.
+    """Return shards of all weights (and, unless `trainable`, persistent buffers) of this rank's
+    model chunks.
     """
     shards = []
     for chunk in chunks:
@@ -98,7 +98,7 @@ def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorSh
 
 
 def optimizer_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
-    """Shards of the optimizer's main weights and moments.
+    """Return shards of the optimizer's main weights and moments.
 
     States are `main_weight`, `exp_avg`, ... Where the optimizer works on a flat shard of a
     parameter (the distributed optimizer, FSDP), shards are flat parts of the parameter, and every
@@ -119,8 +119,8 @@ def optimizer_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
 
 
 def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
-    """The same shards to be written one after the other, of state that is made where it comes with
-    the first step.
+    """Yield the same shards to be written one after the other, of state that is made where it comes
+    with the first step.
 
     What is kept in pieces is taken apart again once its shards are written, when the next one is
     asked for.
@@ -161,7 +161,7 @@ def _factors(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
 
 
 def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
-    """Shards of the gradient that each parameter holds after the backward.
+    """Return shards of the gradient that each parameter holds after the backward.
 
     With the distributed optimizer a rank's gradient is whole only in the range that it owns: that
     is its shard.
@@ -213,8 +213,8 @@ def _pieces(
     name: str = "",
     param: torch.nn.Parameter | None = None,
 ) -> list[TensorShard]:
-    """Shards of the 1-D `values`, which are elements [start, start + numel) of a parameter, on each
-    of its specs.
+    """Return shards of the 1-D `values`, which are elements [start, start + numel) of a parameter,
+    on each of its specs.
     """
     stop = start + values.numel()
     shards = []

@@ -45,15 +45,15 @@ class ParallelSoap(WholeMatrices, Soap):
         self._rows: Mapping[int, Sequence[int]] = {}
 
     def know(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Takes the rows of each weight that fused ones hold on a rank, by the parameter's id."""
+        """Take the rows of each weight that fused ones hold on a rank, by the parameter's id."""
         self._rows = rows
 
     def parts_of(self, param: torch.Tensor) -> Sequence[int] | None:
-        """Rows of the weights that a fused one holds."""
+        """Return rows of the weights that a fused one holds."""
         return self._rows.get(id(param))
 
     def owned(self) -> Iterator[Owned]:
-        """The matrices whose factors are here, with zero factors where there are none yet."""
+        """Yield the matrices whose factors are here, with zero factors where there are none yet."""
         for place, group in enumerate(self.param_groups):
             if not group.get("matrix"):
                 continue
@@ -92,5 +92,5 @@ class ParallelSoap(WholeMatrices, Soap):
     def computed(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Updates and second moments."""
+        """Update and second moments."""
         return [self.rotated(group, param, one) for param, one in zip(params, given, strict=True)]

@@ -86,7 +86,7 @@ class Indexer(MegatronModule):
 
 
 def _rotary(config: Any, cp_group: Any) -> Any:
-    """The positions of MLA's heads."""
+    """Return the positions of MLA's heads."""
     width = config.qk_pos_emb_head_dim
     if config.rope_type == "rope":
         return RotaryEmbedding(
@@ -199,7 +199,7 @@ class SparseAttention(CoreAttention):
         return factor if scaled is None else scaled(factor)  # type: ignore[no-any-return]
 
     def _mean(self, summed: Tensor) -> Tensor:
-        """The mean over the heads of all ranks, of a sum over this rank's."""
+        """Return the mean over the heads of all ranks, of a sum over this rank's."""
         if self._tp_group.size() > 1:
             torch.distributed.all_reduce(summed, group=self._tp_group)
         return summed / self.config.num_attention_heads

@@ -32,7 +32,7 @@ class Index:
         return Index(self.q[rows], self.k, self.w[rows])
 
     def scores(self) -> Tensor:
-        """The sum over heads of w ReLU(q k), [b, s, t], in fp32 (fp64 stays)."""
+        """Return the sum over heads of w ReLU(q k), [b, s, t], in fp32 (fp64 stays)."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
         products = torch.einsum("sbhd,tbd->bsht", self.q.to(wide), self.k.to(wide)).relu()
         return torch.einsum("bsht,sbh->bst", products, self.w.to(wide))
@@ -77,8 +77,8 @@ def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 def divergence(
     target: Tensor, scores: Tensor, seen: Tensor, learned: Tensor | None = None
 ) -> Tensor:
-    """The sum over queries of KL(target || softmax of the scores) among the keys that are `seen`,
-    all [b, s, t].
+    """Return the sum over queries of KL(target || softmax of the scores) among the keys that are
+    `seen`, all [b, s, t].
 
     Over those queries that are true in `learned` [b, s]; None: all.
     """
@@ -88,7 +88,7 @@ def divergence(
 
 
 def marks(index: Index, topk: int, heads: int = 1) -> Tensor:
-    """The keys [b, s, t] that each query attends to, those before it and its own among them.
+    """Return the keys [b, s, t] that each query attends to, those before it and its own among them.
 
     In the parts that `taught` takes for so many heads of attention, so that both choose alike.
     """
@@ -139,8 +139,8 @@ def taught(
 
 
 def _parts(index: Index, heads: int) -> Iterator[tuple[slice, Tensor]]:
-    """Queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they may see,
-    [s, t].
+    """Yield queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they
+    may see, [s, t].
     """
     (s, b, h, _), t = index.q.shape, index.k.shape[0]
     size = max(1, MOST_SCORES // (b * max(h, heads) * t))

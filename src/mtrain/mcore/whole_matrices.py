@@ -36,7 +36,7 @@ class Matrix:
     """The rank that computes its update."""
 
     def piece(self, rank: int) -> int:
-        """Elements on a rank."""
+        """Return elements on a rank."""
         return sum(end - start for other, start, end in self.pieces if other == rank)
 
 
@@ -75,13 +75,13 @@ class WholeMatrices:
         raise NotImplementedError
 
     def parts_of(self, param: torch.Tensor) -> Sequence[int] | None:
-        """Rows of the weights that a fused one holds one after another on every tensor-parallel
-        rank, where the order of rows has a meaning; None: it has none.
+        """Return rows of the weights that a fused one holds one after another on every
+        tensor-parallel rank, where the order of rows has a meaning; None: it has none.
         """
         return None
 
     def distribute(self, distributed: Any) -> None:
-        """Takes the ranges that megatron-core's `DistributedOptimizer` around this one gave its
+        """Take the ranges that megatron-core's `DistributedOptimizer` around this one gave its
         ranks.
         """
         self._ranks = distributed.data_parallel_group
@@ -106,8 +106,8 @@ class WholeMatrices:
     def exchanged(
         self, group: dict[str, Any], matrices: Sequence[Matrix], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Pieces [given, elements] to the owners of their matrices, and [returned, elements] of the
-        updates back.
+        """Return pieces [given, elements] to the owners of their matrices, and [returned, elements]
+        of the updates back.
         """
         assert self._ranks is not None
         ranks = range(self._ranks.size())
@@ -148,8 +148,8 @@ class WholeMatrices:
     def over_tensor_ranks(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Each matrix gathered whole, what is computed of it, and this rank's rows or columns of
-        that.
+        """Return each matrix gathered whole, what is computed of it, and this rank's rows or
+        columns of that.
         """
         if self.alone:
             return self.computed(group, params, made)
@@ -167,7 +167,7 @@ class WholeMatrices:
 
     @property
     def alone(self) -> bool:
-        """Whether each tensor-parallel rank takes its own block for a matrix."""
+        """Return whether each tensor-parallel rank takes its own block for a matrix."""
         return self.tp_mode == "blockwise"
 
     def tensor_ranks(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[Any, int]:
@@ -187,8 +187,8 @@ class WholeMatrices:
 def _gathered(
     matrix: torch.Tensor, ranks: dist.ProcessGroup, dim: int, rows: Sequence[int] | None
 ) -> torch.Tensor:
-    """Parts [n, rows, columns] of all ranks along rows or columns; fused weights one after another,
-    each whole.
+    """Return parts [n, rows, columns] of all ranks along rows or columns; fused weights one after
+    another, each whole.
     """
     parts = [
         torch.empty_like(matrix, memory_format=torch.contiguous_format) for _ in range(ranks.size())

@@ -85,8 +85,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """One block of keys after another by a kernel that holds no scores; results of parts are in
-    fp32.
+    """Return one block of keys after another by a kernel that holds no scores; results of parts are
+    in fp32.
     """
     inner, steps = _around(r)
     n = h.n // inner
@@ -134,7 +134,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _around(r: Rank) -> tuple[int, int]:
-    """Ranks that exchange a sequence for heads, and those that pass keys on."""
+    """Return ranks that exchange a sequence for heads, and those that pass keys on."""
     if r.layout.cp_comm_type == "a2a+p2p":
         inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
         return inner, outer
@@ -142,7 +142,7 @@ def _around(r: Rank) -> tuple[int, int]:
 
 
 def seen(r: Rank, h: Heads) -> float:
-    """Share of the pairs of queries and keys of a document that are not hidden."""
+    """Return share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
     window = r.model.window_size
@@ -266,7 +266,7 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
+    """Return scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
     learnt, and for values that are wider than keys.
     """
     b = r.samples
@@ -297,7 +297,7 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """One block of keys after another, written out, in fp32."""
+    """Return one block of keys after another, written out, in fp32."""
     b, (inner, steps) = r.samples, _around(r)
     n = h.n // inner
     s = r.length * inner

@@ -229,13 +229,13 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all of them."""
+    """Return bytes of all of them."""
     return sum(tensor.bytes for tensor in tensors)
 
 
 def kept(graphs: Iterable[Graph]) -> int:
-    """Bytes that autograd keeps of several graphs; one that is there several times stands for as
-    many layers.
+    """Return bytes that autograd keeps of several graphs; one that is there several times stands
+    for as many layers.
     """
     numbers = Counter(map(id, graphs := list(graphs)))
     every = {id(graph): graph for graph in graphs}
@@ -243,5 +243,5 @@ def kept(graphs: Iterable[Graph]) -> int:
 
 
 def shared(graphs: Iterable[Graph]) -> int:
-    """Bytes of that which are the same for all micro-batches."""
+    """Return bytes of that which are the same for all micro-batches."""
     return size(tensor for graph in graphs for tensor in graph.kept() if tensor.shared)

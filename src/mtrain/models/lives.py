@@ -46,7 +46,7 @@ class Gradients:
         self._pinned: dict[Tensor, Tensor] = {}
 
     def around(self, op: Op) -> int:
-        """Bytes while the backward of `op` has made its own."""
+        """Return bytes while the backward of `op` has made its own."""
         for tensor in op.gives:
             if tensor not in self._of:
                 self._hold(tensor, tensor)
@@ -203,8 +203,8 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
 
 
 def forwards(graphs: Sequence[Graph]) -> int:
-    """The most bytes, beside what is kept of all of them, that forwards come to, from the first
-    graph to the last.
+    """Return the most bytes, beside what is kept of all of them, that forwards come to, from the
+    first graph to the last.
     """
     known: dict[int, tuple[int, int]] = {}
     behind = most = 0

@@ -55,8 +55,8 @@ class Rank:
 
     @classmethod
     def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
-        """A rank of a resolved run; `words` are those of a run that differs in nothing that decides
-        them.
+        """Return a rank of a resolved run; `words` are those of a run that differs in nothing that
+        decides them.
         """
         p = run.parallel
         micro = run.trainer.micro
@@ -75,8 +75,8 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """As layer `index` of the model sees it, counted from 0: first and last ones may multiply
-        in `dtype`.
+        """Return as layer `index` of the model sees it, counted from 0: first and last ones may
+        multiply in `dtype`.
         """
         p = self.run.precision
         if not p.leaves(index, self.model.num_layers):
@@ -85,12 +85,12 @@ class Rank:
 
     @property
     def model(self) -> ModelConfig:
-        """The model."""
+        """Return the model."""
         return self.run.model
 
     @property
     def layout(self) -> ParallelConfig:
-        """The layout."""
+        """Return the layout."""
         return self.run.parallel
 
     @property
@@ -100,23 +100,23 @@ class Rank:
 
     @cached_property
     def element(self) -> int:
-        """Bytes of an element of an activation."""
+        """Return bytes of an element of an activation."""
         return bytes_of(self.run.precision.format)
 
     @property
     def wide(self) -> bool:
-        """Whether an element has 32 bits."""
+        """Return whether an element has 32 bits."""
         return self.element >= bytes_of("fp32")
 
     @property
     def whole(self) -> int:
-        """Tokens of a sequence over all context-parallel ranks."""
+        """Return tokens of a sequence over all context-parallel ranks."""
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
     @property
     def positions(self) -> int:
-        """Tokens that a model's table of angles is made for: of a sequence or, in a packed one, of
-        a document.
+        """Return tokens that a model's table of angles is made for: of a sequence or, in a packed
+        one, of a document.
         """
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
@@ -129,7 +129,7 @@ class Rank:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a micro-batch that attention and MLP compute on here."""
+        """Return tokens of a micro-batch that attention and MLP compute on here."""
         return self.samples * self.length
 
     @cached_property
@@ -146,12 +146,13 @@ class Rank:
 
     @property
     def groups(self) -> int:
-        """Key and value heads on a rank."""
+        """Return key and value heads on a rank."""
         return max(1, self.model.query_groups // self.layout.tp)
 
     @property
     def gathers_inputs(self) -> bool:
-        """Whether a linear layer keeps its input as it was gathered under sequence parallelism.
+        """Return whether a linear layer keeps its input as it was gathered under sequence
+        parallelism.
 
         megatron-core's gathers it once more in the backward; the product that adds up fp32
         gradients on a CPU does not (`mtrain.mcore.linear`).
@@ -165,8 +166,8 @@ class Rank:
 
     @property
     def gathers_into_buffer(self) -> bool:
-        """Whether inputs are gathered, in the forward and once more in the backward, into one
-        buffer for all layers.
+        """Return whether inputs are gathered, in the forward and once more in the backward, into
+        one buffer for all layers.
 
         That is megatron-core's own linear layer under sequence parallelism.
         """
@@ -180,41 +181,43 @@ class Rank:
 
     @cached_property
     def _chosen(self) -> RunConfig:
-        """The run with the implementations that stand for `auto`."""
+        """Return the run with the implementations that stand for `auto`."""
         return self.run.model_copy(
             update={"kernels": self.run.kernels.model_copy(update=dict(self.words))}
         )
 
     @cached_property
     def by_lists(self) -> bool:
-        """Whether tokens go to experts by lists of them."""
+        """Return whether tokens go to experts by lists of them."""
         return routes_by_lists(self._chosen)
 
     @property
     def multiplies_low(self) -> bool:
-        """Whether linear layers multiply in fewer bits; first and last ones may not."""
+        """Return whether linear layers multiply in fewer bits; first and last ones may not."""
         return self.run.precision.quantized is not None
 
     @cached_property
     def quantizes(self) -> bool:
-        """Whether norms quantise for linear layers."""
+        """Return whether norms quantise for linear layers."""
         return operands_apart(self._chosen) is None
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether under sequence parallelism a block of tokens is of two ranks: what they quantised
-        is of no use.
+        """Return whether under sequence parallelism a block of tokens is of two ranks: what they
+        quantised is of no use.
         """
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)
 
     @property
     def sends_quantized(self) -> bool:
-        """Whether inputs of linear layers are gathered in low precision, whoever made them."""
+        """Return whether inputs of linear layers are gathered in low precision, whoever
+        made them.
+        """
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether a module of every layer is computed again in the backward."""
+        """Return whether a module of every layer is computed again in the backward."""
         again = self.layout.recompute
         return again.granularity == "selective" and module in (again.modules or ("core_attn",))
 

@@ -26,12 +26,12 @@ _SHIPPED = {family.name: family for family in (GPT, BERT, T5, LLAVA, HYBRID)}
 
 
 def names() -> tuple[str, ...]:
-    """Every family that can be asked for, shipped ones first."""
+    """Return every family that can be asked for, shipped ones first."""
     return (*_SHIPPED, *sorted(plug_ins.found(GROUP).keys() - _SHIPPED.keys()))
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that `model.family` names.
+    """Return the family that `model.family` names.
 
     Raises `ConfigError` for a name that nothing provides, or without the section that the family
     needs; `BadEnvironment` for a plug-in that does not load.
@@ -47,7 +47,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def problems(model: ModelConfig, origins: Mapping[str, str]) -> list[Problem]:
-    """Why a model has no family; empty where it has one."""
+    """Return why a model has no family; empty where it has one."""
     try:
         family_of(model)
     except ConfigError as error:
@@ -58,7 +58,7 @@ def problems(model: ModelConfig, origins: Mapping[str, str]) -> list[Problem]:
 
 
 def imported(name: str) -> Any:
-    """The function that a family names as `package.module:function`; imports torch."""
+    """Return the function that a family names as `package.module:function`; imports torch."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
@@ -66,8 +66,8 @@ def imported(name: str) -> Any:
 def probed(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Token ids to ask a model with, and what a chunk of ours and the model of transformers read
-    beside them.
+    """Return token ids to ask a model with, and what a chunk of ours and the model of transformers
+    read beside them.
     """
     probe = family_of(model).probe
     asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})

@@ -40,12 +40,12 @@ def library_of(tensors: list[Any]) -> Any:
 
 
 def joined(tensors: list[Any], axis: int = 0) -> Any:
-    """Tensors behind each other along an axis; one alone is itself."""
+    """Return tensors behind each other along an axis; one alone is itself."""
     return library_of(tensors).concatenate(tensors, axis) if len(tensors) > 1 else tensors[0]
 
 
 def with_rows(table: Any, rows: int) -> Any:
-    """A table with so many rows, those behind its own being zeros."""
+    """Return a table with so many rows, those behind its own being zeros."""
     empty = library_of([table]).zeros_like(table[:1])
     return joined([table, *[empty] * (rows - len(table))])
 
@@ -290,7 +290,7 @@ class Table:
     """
 
     def entries(self, model: Any) -> Iterator[Step]:
-        """The entries of a model's every layer, with numbers for letters."""
+        """Yield the entries of a model's every layer, with numbers for letters."""
         for entry in self.once:
             yield from entry.steps(model)
         sparse_from = model.num_layers if model.moe is None else model.moe.first_dense_layers
@@ -302,7 +302,9 @@ class Table:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
     def held_twice(self, model: Any) -> dict[str, str]:
-        """Names of theirs that may be there and hold what another one does: copy -> original."""
+        """Return names of theirs that may be there and hold what another one does: copy ->
+        original.
+        """
         out = {}
         for copy in self.copies:
             if copy.of_mtp:

@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Elements on a rank."""
+        """Return elements on a rank."""
         return prod(self.shape)
 
 
@@ -58,7 +58,7 @@ def norm(m: ModelConfig, name: str, width: int) -> Iterator[Weight]:
 def column(
     name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False
 ) -> Iterator[Weight]:
-    """A linear layer split by outputs."""
+    """Yield a linear layer split by outputs."""
     yield Weight(f"{name}.weight", (outputs // tp, inputs), kind)
     if bias:
         yield Weight(f"{name}.bias", (outputs // tp,), kind)
@@ -67,20 +67,20 @@ def column(
 def row(
     name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False
 ) -> Iterator[Weight]:
-    """A linear layer split by inputs."""
+    """Yield a linear layer split by inputs."""
     yield Weight(f"{name}.weight", (outputs, inputs // tp), kind)
     if bias:
         yield Weight(f"{name}.bias", (outputs,), kind, whole=True)
 
 
 def square(name: str, kind: Kind, width: int) -> Iterator[Weight]:
-    """A linear layer from a width to itself with a bias, whole on every rank."""
+    """Yield a linear layer from a width to itself with a bias, whole on every rank."""
     yield Weight(f"{name}.weight", (width, width), kind, whole=True)
     yield Weight(f"{name}.bias", (width,), kind, whole=True)
 
 
 def mlp(m: ModelConfig, name: str, width: int, tp: int, *, bias: bool) -> Iterator[Weight]:
-    """Its two linear layers."""
+    """Yield its two linear layers."""
     up = (2 if m.gated else 1) * width
     yield from column(f"{name}.linear_fc1", "mlp", up, m.hidden_size, tp, bias=bias)
     yield from row(f"{name}.linear_fc2", "mlp", m.hidden_size, width, tp, bias=bias)

@@ -63,11 +63,11 @@ class Row:
 
     @property
     def beyond(self) -> bool:
-        """Whether that is more than the bound of its kind."""
+        """Return whether that is more than the bound of its kind."""
         return self.off is not None and abs(self.off) > BOUNDS.get(self.kind, inf)
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return as JSON has it."""
         return {**asdict(self), "off": self.off, "beyond": self.beyond}
 
 
@@ -140,7 +140,7 @@ def rows(
 def _memory(
     run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]
 ) -> Iterator[Row]:
-    """The most that the ranks of each stage took; on a host, all that a process has."""
+    """Yield the most that the ranks of each stage took; on a host, all that a process has."""
     each = max(1, (run.parallel.ranks or 1) // run.parallel.pp)
     device = counts_memory(run)
     for key, name in MEASURED.items() if device else ((ALLOCATED, ""),):
@@ -153,8 +153,8 @@ def _memory(
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is
-    left out.
+    """Return the readable lines of a metrics file: one that a kill cut off, or that is none of
+    ours, is left out.
 
     Raises:
         OSError: it cannot be read.
@@ -199,7 +199,7 @@ def lines_of_run(home: Path) -> list[dict[str, Any]]:
 
 
 def saved_in(home: Path) -> int | None:
-    """Bytes of the newest checkpoint of a run folder; None: there is none.
+    """Return bytes of the newest checkpoint of a run folder; None: there is none.
 
     Raises:
         OSError: it cannot be read.
@@ -210,13 +210,13 @@ def saved_in(home: Path) -> int | None:
 
 
 def by_rank_of(key: str) -> str:
-    """The name of a key of `MEASURED` in the file of a run."""
+    """Return the name of a key of `MEASURED` in the file of a run."""
     return f"{key}_by_rank"
 
 
 def peaks_in(home: Path) -> dict[str, list[int | None]]:
-    """The memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs have
-    the first alone.
+    """Return the memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs
+    have the first alone.
 
     Raises:
         CorruptData: it cannot be read.
@@ -246,18 +246,18 @@ def _is_size(value: object) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Whether it can have been measured."""
+    """Return whether it can have been measured."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
 def first_full(run: RunConfig) -> int:
-    """The first step that takes the whole batch, as a plan does."""
+    """Return the first step that takes the whole batch, as a plan does."""
     every = counted(stages(run), run.trainer.steps)
     return sum(steps for steps, size in every if size != run.trainer.batch) + 1
 
 
 def counts_memory(run: RunConfig) -> bool:
-    """Whether a measured peak is that of the device alone; on a host it is of a process, with every
-    library in it.
+    """Return whether a measured peak is that of the device alone; on a host it is of a process,
+    with every library in it.
     """
     return not facts_of(run.cluster.device).on_host

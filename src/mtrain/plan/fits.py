@@ -33,21 +33,21 @@ class Over:
     parts: dict[str, int]
 
     def largest(self) -> str:
-        """Its three largest parts."""
+        """Return its three largest parts."""
         most = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
         return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
 
 
 def over(run: RunConfig, holds: int) -> Over | None:
-    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or
-    nobody knows.
+    """Return the stage that needs the most, where that is more than a device `holds`; None: it
+    fits, or nobody knows.
     """
     worst = _worst(run)
     return worst if worst is not None and worst.needed > holds else None
 
 
 def _worst(run: RunConfig) -> Over | None:
-    """The stage that needs the most; None: nobody knows."""
+    """Return the stage that needs the most; None: nobody knows."""
     if not _is_small(run):
         return None
     try:
@@ -70,8 +70,8 @@ def _is_small(run: RunConfig) -> bool:
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """The first change, of those that cost little before those that cost much, with which the plan
-    fits and no other rule is broken; empty where there is none.
+    """Return the first change, of those that cost little before those that cost much, with which
+    the plan fits and no other rule is broken; empty where there is none.
     """
     for step in _changes(run):
         changed = apply(run, step)
@@ -96,7 +96,7 @@ def _changes(run: RunConfig) -> Iterator[Change]:
 
 
 def _steps(run: RunConfig) -> Iterator[Change]:
-    """Keys that are set together, one change after the other."""
+    """Yield keys that are set together, one change after the other."""
     p = run.parallel
     t = run.trainer
     plain = p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1

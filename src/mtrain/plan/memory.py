@@ -72,7 +72,7 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
 
 
 def bytes_here(run: RunConfig) -> int:
-    """The least that the processes of a run on this machine's CPU come to own, before
+    """Return the least that the processes of a run on this machine's CPU come to own, before
     any sample.
     """
     return state_bytes(run) + (run.parallel.ranks or 1) * RANK_BYTES
@@ -117,8 +117,8 @@ class _Memory:
     """
 
     def activations(self, run: RunConfig) -> int:
-        """Bytes kept of one micro-batch by its ranks: by one rank those of the stage that keeps the
-        most.
+        """Return bytes kept of one micro-batch by its ranks: by one rank those of the stage that
+        keeps the most.
         """
         every = _kept(run)
         return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
@@ -147,7 +147,7 @@ def _largest(run: RunConfig) -> int:
 
 
 def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str]) -> list[Problem]:
-    """The error of a micro-batch, or of the tokens of a step, that do not fit."""
+    """Return the error of a micro-batch, or of the tokens of a step, that do not fit."""
     t = run.trainer
     seq = run.data.length
     held = memory.activations(run)
@@ -192,20 +192,20 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
 
 
 def _again(run: RunConfig) -> RunConfig:
-    """The same, computing every layer again."""
+    """Return the same, computing every layer again."""
     p = run.parallel
     again = p.recompute.model_copy(update={"granularity": "full", "modules": None})
     return run.model_copy(update={"parallel": p.model_copy(update={"recompute": again})})
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is not above a number."""
+    """Return the largest that is not above a number."""
     return 1 << (number.bit_length() - 1) if number else 0
 
 
 def _longest(run: RunConfig, memory: _Memory, left: int) -> int:
-    """The longest sample, a power of two, of which all fits; some kernels need the square of its
-    length.
+    """Return the longest sample, a power of two, of which all fits; some kernels need the square of
+    its length.
     """
     length = _power_of_two(run.data.length - 1)
     while length > 1:
@@ -223,7 +223,7 @@ def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """A warning where the model alone, in its processes, is more than the memory of
+    """Return a warning where the model alone, in its processes, is more than the memory of
     this machine.
     """
     need = bytes_here(run)

@@ -10,8 +10,8 @@ from mtrain.plan.shrink import MACHINE, on_a_cpu
 
 
 def portable(run: RunConfig) -> RunConfig:
-    """A resolved run with its model, layout and batch as they are, on synthetic tokens, without
-    CUDA graphs and copies of activations to host memory.
+    """Return a resolved run with its model, layout and batch as they are, on synthetic tokens,
+    without CUDA graphs and copies of activations to host memory.
 
     TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep
     what they keep; who makes the loss stays as it was named, and so does Triton's attention, beside

@@ -108,18 +108,18 @@ class StageMemory:
 
     @cached_property
     def rank(self) -> Rank:
-        """Sizes on it."""
+        """Return sizes on it."""
         return Rank.of(self.run)
 
     @cached_property
     def kept(self) -> list[int]:
-        """Bytes that autograd keeps of a micro-batch, by chunk."""
+        """Return bytes that autograd keeps of a micro-batch, by chunk."""
         return [kept(chunk) for chunk in self.chunks] or [0] * self.run.parallel.vpp
 
     @cached_property
     def in_flight(self) -> tuple[int, list[int]]:
-        """Bytes kept of all micro-batches in flight where they are the most, and how many of each
-        chunk these are.
+        """Return bytes kept of all micro-batches in flight where they are the most, and how many of
+        each chunk these are.
         """
         micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
         once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
@@ -132,7 +132,7 @@ class StageMemory:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Bytes by part, in the order of `PARTS`, at the peak."""
+        """Return bytes by part, in the order of `PARTS`, at the peak."""
         s = self.states
         on_host = facts_of(self.run.cluster.device).on_host
         moment = self._peak
@@ -149,7 +149,7 @@ class StageMemory:
 
     @cached_property
     def _peak(self) -> dict[str, int]:
-        """The moment that has the most."""
+        """Return the moment that has the most."""
         return max(self._moments, key=lambda moment: sum(moment.values()))
 
     @cached_property
@@ -178,8 +178,8 @@ class StageMemory:
         )
 
     def _waiting(self) -> int:
-        """The gradient of a table that a chunk reads at both ends, which is added up before it is
-        handed on.
+        """Return the gradient of a table that a chunk reads at both ends, which is added up before
+        it is handed on.
         """
         m = self.run.model
         r = self.rank
@@ -197,12 +197,12 @@ class StageMemory:
 
     @property
     def saved(self) -> int:
-        """Bytes that autograd holds where it holds the most: kept, and made again."""
+        """Return bytes that autograd holds where it holds the most: kept, and made again."""
         return self.in_flight[0] + max(0, self._backward.most - sum(self._losses()[:1]))
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Return bytes at the peak."""
         return sum(self.parts.values())
 
     @property
@@ -222,7 +222,7 @@ class StageMemory:
         return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
 
     def _losses(self) -> list[int]:
-        """Bytes kept by the losses of each micro-batch in flight that has them."""
+        """Return bytes kept by the losses of each micro-batch in flight that has them."""
         found: list[int] = []
         for number, chunk in zip(self.in_flight[1], self.chunks, strict=False):
             kept = {
@@ -247,7 +247,7 @@ class StageMemory:
         return quantized_bytes(self.run) * sum(sizes.values())
 
     def _stays_wide(self, weight: Weight, held: Stage) -> bool:
-        """Whether a weight is of a layer that does not multiply in fewer bits."""
+        """Return whether a weight is of a layer that does not multiply in fewer bits."""
         stack, _, rest = weight.name.partition(".layers.")
         number = int(rest.partition(".")[0] or 0)
         m = self.run.model
@@ -289,7 +289,7 @@ class StageMemory:
 
 
 def _is_quantized(weight: Weight) -> bool:
-    """Whether products with it are in fewer bits, where the run has them."""
+    """Return whether products with it are in fewer bits, where the run has them."""
     layers = weight.kind in ("attention", "mlp", "experts", "mamba")
     tower = (
         weight.kind == "vision"
@@ -305,8 +305,8 @@ def quantized_bytes(run: RunConfig) -> int:
 
 
 def passing(run: RunConfig) -> bool:
-    """Whether weights are quantised for one product at a time: by our layers, of what is freed
-    behind it.
+    """Return whether weights are quantised for one product at a time: by our layers, of what is
+    freed behind it.
     """
     low = run.precision.quantized is not None and run.parallel.frees_weights
     return low and Rank.of(run).words["linear"] != "te"
@@ -364,15 +364,15 @@ def _loss_work(r: Rank, op: Op) -> int:
 
 
 def logits_at_once(run: RunConfig) -> int | None:
-    """As many as `kernels.loss_logits_mib` has room for, in the format of the model; None: nobody
-    said.
+    """Return as many as `kernels.loss_logits_mib` has room for, in the format of the model; None:
+    nobody said.
     """
     room = run.kernels.loss_logits_mib
     return None if room is None else int(room * MIB // bytes_of(run.precision.format))
 
 
 def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
-    """Tokens whose logits are there at once."""
+    """Return tokens whose logits are there at once."""
     most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
     rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)
@@ -407,8 +407,8 @@ def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> S
 
 
 def worst_stage(run: RunConfig) -> StageMemory:
-    """The one with the highest peak; of stages that hold the same the first, which has the most in
-    flight.
+    """Return the one with the highest peak; of stages that hold the same the first, which has the
+    most in flight.
 
     Raises:
         ValueError: as `stage_memories`.

@@ -94,7 +94,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 
 
 def whole(run: RunConfig, weight: Weight) -> int:
-    """Elements of a weight over all ranks of a stage that hold a part of it."""
+    """Return elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
     if (
         weight.kind == "experts" or weight.expert
@@ -104,7 +104,7 @@ def whole(run: RunConfig, weight: Weight) -> int:
 
 
 def _again(stage: StageMemory, weight: Weight) -> bool:
-    """Whether an earlier stage has the same table."""
+    """Return whether an earlier stage has the same table."""
     return weight.shared and stage.stage > 0
 
 

@@ -41,7 +41,7 @@ def _forwards(microbatches: int, chunks: int, group: int) -> Iterator[int]:
 def most_in_flight(
     run: RunConfig, stage: int, kept: list[int], microbatches: int
 ) -> tuple[int, list[int]]:
-    """The most bytes that pipeline rank `stage` keeps at once, and of each chunk how many
+    """Return the most bytes that pipeline rank `stage` keeps at once, and of each chunk how many
     micro-batches they are of.
 
     `kept` are those of one micro-batch of each chunk.

@@ -167,8 +167,8 @@ def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
 
 
 def _fewest(p: ParallelConfig) -> int:
-    """The fewest ranks of the grid, in which every replica of a sharded copy has two of them at
-    least.
+    """Return the fewest ranks of the grid, in which every replica of a sharded copy has two of them
+    at least.
     """
     world = smallest_world(p)
     while p.hsdp_replicas > 1 and (world // (p.tp * p.pp)) % (2 * p.hsdp_replicas):
@@ -195,13 +195,13 @@ def _tokens(data: DataConfig, seq: int) -> DataConfig:
 
 
 def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
-    """One smaller step first where there was a ramp, if a smaller one there is."""
+    """Return one smaller step first where there was a ramp, if a smaller one there is."""
     grows = len(batch_stages(run)) > 1 and smallest < batch
     return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
 
 
 def alone(run: RunConfig) -> RunConfig:
-    """The same run on one rank, with everything kept on it: the same samples in the same
+    """Return the same run on one rank, with everything kept on it: the same samples in the same
     micro-batches.
 
     Where experts are balanced sequence by sequence, each in a micro-batch of its own: nothing may
@@ -218,8 +218,8 @@ def alone(run: RunConfig) -> RunConfig:
 
 
 def balances_sequences(run: RunConfig) -> bool:
-    """Whether routers balance each sequence for itself, so that it does not matter which are in a
-    micro-batch.
+    """Return whether routers balance each sequence for itself, so that it does not matter which are
+    in a micro-batch.
     """
     moe = run.model.moe
     alone = (
@@ -231,8 +231,8 @@ def balances_sequences(run: RunConfig) -> bool:
 
 
 def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = False) -> RunConfig:
-    """A small run in fp32 whose linear layers, all of them, multiply in the 8 bits that `full`
-    says.
+    """Return a small run in fp32 whose linear layers, all of them, multiply in the 8 bits that
+    `full` says.
 
     No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an
     emulation needs neither.
@@ -243,7 +243,7 @@ def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = Fals
 
 
 def without_chance(run: RunConfig) -> RunConfig:
-    """The same run with nothing drawn in a step: no dropout, no noise of routers, no random
+    """Return the same run with nothing drawn in a step: no dropout, no noise of routers, no random
     experts.
 
     Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on
@@ -258,7 +258,8 @@ def without_chance(run: RunConfig) -> RunConfig:
 
 
 def by_document(run: RunConfig) -> RunConfig | None:
-    """The same run, of packed samples, with a loss that is the sum of those of its documents alone.
+    """Return the same run, of packed samples, with a loss that is the sum of those of its documents
+    alone.
 
     The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity,
     or sinkhorn balances them.
@@ -273,7 +274,7 @@ def by_document(run: RunConfig) -> RunConfig | None:
 
 
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
-    """Optimizer state that does not hide in its rounding what is to be compared in fp32.
+    """Return optimizer state that does not hide in its rounding what is to be compared in fp32.
 
     Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of
     them. Bases change within the few steps.
@@ -354,7 +355,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def on_a_cpu(run: RunConfig) -> dict[str, Any]:
-    """Keys of `kernels` with the portable ones everywhere."""
+    """Return keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {
         **words,
@@ -365,7 +366,7 @@ def on_a_cpu(run: RunConfig) -> dict[str, Any]:
 
 
 def _optimizer(run: RunConfig, steps: int, dtype: str) -> OptimConfig:
-    """The same optimizer, warm after half of the steps."""
+    """Return the same optimizer, warm after half of the steps."""
     return run.optim.model_copy(
         update={
             "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
@@ -381,8 +382,8 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
 
 
 def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, ParallelConfig]:
-    """Layers of the small model, `fewest` at least where stages are equal, and the layout that says
-    how they are sharded.
+    """Return layers of the small model, `fewest` at least where stages are equal, and the layout
+    that says how they are sharded.
     """
     blocks = p.pp * p.vpp
     smallest = min((len(s.layers) for s in deep if s.layers), default=0)

@@ -57,15 +57,15 @@ class States:
 
     @cached_property
     def numbers(self) -> Counter[str]:
-        """Parameters by kind."""
+        """Return parameters by kind."""
         found: Counter[str] = Counter()
         for weight in self.weights:
             found[weight.kind] += weight.numel
         return found
 
     def _trained(self, what: str) -> int:
-        """Elements of a rank's part of what is trained; experts have fewer copies to shard than
-        other weights.
+        """Return elements of a rank's part of what is trained; experts have fewer copies to shard
+        than other weights.
         """
         sharded = fsdp_shards(self.run, what)
         return sum(
@@ -169,7 +169,7 @@ def rank_states(run: RunConfig, stage: int) -> States:
 
 
 def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
-    """Elements of a bucket; None: all are in one."""
+    """Return elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:
         return None
@@ -179,7 +179,7 @@ def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
 def _buckets(
     run: RunConfig, weights: Sequence[Weight], ranks: int, size: int | None
 ) -> Iterator[Bucket]:
-    """A buffer of weights, the last first, cut into buckets as megatron-core's
+    """Yield a buffer of weights, the last first, cut into buckets as megatron-core's
     `_ParamAndGradBuffer` cuts it.
     """
     p = run.parallel
@@ -236,7 +236,7 @@ _ALONE = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 
 
 def fsdp_shards(run: RunConfig, what: str) -> bool:
-    """Whether FSDP shards weights, gradients or optimizer state."""
+    """Return whether FSDP shards weights, gradients or optimizer state."""
     p = run.parallel
     return p.fsdp != "none" and what in _ALONE.get(
         p.fsdp_sharding or "", ("optimizer", "gradients", "weights")

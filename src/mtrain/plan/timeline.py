@@ -56,15 +56,15 @@ class Timeline:
         return self.end / 2 if self.micro < self.of else None
 
     def number(self, block: Block) -> int:
-        """The micro-batch of a block in the whole step."""
+        """Return the micro-batch of a block in the whole step."""
         return block.micro + (
             self.of - self.micro if self.cut is not None and block.begin >= self.cut else 0
         )
 
     @property
     def bubble(self) -> float:
-        """Share of the whole step that the busiest stage waits; more micro-batches add work to it,
-        and no waiting.
+        """Return share of the whole step that the busiest stage waits; more micro-batches add work
+        to it, and no waiting.
         """
         busy = max(sum(block.end - block.begin for block in stage) for stage in self.blocks)
         waits = self.end - busy
@@ -91,7 +91,7 @@ def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
 
 
 def _cost(stage: StageMemory, chunk: int) -> tuple[float, float]:
-    """Products of a forward, and of a backward with what it computes again."""
+    """Return products of a forward, and of a backward with what it computes again."""
     graphs = stage.chunks[chunk]
     forward = sum(graph.flops() for graph in graphs)
     again = sum(
@@ -106,8 +106,8 @@ def _blocks(
     micro: int,
     unit: float,
 ) -> tuple[tuple[Block, ...], ...]:
-    """Each stage takes its turns in order, and each turn waits for the chunk before it in the
-    model.
+    """Return each stage takes its turns in order, and each turn waits for the chunk before it in
+    the model.
     """
     run = stages[0].run
     todo = [list(turns(run, stage.stage, micro)) for stage in stages]

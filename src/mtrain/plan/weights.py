@@ -28,8 +28,8 @@ class Matrix:
 
 
 def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
-    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the
-    builder makes them.
+    """Return the weights of a (virtual) stage on one rank with their adapters, in the order in
+    which the builder makes them.
 
     Raises:
         ValueError: the family of the model does not say which these are.

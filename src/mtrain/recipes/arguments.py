@@ -27,7 +27,7 @@ class Arguments:
     """Flags of a command line; every question asked of a flag counts as reading it."""
 
     def __init__(self, words: Iterable[Word], switches: Container[str] = ()) -> None:
-        """Takes the words apart; `switches` are the flags that take no value."""
+        """Take the words apart; `switches` are the flags that take no value."""
         self.flags: dict[str, list[Word]] = {}
         self.stray: list[Word] = []
         self.unplaced: dict[str, Unplaced] = {}
@@ -66,7 +66,7 @@ class Arguments:
                 current.append(word)
 
     def _full(self, name: str, switches: Container[str]) -> bool:
-        """Whether a word behind a flag is not its value: it has one, or takes none."""
+        """Return whether a word behind a flag is not its value: it has one, or takes none."""
         return not name or bool(self.flags[name]) or name in switches
 
     def _set_loose(self, word: Unread, name: str) -> None:
@@ -83,14 +83,16 @@ class Arguments:
                 self.maybe.setdefault(text.partition("=")[0], word)
 
     def refuse(self, flag: str, why: Why, text: str) -> None:
-        """Notes that `flag` was not taken over; the first reason holds."""
+        """Note that `flag` was not taken over; the first reason holds."""
         if why == "unreadable" and (flag in self.flags or flag in self.maybe):
             self.doubts.setdefault(flag, f"{flag} {text}")
         if flag in self.flags and flag not in self.unplaced:
             self.unplaced[flag] = Unplaced(flag, " ".join(map(shown, self.flags[flag])), why, text)
 
     def ask(self, flag: str) -> list[Word] | None:
-        """The words of a flag; one that may be there, or may have more of them, is in doubt."""
+        """Return the words of a flag; one that may be there, or may have more of them,
+        is in doubt.
+        """
         self.asked.add(flag)
         word = self.maybe.get(flag)
         if word is not None:
@@ -98,11 +100,11 @@ class Arguments:
         return self.flags.get(flag)
 
     def has(self, flag: str) -> bool:
-        """Whether the flag is there; what follows a switch is no value of it."""
+        """Return whether the flag is there; what follows a switch is no value of it."""
         return self.ask(flag) is not None
 
     def words(self, flag: str) -> list[str] | None:
-        """All values of a flag; None where it is not there, or where a value is unknown."""
+        """Return all values of a flag; None where it is not there, or where a value is unknown."""
         found = self.ask(flag)
         if found is None:
             return None
@@ -114,7 +116,7 @@ class Arguments:
         return [word for word in found if isinstance(word, str)]
 
     def word(self, flag: str) -> str | None:
-        """The one value of a flag; None where it is not there or cannot be taken over."""
+        """Return the one value of a flag; None where it is not there or cannot be taken over."""
         found = self.ask(flag)
         if found is None:
             return None
@@ -127,7 +129,7 @@ class Arguments:
         return found[0]
 
     def as_(self, flag: str, convert: Callable[[str], T]) -> T | None:
-        """The one value of a flag, converted; None where it is not there or cannot be."""
+        """Return the one value of a flag, converted; None where it is not there or cannot be."""
         text = self.word(flag)
         if text is None:
             return None
@@ -141,7 +143,7 @@ class Arguments:
 
 
 def whole(text: str) -> int:
-    """A whole number, also as `1000.0` or `1e3`."""
+    """Return a whole number, also as `1000.0` or `1e3`."""
     try:
         return int(text)
     except ValueError:
@@ -193,7 +195,7 @@ class _Reading(dict[str, Any]):
         self._left = left
 
     def ask(self, key: str) -> None:
-        """Reads the entry of a key; while it is read, its own keys are not there yet."""
+        """Read the entry of a key; while it is read, its own keys are not there yet."""
         entry = self._waiting.get(key)
         if entry is not None:
             self.read(entry)

@@ -19,7 +19,7 @@ class _Unreadable(ValueError):
 
 
 def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None:
-    """The value of a sum of products of whole numbers and variables; None where it
+    """Return the value of a sum of products of whole numbers and variables; None where it
     cannot be known.
     """
     try:
@@ -32,8 +32,8 @@ def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None
 
 
 def pattern_of(text: str) -> list[int] | None:
-    """The list that `([0]*3+[1]*58)` spells; None where it is no such expression, or longer than
-    10000.
+    """Return the list that `([0]*3+[1]*58)` spells; None where it is no such expression, or longer
+    than 10000.
     """
     try:
         parser = _Parser(text, lambda name: None)
@@ -73,7 +73,7 @@ class _Parser:
             raise _Unreadable
 
     def sign(self, *signs: str) -> str | None:
-        """The next token, if it is one of `signs`; it is then behind us."""
+        """Return the next token, if it is one of `signs`; it is then behind us."""
         if self.at < len(self.tokens) and self.tokens[self.at] in [("", s) for s in signs]:
             self.at += 1
             return self.tokens[self.at - 1][1]

@@ -72,7 +72,7 @@ class Found:
 
 
 def training_command(script: Script, source: str) -> Found:
-    """The command with the most flags that are known, of those that train a GPT or a BERT.
+    """Return the command with the most flags that are known, of those that train a GPT or a BERT.
 
     Raises:
         ConfigError: there is none, or what there is trains something else.
@@ -125,7 +125,7 @@ def training_command(script: Script, source: str) -> Found:
 
 
 def _all_variables(script: Script, source: str) -> Found:
-    """The flags of a file that only sets variables, for another script to use.
+    """Return the flags of a file that only sets variables, for another script to use.
 
     Raises:
         ConfigError: they are too few, or those of another model.
@@ -147,13 +147,13 @@ def _all_variables(script: Script, source: str) -> Found:
 
 
 def not_a_gpt(what: str, source: str) -> Problem:
-    """The problem of a program that does something else than to train a GPT or a BERT."""
+    """Return the problem of a program that does something else than to train a GPT or a BERT."""
     rule = f"{what}; only GPTs and BERTs are imported"
     return Problem("MT706", "", None, rule, f"the script of a pretrain_gpt.py or {PROGRAM}", source)
 
 
 def _without_places(words: Sequence[Word]) -> list[str]:
-    """A command without what differs from machine to machine: ranks and addresses."""
+    """Return a command without what differs from machine to machine: ranks and addresses."""
     launcher, _, rest = _parted(words)
     texts = list(map(shown, launcher))
     start = next(

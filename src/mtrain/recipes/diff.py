@@ -31,8 +31,8 @@ class Difference:
 
 
 def overrides_of(words: Sequence[str]) -> list[str]:
-    """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run
-    file.
+    """Return words of a command line where a bare one names a recipe, a run or checkpoint folder,
+    or a run file.
 
     `~key` takes a key away, and is no path; `~/mine.yaml` is one.
 
@@ -65,7 +65,7 @@ def _named(word: str) -> str:
 
 
 def _is_run_file(path: Path) -> bool:
-    """Whether a file says every group, as the one in a run folder does."""
+    """Return whether a file says every group, as the one in a run folder does."""
     if not path.is_file():
         return False
     values = load(path).values
@@ -89,7 +89,9 @@ def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 
 def _beside_its_section(key: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether a key says only that a section is there, which its own keys on the other side say."""
+    """Return whether a key says only that a section is there, which its own keys on the other side
+    say.
+    """
     here = key in mine
     there = key in theirs
     other = theirs if here else mine

@@ -58,7 +58,7 @@ class Effects(Expander):
         """Names whose assignments mean something else: numbers, references, letters of one case."""
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """Makes variables unknown from here on; every one, where a name stands for another
+        """Make variables unknown from here on; every one, where a name stands for another
         variable.
         """
         found = dict.fromkeys(names)
@@ -67,7 +67,7 @@ class Effects(Expander):
             self.forget_all(why)
 
     def forget_set(self, names: Iterable[str], body: Sequence[Node], why: str) -> None:
-        """Forgets the variables that statements, and the functions that they call, may set."""
+        """Forget the variables that statements, and the functions that they call, may set."""
         self.forget(names, why)
         bodies = [body]
         seen = set[str]()
@@ -110,7 +110,7 @@ class Effects(Expander):
             self.state.arguments = self.gap("$@", why)
 
     def assign(self, raw: Raw, *, typed: bool = False) -> None:
-        """Takes an assignment."""
+        """Take an assignment."""
         match = assignment(raw)
         assert match is not None
         name = match[1]
@@ -189,8 +189,8 @@ class Effects(Expander):
     def either(
         self, name: str, found: Sequence[list[Value] | Gap | None], why: str
     ) -> list[Value] | Gap:
-        """One of several values of a variable: what they begin with alike, and what some of them
-        add.
+        """Return one of several values of a variable: what they begin with alike, and what some of
+        them add.
         """
         if any(isinstance(one, Gap) and one.words is None for one in found):
             return self.gap(f"${name}", why)
@@ -233,7 +233,7 @@ def either_function(
 
 
 def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
-    """Words of a command of the shell that name the variables which it sets."""
+    """Return words of a command of the shell that name the variables which it sets."""
     plain = [raw.plain or "" for raw in words]
     if command in DECLARING or command == "unset":
         refers = any(re.match("-[A-Za-z]*n", text) for text in plain)
@@ -276,7 +276,7 @@ def _alike(items: tuple[Value, ...]) -> bool:
 
 
 def _goes_on(word: Word, start: str) -> bool:
-    """Whether a text is another one with more words behind it."""
+    """Return whether a text is another one with more words behind it."""
     rest = shown(word)[len(start) :]
     return (
         isinstance(word, str)

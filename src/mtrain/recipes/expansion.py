@@ -60,7 +60,7 @@ class State:
     """Tell if it is in another folder than the script began in."""
 
     def copy(self) -> State:
-        """The same, to be changed apart."""
+        """Return the same, to be changed apart."""
         return replace(self, variables=dict(self.variables), ended=False)
 
 
@@ -87,7 +87,7 @@ class Expander:
         return f"{self.source}:{self.line}"
 
     def spend(self, size: int) -> None:
-        """Counts characters that were made.
+        """Count characters that were made.
 
         Raises:
             ConfigError: they are more than a script may make.
@@ -107,28 +107,28 @@ class Expander:
         return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
     def stand_in(self, gap: Gap) -> str:
-        """A variable that stands for a gap in a text that is read again."""
+        """Return a variable that stands for a gap in a text that is read again."""
         name = f"unread_{len(self.stand_ins)}_"
         self.stand_ins[name] = gap.text
         self.state.variables[name] = [(gap,)]
         return f"${{{name}}}"
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """Makes variables unknown from here on."""
+        """Make variables unknown from here on."""
         for name in names:
             self.state.variables[name] = self.gap(f"${name}", why)
             if name == "IFS":
                 self.state.splits = False
 
     def forget_all(self, why: str) -> None:
-        """Makes every variable unknown from here on."""
+        """Make every variable unknown from here on."""
         self.spend(len(self.state.variables))
         Expander.forget(self, list(self.state.variables), why)
         self.state.lost = self.gap("", why)
         self.state.arguments = self.gap("$@", why)
 
     def joined(self, parts: Sequence[Part], depth: int = 0) -> Value:
-        """Parts as one text, without splitting: what an assignment stores."""
+        """Return parts as one text, without splitting: what an assignment stores."""
         out = list[str | Gap]()
         for part in parts:
             if part.kind == "text":
@@ -141,8 +141,8 @@ class Expander:
         return tuple(out)
 
     def expand(self, raw: Raw) -> list[Word]:
-        """The words that a word becomes: none for an empty variable, several for an array or an
-        unquoted list.
+        """Return the words that a word becomes: none for an empty variable, several for an array or
+        an unquoted list.
         """
         if has_braces(raw):
             several = word_of(self.joined(raw.parts))
@@ -190,7 +190,7 @@ class Expander:
         return out
 
     def _finished(self, pieces: list[str | Gap], loose: bool) -> Word:
-        """A word, unless a shell would put the names of files in its place."""
+        """Return a word, unless a shell would put the names of files in its place."""
         word = word_of(pieces)
         text = shown(word)
         listed = isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)
@@ -199,7 +199,7 @@ class Expander:
         return word
 
     def _split(self, items: Sequence[Value]) -> tuple[bool, list[list[str | Gap]], bool]:
-        """Values cut at spaces, and whether spaces stand before and behind all of them."""
+        """Return values cut at spaces, and whether spaces stand before and behind all of them."""
         odd = next(
             (p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None
         )
@@ -247,7 +247,7 @@ class Expander:
         return out
 
     def _held(self, name: str, index: str | None, spelled: str, quoted: bool) -> list[Value] | Gap:
-        """The items of a variable, or why they are not known."""
+        """Return the items of a variable, or why they are not known."""
         if name in "@*" or (name.isdigit() and name != "0"):
             return self._argument(name, spelled)
         held = self.state.variables.get(name)
@@ -320,8 +320,8 @@ class Expander:
         return out
 
     def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
-        """The text behind `:-`, which may hold expansions; with quotes inside of it, it is not
-        known.
+        """Return the text behind `:-`, which may hold expansions; with quotes inside of it, it is
+        not known.
         """
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1]
@@ -349,7 +349,7 @@ class Expander:
         return sets
 
     def number(self, name: str) -> str | None:
-        """The text of a plain variable; None where it is not known."""
+        """Return the text of a plain variable; None where it is not known."""
         held = self.state.variables.get(name)
         if not isinstance(held, list) or not held:
             return None

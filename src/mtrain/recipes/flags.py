@@ -17,7 +17,7 @@ Absent = Callable[[Values], Any]
 
 
 def default_of(key: str) -> Any:
-    """The schema's default of a key; None where it is required."""
+    """Return the schema's default of a key; None where it is required."""
     field = field_of(key)
     value = field.get_default(call_default_factory=True) if field is not None else None
     return None if value is PydanticUndefined else value
@@ -29,7 +29,7 @@ def kind_of(key: str) -> type:
 
 
 def types_of(key: str) -> set[Any]:
-    """The types that a key's value may have."""
+    """Return the types that a key's value may have."""
     field = field_of(key)
     assert field is not None, key
     kinds: set[Any] = set()
@@ -43,7 +43,7 @@ def types_of(key: str) -> set[Any]:
 
 
 def spelled(value: Any) -> str:
-    """A value as a word of a command line; whole floats as whole numbers, as some flags
+    """Return a value as a word of a command line; whole floats as whole numbers, as some flags
     want them.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -61,7 +61,7 @@ def one(
     always: bool = False,
     also: Sequence[str] = (),
 ) -> Entry:
-    """A flag with one value.
+    """Return a flag with one value.
 
     `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are
     the flag's own words for ours, `none` the values that stand for null, `also` other spellings of
@@ -98,7 +98,7 @@ def one(
 
 
 def on(flag: str, key: str) -> Entry:
-    """A switch that makes a key true."""
+    """Return a switch that makes a key true."""
     return _switch(flag, key, True)
 
 
@@ -113,8 +113,8 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
 
 
 def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str) -> Entry:
-    """A flag with one value that is read only where `active` says so, of the keys before it; null
-    elsewhere.
+    """Return a flag with one value that is read only where `active` says so, of the keys before it;
+    null elsewhere.
     """
     plain = one(flag, key, absent)
 
@@ -129,8 +129,8 @@ def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, w
 
 
 def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
-    """A switch that makes a key true, and is read only where `active` says so, of the keys before
-    it.
+    """Return a switch that makes a key true, and is read only where `active` says so, of the keys
+    before it.
     """
     plain = on(flag, key)
 
@@ -145,7 +145,9 @@ def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> E
 
 
 def of_schema(key: str, flag: Flag) -> Entry:
-    """The entry of a key whose schema names its flag; read only where the key has an effect."""
+    """Return the entry of a key whose schema names its flag; read only where the key
+    has an effect.
+    """
     absent = default_of(key) if flag.absent is SCHEMA_DEFAULT else flag.absent
     if bool in types_of(key):
         plain = _switch(flag.name, key, not flag.off)
@@ -157,7 +159,9 @@ def of_schema(key: str, flag: Flag) -> Entry:
 
 
 def _where(needed: Condition, plain: Entry) -> Entry:
-    """An entry of one key that is read and written only where a condition on other keys holds."""
+    """Return an entry of one key that is read and written only where a condition on other keys
+    holds.
+    """
     (key,) = plain.keys
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -179,7 +183,7 @@ def _where(needed: Condition, plain: Entry) -> Entry:
 
 
 def numbers(flag: str, key: str) -> Entry:
-    """A flag with several whole numbers; left out it means null."""
+    """Return a flag with several whole numbers; left out it means null."""
 
     def read(a: Arguments, d: Draft) -> Draft:
         words = a.words(flag)
@@ -197,5 +201,5 @@ def numbers(flag: str, key: str) -> Entry:
 
 
 def always(key: str, value: Any) -> Entry:
-    """A key that has no flag because Megatron-LM is always so."""
+    """Return a key that has no flag because Megatron-LM is always so."""
     return Entry((), (key,), lambda a, d: {key: value}, lambda d: [])

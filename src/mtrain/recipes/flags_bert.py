@@ -27,9 +27,9 @@ SAMPLES = (
 
 
 def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
-    """The keys of a BERT of megatron-core: norms before attention and MLP, two heads, that for
-    tokens with the exact gelu; `d` are those of its flags that every program has. Keys whose flags
-    are not known are added to `left`.
+    """Return the keys of a BERT of megatron-core: norms before attention and MLP, two heads, that
+    for tokens with the exact gelu; `d` are those of its flags that every program has. Keys whose
+    flags are not known are added to `left`.
     """
     a.doubts = {}
     share = a.as_(SHARE, float)
@@ -60,7 +60,9 @@ def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
 
 
 def bert_words(run: RunConfig) -> list[list[str]]:
-    """The flags of that program that say what is the model's own; empty for any other model."""
+    """Return the flags of that program that say what is the model's own; empty for any
+    other model.
+    """
     bert: Any = run.model.bert
     if not is_megatrons(run):
         return []

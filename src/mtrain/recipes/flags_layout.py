@@ -76,7 +76,9 @@ def _stages(a: Arguments, d: Draft) -> Draft:
 
 
 def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int] | None:
-    """Layers of each stage, where the first and the last rank hold other numbers than the rest."""
+    """Return layers of each stage, where the first and the last rank hold other numbers than the
+    rest.
+    """
     given = [n for n in (first, last) if n is not None]
     rest = layers - sum(given)
     between = pp - len(given)
@@ -165,7 +167,7 @@ def _sharded_words(d: Values) -> list[str]:
 
 
 def _data_parallel(flag: str, key: str) -> Entry:
-    """A switch of DistributedDataParallel that FSDP has built in."""
+    """Return a switch of DistributedDataParallel that FSDP has built in."""
     plain = on(flag, key)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -223,7 +225,7 @@ def _recompute_words(d: Values) -> list[str]:
 
 
 def words_of(key: str) -> list[str]:
-    """The words that a key's list may hold."""
+    """Return the words that a key's list may hold."""
     from typing import Literal, get_args, get_origin
 
     from mtrain.config.keys import field_of

@@ -226,7 +226,7 @@ def _layers_with_experts_words(d: Values) -> list[str]:
 
 
 def _single(flag: str, key: str, absent: Any) -> Entry:
-    """A flag that takes a list, of which only one item can be taken over."""
+    """Return a flag that takes a list, of which only one item can be taken over."""
     plain = one(flag, key, absent)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -268,7 +268,7 @@ def _offset_words(d: Values) -> list[str]:
 
 
 def _turned(d: Values) -> bool:
-    """Whether queries and keys of plain attention are turned by their positions."""
+    """Return whether queries and keys of plain attention are turned by their positions."""
     return d["model.position_embedding_type"] == "rope" and d.get("model.mla", {}) is None
 
 

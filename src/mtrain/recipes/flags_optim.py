@@ -60,8 +60,8 @@ AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dty
 
 
 def _aware(a: Arguments, d: Draft) -> Draft:
-    """State in low precision; there, what holds main weights of bf16 weights always keeps their
-    remainders.
+    """Return state in low precision; there, what holds main weights of bf16 weights always keeps
+    their remainders.
     """
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])

@@ -29,7 +29,9 @@ def _delayed(d: Values) -> bool:
 
 
 def _some_layers(a: Arguments, d: Draft) -> Draft:
-    """One layer at each end where nothing else is said; delayed scales cannot leave any out."""
+    """Return one layer at each end where nothing else is said; delayed scales cannot
+    leave any out.
+    """
     start, end = (a.as_(flag, whole) for flag in (START, END))
     few = (_eight(d) or d["precision.fp4"] is not None) and not _delayed(d)
     if a.has(SOME) and few:

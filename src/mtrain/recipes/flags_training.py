@@ -37,14 +37,16 @@ def _source(a: Arguments, d: Draft) -> Draft:
 
 
 def _corpora(a: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
-    """The prefixes that a flag names, and their weights."""
+    """Return the prefixes that a flag names, and their weights."""
     words = a.words(flag) or []
     weights = _weights(words[::2]) if words and len(words) % 2 == 0 else None
     return (words[1::2] if weights else words), weights
 
 
 def _weights(words: list[str]) -> list[float] | None:
-    """The weights before the prefixes of a blend; None where a word is no positive number."""
+    """Return the weights before the prefixes of a blend; None where a word is no
+    positive number.
+    """
     try:
         weights = [float(word) for word in words]
     except ValueError:
@@ -70,7 +72,7 @@ def _source_words(d: Values) -> list[str]:
 
 
 def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -> list[str]:
-    """A flag with prefixes, each behind its weight; empty without prefixes."""
+    """Return a flag with prefixes, each behind its weight; empty without prefixes."""
     if not prefixes:
         return []
     if not weights:
@@ -187,8 +189,8 @@ def _batch(a: Arguments, d: Draft) -> Draft:
 
 
 def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
-    """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a
-    step.
+    """Return the stages of `--step-batch-size-schedule`: tokens consumed when each begins, and
+    samples a step.
 
     Raises:
         ConfigError: it is there and cannot be read. Without it the run would be another one.
@@ -218,13 +220,13 @@ def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
 
 
 def _counted(text: str) -> int:
-    """A number as `2.4B` or `16`."""
+    """Return a number as `2.4B` or `16`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     return int(float(text[:-1] if unit > 1 else text) * unit)
 
 
 def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
-    """The ramp of `--rampup-batch-size`; one that begins at the full size is none."""
+    """Return the ramp of `--rampup-batch-size`; one that begins at the full size is none."""
     words = a.words("--rampup-batch-size")
     if words is None:
         return None
@@ -271,7 +273,7 @@ def _batch_words(d: Values) -> list[str]:
 
 
 def plan_of(d: Values) -> tuple[Stage, ...]:
-    """The sizes of the steps."""
+    """Return the sizes of the steps."""
     size = max(1, d.get("trainer.global_batch_size") or 1)
     if d.get(LISTED):
         begins = [0, *(-(-end // (d.get("data.seq_length") or 1)) for _, end in d[LISTED])]
@@ -282,7 +284,7 @@ def plan_of(d: Values) -> tuple[Stage, ...]:
 def steps(
     flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False
 ) -> Entry:
-    """A number of steps that may be given in samples, and must be where steps grow.
+    """Return a number of steps that may be given in samples, and must be where steps grow.
 
     They are the first steps of the run, or with `at_the_end` as many of the full size.
     """

@@ -34,7 +34,7 @@ class Unread:
 
     @property
     def text(self) -> str:
-        """The word as far as it is known, its gaps as the script spells them."""
+        """Return the word as far as it is known, its gaps as the script spells them."""
         return "".join(piece if isinstance(piece, str) else piece.text for piece in self.pieces)
 
     @property
@@ -49,12 +49,14 @@ class Unread:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it is known, so that it may be no word or several."""
+        """Return whether nothing of it is known, so that it may be no word or several."""
         return not any(isinstance(piece, str) and piece for piece in self.pieces)
 
     @property
     def absent(self) -> bool:
-        """Whether there is no such word unless the environment or an argument says something."""
+        """Return whether there is no such word unless the environment or an argument says
+        something.
+        """
         return self.whole and all(gap.absent for gap in self.gaps)
 
     @property
@@ -71,12 +73,12 @@ Value = tuple[str | Gap, ...]
 
 
 def shown(word: Word) -> str:
-    """A word as a person reads it."""
+    """Return a word as a person reads it."""
     return word if isinstance(word, str) else word.text
 
 
 def word_of(value: Iterable[str | Gap]) -> Word:
-    """A text with gaps as one word."""
+    """Return a text with gaps as one word."""
     pieces = list[str | Gap]()
     for piece in value:
         if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
@@ -89,7 +91,7 @@ def word_of(value: Iterable[str | Gap]) -> Word:
 
 
 def split(value: Value) -> list[list[str | Gap]]:
-    """A text cut at spaces; a gap is a part of the word that it stands in."""
+    """Return a text cut at spaces; a gap is a part of the word that it stands in."""
     out = list[list[str | Gap]]()
     fresh = True
     for piece in value:
@@ -105,7 +107,7 @@ def split(value: Value) -> list[list[str | Gap]]:
 
 
 def words_in(word: Word) -> list[Word]:
-    """A word as the words that it becomes where it is not quoted."""
+    """Return a word as the words that it becomes where it is not quoted."""
     return [word_of(pieces) for pieces in split((word,) if isinstance(word, str) else word.pieces)]
 
 

@@ -26,7 +26,7 @@ _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings
 
 
 def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
-    """Reads a `config.json`; `extra` are overrides in our own grammar, for layout, data and all
+    """Read a `config.json`; `extra` are overrides in our own grammar, for layout, data and all
     else.
 
     Raises:
@@ -60,7 +60,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
 
 
 def kind_of(values: Json) -> str:
-    """The `model_type` of the family that reads a file; empty where the file says none."""
+    """Return the `model_type` of the family that reads a file; empty where the file says none."""
     kind = values.get("model_type")
     kind = WITH_IMAGES.get(kind, kind) if isinstance(kind, str) else ""
     return ALIASES.get(kind, kind)
@@ -106,7 +106,7 @@ def _read(f: ConfigFile, family: Family) -> Draft:
 
 
 def read_json(path: Path, source: str) -> Json:
-    """A JSON object of bounded size and depth, no key of it written twice.
+    """Return a JSON object of bounded size and depth, no key of it written twice.
 
     Raises:
         ConfigError: it is something else.

@@ -32,13 +32,13 @@ class Class:
     """Keys that the class of some kind declares or reads."""
 
     def ignores(self, key: str) -> bool:
-        """Whether other classes read a key, and this one does not."""
+        """Return whether other classes read a key, and this one does not."""
         return key in self.declared and key not in self.read
 
 
 @cache
 def classes() -> dict[str, Class]:
-    """Every class by its `model_type`."""
+    """Return every class by its `model_type`."""
     kinds: dict[str, Any] = json.loads(TABLE.read_text("utf-8"))["kinds"]
     declared = frozenset(key for one in kinds.values() for key in one["read"])
     return {
@@ -53,7 +53,7 @@ def classes() -> dict[str, Class]:
 
 
 def class_of(kind: str, values: Mapping[str, Any]) -> Class | None:
-    """The class that reads a file of a `model_type`; None: it is not in the table."""
+    """Return the class that reads a file of a `model_type`; None: it is not in the table."""
     # AutoConfig's own rule: layer_types make a Ministral of a Mistral
     by_layer = kind == "mistral" and (
         "layer_types" in values or values.get("model_type") == "ministral"

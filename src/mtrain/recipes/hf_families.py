@@ -42,7 +42,9 @@ from mtrain.recipes.hf_rope import (
 
 
 def _named(*names: str) -> dict[str, str]:
-    """Keys of `model` under the names that their schema says Llama's `config.json` has for them."""
+    """Return keys of `model` under the names that their schema says Llama's `config.json` has for
+    them.
+    """
     return {key_of(f"model.{name}").hf.split()[0]: f"model.{name}" for name in names}
 
 

@@ -47,7 +47,7 @@ def _granite(f: ConfigFile) -> None:
 
 
 def _mixers(f: ConfigFile) -> str:
-    """The letter of each layer's first half."""
+    """Return the letter of each layer's first half."""
     listed = f.get("layer_types", ["mamba"] * f.layers)
     letters = [WORDS.get(word, "") for word in listed]
     if any(letter not in (MAMBA, ATTENTION) for letter in letters):

@@ -129,7 +129,7 @@ MAMBA2_READS = Family(
 
 
 def _pattern(f: ConfigFile) -> str:
-    """The letters of all layers, from either way to say them."""
+    """Return the letters of all layers, from either way to say them."""
     said = f.get("hybrid_override_pattern")
     listed = f.get("layers_block_type")
     f.read.add("num_hidden_layers")
@@ -299,7 +299,7 @@ NEMOTRON_READS = Family(
 
 
 def own(m: ModelConfig) -> HybridConfig:
-    """The section of a hybrid without positions. Raises `ValueError` for another model."""
+    """Return the section of a hybrid without positions. Raises `ValueError` for another model."""
     if m.hybrid is None or m.position_embedding_type != "none":
         raise ValueError("it is no hybrid without positions")
     return m.hybrid

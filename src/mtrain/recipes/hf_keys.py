@@ -72,7 +72,7 @@ class ConfigFile:
         return key in self.family.irrelevant or key in IRRELEVANT or key in ELSEWHERE
 
     def _null(self, key: str, read_by: Class) -> None:
-        """Puts what the class takes null for in its place."""
+        """Put what the class takes null for in its place."""
         meaning = read_by.null.get(key)
         if meaning == "false":
             self.values[key] = False
@@ -87,14 +87,14 @@ class ConfigFile:
             self.values[key] = self.family.absent.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which is thereby read."""
+        """Return the value of a key, which is thereby read."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The value of a key that others are multiplied with; `TypeError` for a text, which would
-        be repeated.
+        """Return the value of a key that others are multiplied with; `TypeError` for a text, which
+        would be repeated.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float):
@@ -102,7 +102,7 @@ class ConfigFile:
         return value
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
-        """Notes that a key could not be taken over; `value` is the part of what it holds that
+        """Note that a key could not be taken over; `value` is the part of what it holds that
         counts.
         """
         self.read.add(key)
@@ -114,13 +114,13 @@ class ConfigFile:
 
     @property
     def layers(self) -> int:
-        """How many layers to go through; a number that no model has is left to the checks of the
-        configuration.
+        """Return how many layers to go through; a number that no model has is left to the checks of
+        the configuration.
         """
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
-        """Notes a value that means something that is not there here; null is the family's default.
+        """Note a value that means something that is not there here; null is the family's default.
 
         It is noted even where today's class does not read the key: another release, or the
         publisher's code, does.
@@ -132,7 +132,7 @@ class ConfigFile:
             self.refuse(key, "not supported", text)
 
     def idle(self, keys: Sequence[str], text: str) -> None:
-        """Notes keys that the file says and transformers does not read beside the others."""
+        """Note keys that the file says and transformers does not read beside the others."""
         for key in keys:
             self.read.add(key)
             if self.given.get(key) is not None:
@@ -174,11 +174,11 @@ class ConfigFile:
         )
 
     def inside(self, key: str, inner: str, why: Why, text: str, value: Any) -> None:
-        """Notes a key `inner` of the object that `key` holds."""
+        """Note a key `inner` of the object that `key` holds."""
         self.refuse(key, why, f"{inner}: {text}", {inner: value})
 
     def unknown(self, key: str, known: set[str], within: str | None = None) -> None:
-        """Notes a key, in the object of another one or in the file, with the nearest one that is
+        """Note a key, in the object of another one or in the file, with the nearest one that is
         known.
         """
         self._hints -= 1

@@ -71,7 +71,7 @@ _VISION = Family(
 
 
 def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> ConfigFile:
-    """The object that a key holds, read as a file of its own.
+    """Return the object that a key holds, read as a file of its own.
 
     Raises:
         TypeError: it holds something else.

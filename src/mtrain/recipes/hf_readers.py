@@ -91,7 +91,7 @@ def no_cap_of_scores(f: ConfigFile) -> None:
 
 
 def _experts(f: ConfigFile, count: str, width: str) -> int:
-    """Keys of every mixture of experts; the number of experts that a token visits."""
+    """Return keys of every mixture of experts; the number of experts that a token visits."""
     topk: int = f.get("num_experts_per_tok")
     f.out |= {
         "model.moe.num_experts": f.get(count),
@@ -286,7 +286,7 @@ def _groups(f: ConfigFile, best: int) -> None:
 
 
 def more_than_one_expert(f: ConfigFile) -> None:
-    """Refuses one expert per token where chosen scores are normalised: megatron-core builds no such
+    """Refuse one expert per token where chosen scores are normalised: megatron-core builds no such
     router.
     """
     if f.get("num_experts_per_tok") == 1:
@@ -360,7 +360,7 @@ def phi3_block(f: ConfigFile) -> None:
 
 
 def _computed_widths(f: ConfigFile) -> None:
-    """Refuses a value that transformers puts in place of one that it computed, null too."""
+    """Refuse a value that transformers puts in place of one that it computed, null too."""
     rotary = f.get("qk_rope_head_dim")
     declared = f.read_by.null if f.read_by else {}
     for key, width in {

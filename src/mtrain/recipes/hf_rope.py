@@ -209,7 +209,7 @@ def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
 
 
 def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
-    """The numbers that a kind of scaling reads of a file, beside factor and length."""
+    """Return the numbers that a kind of scaling reads of a file, beside factor and length."""
     own = READ_BY[kind] - _BASE - {"factor", "original_max_position_embeddings"}
     out = {key: inner[key] for key in sorted(own & inner.keys())}
     for key in ("beta_fast", "beta_slow"):
@@ -235,7 +235,7 @@ def _floats(value: Any) -> Any:
 
 
 def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
-    """Puts the length that stands outside of the rotary parameters into them: it is read first
+    """Put the length that stands outside of the rotary parameters into them: it is read first
     (Phi-3).
     """
     outer = "original_max_position_embeddings"
@@ -246,8 +246,8 @@ def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
 
 
 def _parameters(f: ConfigFile) -> tuple[str, Json]:
-    """The key that says the rotary parameters, and what it says for all layers; values of null are
-    left out.
+    """Return the key that says the rotary parameters, and what it says for all layers; values of
+    null are left out.
     """
     f.read |= {"rope_scaling", "rope_parameters"}
     name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"

@@ -81,7 +81,7 @@ def differing(imported: Imported) -> list[str]:
 
 
 def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Keys in which two models compute something else."""
+    """Return keys in which two models compute something else."""
     left = _flat(a.model_dump(mode="json"))
     right = _flat(b.model_dump(mode="json"))
     left["kv_channels"] = a.head_dim
@@ -101,18 +101,20 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _narrow(m: ModelConfig) -> int | None:
-    """The window, where some token does not see all before it, or layers with it turn otherwise."""
+    """Return the window, where some token does not see all before it, or layers with it turn
+    otherwise.
+    """
     wide = m.window_size is None or m.window_size >= m.max_position_embeddings
     return None if wide and not m.rotary_base_local else m.window_size
 
 
 def _head(m: ModelConfig) -> str | None:
-    """The activation of BERT's head for masked tokens; None in other families."""
+    """Return the activation of BERT's head for masked tokens; None in other families."""
     return None if m.bert is None else m.bert.head_activation or m.activation
 
 
 def shipped(model: ModelConfig) -> str | None:
-    """The choice of `model` that computes the same."""
+    """Return the choice of `model` that computes the same."""
     for name in choices_of_group("model"):
         known: Any = section("model", name)
         if not same_model(known, model):
@@ -123,8 +125,8 @@ def shipped(model: ModelConfig) -> str | None:
 def config_json(
     model: ModelConfig, dtype: str, kind: str | None = None, tokens: Mapping[str, Any] = {}
 ) -> Json:
-    """The `config.json` of a model for `kind`, or for the first `model_type` that is the same
-    model.
+    """Return the `config.json` of a model for `kind`, or for the first `model_type` that is the
+    same model.
 
     `dtype` is that of the weights, as torch names it; `tokens` are ids such as `eos_token_id`.
 

@@ -21,7 +21,7 @@ def _word(m: ModelConfig, words: Mapping[str, str]) -> str:
 
 
 def gate_of(m: ModelConfig) -> Json:
-    """The activation of a gate."""
+    """Return the activation of a gate."""
     return {"hidden_act": _word(m, GATED_WORDS)}
 
 
@@ -52,12 +52,12 @@ def _rope(m: ModelConfig) -> Json:
 
 
 def partly(m: ModelConfig) -> Json:
-    """Rotary positions of a part of each head."""
+    """Return rotary positions of a part of each head."""
     return {**_rope(m), "partial_rotary_factor": m.rotary_percent}
 
 
 def _layer_types(m: ModelConfig) -> Json:
-    """The window of each layer, where there is one."""
+    """Return the window of each layer, where there is one."""
     if m.window_size is None:
         return {"layer_types": ["full_attention"] * m.num_layers}
     every = m.window_attn_skip_freq
@@ -90,8 +90,8 @@ def _mistral(m: ModelConfig) -> Json:
 
 
 def _ministral(m: ModelConfig) -> Json:
-    """A Mistral; one with a window in some layers says which, and AutoConfig makes a Ministral of
-    it.
+    """Return a Mistral; one with a window in some layers says which, and AutoConfig makes a
+    Ministral of it.
     """
     windows = {"sliding_window": m.window_size} if m.window_size is None else _layer_types(m)
     windows.pop("use_sliding_window", None)
@@ -121,8 +121,8 @@ def _balance(m: ModelConfig, dense: int = 0) -> float:
 
 
 def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
-    """Keys of a mixture of experts, which `dense` layers do not have; `count` and `width` are two
-    of their names.
+    """Return keys of a mixture of experts, which `dense` layers do not have; `count` and `width`
+    are two of their names.
     """
     moe = _experts(m)
     sizes = {
@@ -178,7 +178,7 @@ def _gpt_oss(m: ModelConfig) -> Json:
 
 
 def _behind_dense_layers(m: ModelConfig) -> Json:
-    """The experts of DeepSeek-V2, V3 and GLM-4.5."""
+    """Return the experts of DeepSeek-V2, V3 and GLM-4.5."""
     moe = _experts(m)
     return {
         "n_routed_experts": moe.num_experts,

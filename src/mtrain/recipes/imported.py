@@ -56,7 +56,8 @@ class Imported:
 def read_flags(
     words: Iterable[Word], world: World | None, unsaid: str = ""
 ) -> tuple[Arguments, Draft, dict[str, str]]:
-    """Every entry of the table, read as its keys are asked for; the keys that say nothing left out.
+    """Return every entry of the table, read as its keys are asked for; the keys that say nothing
+    left out.
 
     Args:
         words: what stands behind the program.
@@ -97,12 +98,12 @@ def read_flags(
 
 
 def _matters(key: str) -> bool:
-    """Whether a key changes the network, the layout, the numbers or the data."""
+    """Return whether a key changes the network, the layout, the numbers or the data."""
     return key != "ranks" and (key.startswith("data.") or effect_of(key) is not Effect.RUNTIME)
 
 
 def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
-    """Adds what words that may hold any flag leave open, and sets keys that must have a value to
+    """Add what words that may hold any flag leave open, and sets keys that must have a value to
     some.
     """
     loose = [word for word in a.loose if not word.absent]
@@ -128,7 +129,7 @@ def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
 
 
 def unread_words(a: Arguments) -> list[Unplaced]:
-    """Words that may hold flags, as flags that were not taken over."""
+    """Return words that may hold flags, as flags that were not taken over."""
     found = [
         Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}")
         for w in a.loose
@@ -150,7 +151,7 @@ def absent_words(a: Arguments) -> list[str]:
 
 
 def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
-    """Takes the keys of a section that is not there out, and says so of their flags."""
+    """Take the keys of a section that is not there out, and says so of their flags."""
     for key in [key for key in d if key.startswith(prefix)]:
         del d[key]
         for flag in flags_of().get(key, ()):
@@ -182,8 +183,8 @@ def backend_of(a: Arguments, d: Draft, launched: Asked | None, left: dict[str, s
 def build(
     d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None
 ) -> RunConfig:
-    """The configuration of keys that were read; those that an export `said` in lines, and `extra`
-    overrides, on top.
+    """Return the configuration of keys that were read; those that an export `said` in lines, and
+    `extra` overrides, on top.
 
     Raises:
         ConfigError: a key that is required is missing, or a value is refused; the flag is named.
@@ -211,7 +212,7 @@ def build(
 
 
 def _with_reason(problem: Problem, a: Arguments) -> Problem:
-    """A problem of a key that is missing, with the reason where its flag is there."""
+    """Return a problem of a key that is missing, with the reason where its flag is there."""
     if problem.code != "MT015":
         return problem
     flag = next((flag for flag in flags_of().get(problem.path, ()) if flag in a.unplaced), None)
@@ -222,7 +223,7 @@ def _with_reason(problem: Problem, a: Arguments) -> Problem:
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key of nested mappings; a section that is null is made."""
+    """Set a dotted key of nested mappings; a section that is null is made."""
     *parents, last = key.split(".")
     node = values
     for name in parents:
@@ -266,7 +267,7 @@ def _quiet(run: RunConfig, a: Arguments) -> RunConfig:
 
 
 def leftovers(a: Arguments) -> list[Unplaced]:
-    """Every flag that was not taken over, in the order of the command line."""
+    """Return every flag that was not taken over, in the order of the command line."""
     guesses = MAX_GUESSES
     for flag in a.flags:
         if flag in a.asked:
@@ -303,7 +304,7 @@ def _near_flag(flag: str) -> str:
 
 
 def blacked_out(found: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
-    """The same without a secret: values of flags that nobody knows are not shown at all."""
+    """Return the same without a secret: values of flags that nobody knows are not shown at all."""
     out = []
     for item in found:
         why = item.why
@@ -319,7 +320,7 @@ def blacked_out(found: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
 
 
 def without_secrets(d: Draft, a: Arguments, secrets: Secrets) -> None:
-    """Takes every value that holds a secret out of what was read."""
+    """Take every value that holds a secret out of what was read."""
     for key, value in list(d.items()):
         if isinstance(value, str) and secrets.within(value):
             del d[key]
@@ -347,13 +348,15 @@ def residue(text: str, source: str) -> Draft:
 
 
 def name_of(path: Path) -> str:
-    """A model's name made of a file's."""
+    """Return a model's name made of a file's."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).strip("_.-")
     return stem or "imported"
 
 
 def as_published(run: RunConfig) -> RunConfig:
-    """The run with what is known of the training of its model, where that ships under some name."""
+    """Return the run with what is known of the training of its model, where that ships under some
+    name.
+    """
     for choice in choices_of_group("model"):
         known: Any = section("model", choice)
         here = {key: getattr(run.model, key) for key in ("name", "published", "kv_channels")}
@@ -364,8 +367,8 @@ def as_published(run: RunConfig) -> RunConfig:
 
 
 def same_shape(d: Draft) -> str | None:
-    """The shipped model of the same layers and widths; of several the one that is nearest in all
-    else.
+    """Return the shipped model of the same layers and widths; of several the one that is nearest in
+    all else.
     """
     shape = (
         "num_layers",

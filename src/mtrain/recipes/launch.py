@@ -66,7 +66,7 @@ class World:
         return self.nodes * self.per_node
 
     def words(self) -> list[str]:
-        """The launcher's part of a command line."""
+        """Return the launcher's part of a command line."""
         nodes = ["--nnodes", str(self.nodes)] if self.nodes > 1 else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.per_node)]
 
@@ -162,7 +162,7 @@ def _starts(words: Sequence[Word], programs: Sequence[str]) -> bool:
 
 
 def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """The GPUs of a machine by the options of SLURM."""
+    """Return the GPUs of a machine by the options of SLURM."""
     of_node, of_task, in_all = (_first(given, [flag]) for flag in _GPUS)
     if of_node is not None:
         return of_node
@@ -173,8 +173,8 @@ def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int
 
 
 def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """The tasks of a machine; one of them may start a process for each GPU, of which the number is
-    not known.
+    """Return the tasks of a machine; one of them may start a process for each GPU, of which the
+    number is not known.
     """
     found = _first(given, [_PER_NODE]) or _share(tasks, nodes)
     return None if found == 1 and not given.keys().isdisjoint(_GPUS) else found
@@ -199,17 +199,19 @@ def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
 
 
 def _share(whole: int | None, parts: int | None) -> int | None:
-    """A part of what is split evenly; None where it is not, or where something is not known."""
+    """Return a part of what is split evenly; None where it is not, or where something
+    is not known.
+    """
     return None if whole is None or parts is None or whole % parts else whole // parts
 
 
 def directives(text: str) -> dict[str, str]:
-    """The options of a script's `#SBATCH` lines, each by its long name."""
+    """Return the options of a script's `#SBATCH` lines, each by its long name."""
     return _with_gres(dict(option for line in _SBATCH.findall(text) for option in _options(line)))
 
 
 def _options(line: str) -> Iterator[tuple[str, str]]:
-    """The options of a line: --a=b, --a b, -Nb and -N b."""
+    """Yield the options of a line: --a=b, --a b, -Nb and -N b."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # a quote that nothing closes
@@ -227,8 +229,8 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_gres(given: dict[str, str]) -> dict[str, str]:
-    """The same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those of
-    several types.
+    """Return the same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those
+    of several types.
     """
     for flag in ("--gres", "--tres-per-node"):
         parts = [
@@ -266,7 +268,7 @@ def _flags(words: Sequence[Word]) -> dict[str, str]:
 
 
 def _first(given: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """The first number above 0 of options."""
+    """Return the first number above 0 of options."""
     for name in names:
         text = given.get(name, "")
         if _NUMBER.fullmatch(text) and int(text) > 0:

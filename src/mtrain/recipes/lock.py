@@ -39,8 +39,8 @@ class Mismatch:
 
     @property
     def damaged(self) -> bool:
-        """Whether the file or the data is another; data that is not here at all is a matter of the
-        machine.
+        """Return whether the file or the data is another; data that is not here at all is a matter
+        of the machine.
         """
         return self.what in ("file", "data", "tokenizer", "source") and self.here != NONE
 
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 def lock_text(
     run: RunConfig, digests: Mapping[str, str], sources: Mapping[str, str], machine: Machine
 ) -> str:
-    """The lock of a resolved configuration.
+    """Return the lock of a resolved configuration.
 
     Args:
         run: the configuration.

@@ -55,7 +55,7 @@ VOCABULARY = "model.vocab_size"
 
 
 def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported:
-    """Reads scripts, or files that hold nothing but flags, the later ones as if they sourced the
+    """Read scripts, or files that hold nothing but flags, the later ones as if they sourced the
     earlier.
 
     Nothing of them is run. `extra` are overrides in our own grammar, for what the scripts do not
@@ -68,7 +68,7 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
 
 
 def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Files as texts, each with its name.
+    """Return files as texts, each with its name.
 
     Raises:
         ConfigError: one cannot be read, or has characters that are not shown.
@@ -82,8 +82,8 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
-    """The text and the name of a file that a script sources, where it is one beside it; None of any
-    other file.
+    """Return the text and the name of a file that a script sources, where it is one beside it; None
+    of any other file.
     """
     for folder in dict.fromkeys((Path(), Path(script).parent)):
         found = Path(os.path.realpath(folder / path))
@@ -123,7 +123,7 @@ def import_commands(
     asked: Mapping[str, str] = MappingProxyType({}),
     said: Mapping[str, Any] = MappingProxyType({}),
 ) -> Imported:
-    """The configuration of the command, among those of a script, that trains.
+    """Return the configuration of the command, among those of a script, that trains.
 
     Args:
         script: the commands; `source`: what holds them.
@@ -177,7 +177,7 @@ def import_words(
     family: str = "gpt",
     doubt: str = "",
 ) -> Imported:
-    """A configuration of a program's words and the world it is started in.
+    """Return a configuration of a program's words and the world it is started in.
 
     Args:
         words: what stands behind the program.
@@ -220,7 +220,7 @@ def import_words(
 
 
 def _alone(launcher: Sequence[Word]) -> bool:
-    """Whether a program is started by Python itself, in one process."""
+    """Return whether a program is started by Python itself, in one process."""
     return (
         bool(launcher)
         and shown(launcher[0]).rpartition("/")[2].startswith("python")
@@ -229,7 +229,7 @@ def _alone(launcher: Sequence[Word]) -> bool:
 
 
 def _known(words: Sequence[Word]) -> list[str]:
-    """The texts of words, as far as they are known."""
+    """Return the texts of words, as far as they are known."""
     pieces = (
         piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces)
     )
@@ -288,8 +288,8 @@ def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
 
 
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
-    """The world of a resolved configuration, and its flags with their values in the order of the
-    table.
+    """Return the world of a resolved configuration, and its flags with their values in the order of
+    the table.
     """
     values = run.flat()
     ranks = run.parallel.ranks or 1
@@ -301,7 +301,7 @@ def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
 
 
 def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with its values."""
+    """Yield each flag with its values."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:
@@ -313,7 +313,7 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
-    """A command line that means what `run` means, and in comments what has no flag.
+    """Return a command line that means what `run` means, and in comments what has no flag.
 
     The flags are those of `by_steps`, where it is given: the same run with what it does by time
     counted in steps. What no flag says is found out by reading the flags back, so that nothing is
@@ -350,7 +350,7 @@ def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of a shell; what a terminal would obey, or a line would end at, as an
+    """Return a word of a shell; what a terminal would obey, or a line would end at, as an
     escape of bash.
     """
     if word.isprintable():
@@ -364,8 +364,8 @@ def _quoted(word: str) -> str:
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:
-    """Keys with their values that make of the flags in `text` the configuration they were written
-    from.
+    """Return keys with their values that make of the flags in `text` the configuration they were
+    written from.
     """
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node

@@ -58,7 +58,7 @@ _WITHOUT_FLAG = re.findall(
 
 
 def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = ()) -> Imported:
-    """A configuration of the last text, which is YAML; those before are scripts that set its
+    """Return a configuration of the last text, which is YAML; those before are scripts that set its
     `${VARIABLES}`.
 
     Args:
@@ -120,7 +120,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
 
 
 def is_yaml(text: str) -> bool:
-    """Whether a text that has no name is one of these files, and no script."""
+    """Return whether a text that has no name is one of these files, and no script."""
     return (
         re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
     )
@@ -135,7 +135,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[Word]:
-    """The words of `MODEL_ARGS`: true is a switch, false leaves one out, text is one word."""
+    """Yield the words of `MODEL_ARGS`: true is a switch, false leaves one out, text is one word."""
     for key, value in args.items():
         if value is False:
             continue
@@ -156,7 +156,9 @@ def _items(value: Any) -> list[str]:
 
 
 def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """The words of a file for `--yaml-cfg`; what is null or says what is so by default has none."""
+    """Yield the words of a file for `--yaml-cfg`; what is null or says what is so by default has
+    none.
+    """
     flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for section in _SECTIONS:
         flat |= _mapping(values.get(section))

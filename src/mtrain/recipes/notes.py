@@ -42,7 +42,7 @@ def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) 
 
 
 def too_few(run: RunConfig) -> list[str]:
-    """A note where the script starts fewer processes than its layout has."""
+    """Return a note where the script starts fewer processes than its layout has."""
     p = run.parallel
     per_node = run.cluster.devices_per_node
     ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)

@@ -134,7 +134,7 @@ def known(program: str, family: str) -> bool:
 
 
 def _words(parts: Iterable[str]) -> set[str]:
-    """The words of names, also without the number at their end: `retro2` is `retro`."""
+    """Return the words of names, also without the number at their end: `retro2` is `retro`."""
     cut = [word for part in parts for word in re.split(r"[^a-z0-9]+", part.lower()) if word]
     return {*cut, *(word.rstrip("0123456789") for word in cut)}
 

@@ -52,7 +52,7 @@ _SHAPES = re.compile(
 
 
 def names_secret(name: str) -> bool:
-    """Whether a variable or a flag is named as one that holds a secret."""
+    """Return whether a variable or a flag is named as one that holds a secret."""
     words = set(re.split(r"[-_.]+", name.lower()))
     if name.startswith("--") and "token" in words and len(words - {""}) > 1:
         words.discard("token")  # flags count tokens, but for those of a service
@@ -82,5 +82,5 @@ class Secrets:
         return self._hidden[text]
 
     def within(self, text: str) -> bool:
-        """Whether `text` holds a secret."""
+        """Return whether `text` holds a secret."""
         return self.hide(text) != text

@@ -63,7 +63,7 @@ name.
 
 
 def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script:
-    """Reads scripts, each a text with its name, as if the later ones had sourced the earlier.
+    """Read scripts, each a text with its name, as if the later ones had sourced the earlier.
 
     Args:
         opener: reads neighbouring files that they source; without it, none are read.
@@ -80,8 +80,8 @@ def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script
 
 
 def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
-    """The same for command lines that are known word by word, each with the place that it comes
-    from.
+    """Return the same for command lines that are known word by word, each with the place that it
+    comes from.
     """
     reader = _Reader(None, set())
     for words, where in calls:
@@ -141,7 +141,7 @@ class _Reader(Effects):
         return self.script
 
     def never_called(self) -> None:
-        """Reads the functions that nothing calls: another script may."""
+        """Read the functions that nothing calls: another script may."""
         for name, (source, function) in list(self.functions.items()):
             if name not in self.called:
                 self.source = source
@@ -229,12 +229,12 @@ class _Reader(Effects):
             self.forget_all(lost.why)
 
     def loop(self, node: Loop) -> None:
-        """Forgets what the loop sets, and reads its commands once."""
+        """Forget what the loop sets, and reads its commands once."""
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
         self.lose(self.apart(node.body, conditional=True))
 
     def lose(self, after: State) -> None:
-        """Forgets every variable where statements that were followed apart may have set any, and
+        """Forget every variable where statements that were followed apart may have set any, and
         the folder.
         """
         self.state.moved = self.state.moved or after.moved
@@ -321,7 +321,7 @@ class _Reader(Effects):
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Reads the commands of a function where it is called, and forgets what it may set."""
+        """Read the commands of a function where it is called, and forgets what it may set."""
         self.spend(1000)
         self.called.add(name)
         source, function = self.functions[name]
@@ -340,7 +340,7 @@ class _Reader(Effects):
         self.forget_set((), function.body, f"is set by {name} (line {line})")
 
     def source_file(self, words: Sequence[Word], node: Command) -> None:
-        """Reads a neighbouring file in place; any other may set any variable."""
+        """Read a neighbouring file in place; any other may set any variable."""
         word = words[0] if words else ""
         path = shown(word)
         if os.path.basename(path) in self.given:
@@ -406,8 +406,8 @@ class _Reader(Effects):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """The statements of a text made of words, each gap a variable of its own; None where it has
-        none.
+        """Return the statements of a text made of words, each gap a variable of its own; None where
+        it has none.
         """
         pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
         text = " ".join(
@@ -420,7 +420,7 @@ class _Reader(Effects):
             return None
 
     def keep(self, words: list[Word], node: Command) -> None:
-        """Keeps a command that is no part of the shell, or the commands of the shell that it
+        """Keep a command that is no part of the shell, or the commands of the shell that it
         starts.
         """
         words = with_input(

@@ -16,7 +16,7 @@ _ENDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}", "in"
 
 
 def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
-    """The statements of a script.
+    """Return the statements of a script.
 
     Raises:
         ConfigError: a quote, a bracket or a statement that does not close.
@@ -48,7 +48,7 @@ class _Parser(Lexer):
         self.depth = 0
 
     def keyword(self) -> str:
-        """The plain word that stands here, not passed over."""
+        """Return the plain word that stands here, not passed over."""
         match = re.compile(r"[A-Za-z]+|[{}!]|\[\[").match(self.text, self.at)
         if match is None:
             return ""
@@ -72,7 +72,7 @@ class _Parser(Lexer):
         return out
 
     def between(self) -> None:
-        """Passes over what parts statements; texts behind `<<` begin at the end of the line."""
+        """Pass over what parts statements; texts behind `<<` begin at the end of the line."""
         while self.at < len(self.text):
             self.blank()
             if self.ahead("\n"):
@@ -84,7 +84,7 @@ class _Parser(Lexer):
                 return
 
     def listed(self) -> list[Node]:
-        """A list of commands with `&&` and `||` between them."""
+        """Return a list of commands with `&&` and `||` between them."""
         left = self.pipeline()
         while True:
             self.blank()
@@ -131,7 +131,7 @@ class _Parser(Lexer):
         return [Group(self.line, part, True) for part in parts]
 
     def command(self) -> list[Node]:
-        """One command, simple or compound."""
+        """Return one command, simple or compound."""
         line = self.line
         keyword = self.keyword()
         function = _FUNCTION.match(self.text, self.at)
@@ -159,7 +159,7 @@ class _Parser(Lexer):
         return [*found, behind] if behind.writes else found
 
     def arithmetic(self) -> bool:
-        """Whether `((...))` stands here, and not two brackets of shells of their own."""
+        """Return whether `((...))` stands here, and not two brackets of shells of their own."""
         if not self.ahead("(("):
             return False
         before = self.at
@@ -199,7 +199,7 @@ class _Parser(Lexer):
         return self.ahead("]]")
 
     def function(self, line: int) -> Function:
-        """A function with its body."""
+        """Return a function with its body."""
         if self.keyword() == "function":
             self.word()
             self.blank()
@@ -215,7 +215,7 @@ class _Parser(Lexer):
         return Function(line, match[1], self.command())
 
     def expect(self, word: str) -> None:
-        """Passes over a keyword."""
+        """Pass over a keyword."""
         if self.keyword() != word and not (len(word) < 3 and self.ahead(word)):
             raise self.bad(f"{word} is missing")
         self.at += len(word)
@@ -227,7 +227,7 @@ class _Parser(Lexer):
         return found
 
     def branches(self, line: int) -> Branches:
-        """An `if` up to its `fi`."""
+        """Return an `if` up to its `fi`."""
         start = self.at + 2
         self.at = start
         first = self.body(("then",))
@@ -248,7 +248,7 @@ class _Parser(Lexer):
             bodies.append([*before, *self.body(("elif", "else", "fi"))])
 
     def case(self, line: int) -> Branches:
-        """A `case` up to its `esac`."""
+        """Return a `case` up to its `esac`."""
         self.at += 4
         self.blank("\n")
         start = self.at
@@ -285,7 +285,7 @@ class _Parser(Lexer):
         return Branches(line, text, first, bodies, whole)
 
     def loop(self, line: int, keyword: str) -> Loop:
-        """A loop up to its `done`."""
+        """Return a loop up to its `done`."""
         start = self.at
         self.at += len(keyword)
         names = list[str]()
@@ -311,7 +311,7 @@ class _Parser(Lexer):
         return Loop(line, text, names, [*before, *body])
 
     def simple(self, line: int) -> Command:
-        """A command with its words; redirections are passed over."""
+        """Return a command with its words; redirections are passed over."""
         start = self.at
         found = Command([], line, "")
         while True:
@@ -330,7 +330,7 @@ class _Parser(Lexer):
         return found
 
     def redirect(self, match: re.Match[str], command: Command) -> None:
-        """Passes over a redirection and its word; the text behind `<<` is kept for the command."""
+        """Pass over a redirection and its word; the text behind `<<` is kept for the command."""
         self.at = match.end()
         self.blank()
         word = self.word()
@@ -344,7 +344,7 @@ class _Parser(Lexer):
             command.writes.append(word)
 
     def read_heredocs(self) -> None:
-        """Reads the texts behind `<<` of the line before."""
+        """Read the texts behind `<<` of the line before."""
         waiting = self.heredocs
         self.heredocs = []
         for heredoc in waiting:
@@ -366,7 +366,7 @@ class _Parser(Lexer):
 
 
 def _only_assigns(command: Command) -> bool:
-    """Whether a command is nothing but assignments that cannot fail."""
+    """Return whether a command is nothing but assignments that cannot fail."""
     words = [word for raw in command.words for word in (raw, *(raw.array or ()))]
     return all(assignment(raw) for raw in command.words) and all(
         part.kind != "command" for word in words for part in word.parts
@@ -374,7 +374,7 @@ def _only_assigns(command: Command) -> bool:
 
 
 def _tests(command: Command) -> bool:
-    """Whether a command is a test of values."""
+    """Return whether a command is a test of values."""
     return bool(command.words) and command.words[0].plain in ("[", "[[", "test", "let", "false")
 
 

@@ -73,7 +73,9 @@ Node = Command | Branches | Loop | Group | Function
 
 
 def assignment(word: Raw) -> re.Match[str] | None:
-    """The name of a word that is an assignment, its index and its sign; None of other words."""
+    """Return the name of a word that is an assignment, its index and its sign; None of
+    other words.
+    """
     first = word.parts[0] if word.parts else None
     if first is None or first.kind != "text" or first.quoted:
         return None
@@ -81,7 +83,7 @@ def assignment(word: Raw) -> re.Match[str] | None:
 
 
 def commands_in(nodes: Sequence[Node]) -> Iterator[Command | Loop]:
-    """Every command and loop in statements, however deep; functions are left out."""
+    """Yield every command and loop in statements, however deep; functions are left out."""
     for node in nodes:
         if isinstance(node, Command):
             yield node

@@ -34,8 +34,8 @@ WRITTEN: tuple[Entry, ...] = (
 
 @cache
 def table() -> tuple[Entry, ...]:
-    """Every entry, in the order of the schema: those above, and one for each key whose schema names
-    its flag.
+    """Return every entry, in the order of the schema: those above, and one for each key whose
+    schema names its flag.
     """
     taken = {key for entry in WRITTEN for key in entry.keys}
     declared = [
@@ -54,19 +54,19 @@ def table() -> tuple[Entry, ...]:
 
 @cache
 def flags_of() -> dict[str, tuple[str, ...]]:
-    """Key -> the flags that say it."""
+    """Return key -> the flags that say it."""
     return {key: entry.flags for entry in table() for key in entry.keys if entry.flags}
 
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Every flag that the table, or the list of flags without a key, has."""
+    """Return every flag that the table, or the list of flags without a key, has."""
     return frozenset(flag for entry in table() for flag in entry.flags) | OTHERS.keys()
 
 
 @cache
 def switches() -> frozenset[str]:
-    """Every flag of them that takes no value."""
+    """Return every flag of them that takes no value."""
     return frozenset(flag for entry in table() for flag in entry.switches) | (
         OTHERS.keys() - VALUED
     )

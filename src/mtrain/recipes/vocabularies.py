@@ -73,7 +73,8 @@ _BY_NAME = tuple(
 
 
 def ids_of(kind: str | None, model: str | None) -> tuple[int, str] | None:
-    """The number of ids of a tokenizer, and whence it is known; None for one that is not known.
+    """Return the number of ids of a tokenizer, and whence it is known; None for one that is not
+    known.
 
     Args:
         kind: the value of `--tokenizer-type`.

@@ -39,7 +39,7 @@ class Raw:
 
     @property
     def plain(self) -> str | None:
-        """The word, where nothing of it is quoted or expanded."""
+        """Return the word, where nothing of it is quoted or expanded."""
         if len(self.parts) == 1 and self.array is None and not self.parts[0].quoted:
             return self.parts[0].text if self.parts[0].kind == "text" else None
         return None
@@ -56,14 +56,14 @@ class Lexer:
         self._line_at = 0
 
     def bad(self, what: str) -> ConfigError:
-        """The error of a text that is no shell script, at the place that is reached."""
+        """Return the error of a text that is no shell script, at the place that is reached."""
         return ConfigError(
             [Problem("MT003", "", None, f"not a shell script: {what}", "", self.where)]
         )
 
     @property
     def line(self) -> int:
-        """The line that is reached."""
+        """Return the line that is reached."""
         at = min(self.at, len(self.text))
         self._line += self.text.count("\n", self._line_at, at) if at >= self._line_at else 0
         self._line_at = max(at, self._line_at)
@@ -71,15 +71,15 @@ class Lexer:
 
     @property
     def where(self) -> str:
-        """The place that is reached, as `file:line`."""
+        """Return the place that is reached, as `file:line`."""
         return f"{self.source}:{self.line}"
 
     def ahead(self, *signs: str) -> str:
-        """The first of `signs` that stands here; empty where none does."""
+        """Return the first of `signs` that stands here; empty where none does."""
         return next((sign for sign in signs if self.text.startswith(sign, self.at)), "")
 
     def blank(self, also: str = "") -> None:
-        """Passes over spaces, continuations and comments."""
+        """Pass over spaces, continuations and comments."""
         while self.at < len(self.text):
             if self.ahead("\\\n"):
                 self.at += 2
@@ -92,7 +92,7 @@ class Lexer:
                 return
 
     def word(self) -> Raw:
-        """The word that begins here; without parts where none does."""
+        """Return the word that begins here; without parts where none does."""
         raw = Raw()
         while self.at < len(self.text):
             plain = _PLAIN.match(self.text, self.at)
@@ -155,8 +155,8 @@ class Lexer:
             raise self.bad('a " does not close')
 
     def balanced(self, opening: str, closing: str) -> str:
-        """The text up to the bracket that closes, which is passed over; quotes and comments hold no
-        brackets.
+        """Return the text up to the bracket that closes, which is passed over; quotes and comments
+        hold no brackets.
         """
         start = self.at
         depth = 0
@@ -180,7 +180,7 @@ class Lexer:
         raise self.bad(f"a {opening} does not close")
 
     def _pass_quoted(self) -> None:
-        """Passes over a text in double quotes, with what stands in brackets in it."""
+        """Pass over a text in double quotes, with what stands in brackets in it."""
         self.at += 1
         while self.at < len(self.text):
             if self.ahead("$(", "${"):
@@ -204,7 +204,7 @@ class Lexer:
         return inside
 
     def _escaped(self) -> str:
-        """The inside of `$'...'`, its escapes replaced."""
+        """Return the inside of `$'...'`, its escapes replaced."""
         out = b""
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -263,7 +263,7 @@ class Lexer:
         return Part("text", "$", quoted)
 
     def _array(self) -> list[Raw]:
-        """The words of `NAME=( ... )` up to its bracket."""
+        """Return the words of `NAME=( ... )` up to its bracket."""
         out: list[Raw] = []
         while True:
             self.blank("\n")

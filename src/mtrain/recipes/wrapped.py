@@ -50,7 +50,8 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
 
 
 def with_input(words: list[Word], gap: Gap) -> list[Word]:
-    """The words of a command; in those of `xargs` and `parallel`, what they read stands as a gap.
+    """Return the words of a command; in those of `xargs` and `parallel`, what they read stands as a
+    gap.
 
     `parallel` reads the words behind `:::` too.
     """
@@ -74,7 +75,7 @@ def with_input(words: list[Word], gap: Gap) -> list[Word]:
 
 
 def _mark(options: Sequence[str]) -> str:
-    """The text that `xargs -I TEXT` replaces; empty where it adds words to the end."""
+    """Return the text that `xargs -I TEXT` replaces; empty where it adds words to the end."""
     for index, option in enumerate(options):
         if not option.startswith("-"):
             return ""
@@ -86,7 +87,7 @@ def _mark(options: Sequence[str]) -> str:
 
 
 def _without(word: Word, mark: str, gap: Gap) -> Word:
-    """A word with a gap in place of each `mark`."""
+    """Return a word with a gap in place of each `mark`."""
     if not mark or mark not in shown(word):
         return word
     pieces = list[str | Gap]()

@@ -47,7 +47,7 @@ class Delta:
 def delta(
     run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
 ) -> Delta:
-    """The shortest way to say `run`: for each group the choice that leaves least to say.
+    """Return the shortest way to say `run`: for each group the choice that leaves least to say.
 
     A model that is near none of the choices is said whole, so that it can be read without knowing
     the one beneath.
@@ -93,7 +93,9 @@ def delta(
 
 
 def left_open(found: Delta, keys: Mapping[str, str]) -> Delta:
-    """The same with keys that are to be filled in by hand, and a remark on each with the reason."""
+    """Return the same with keys that are to be filled in by hand, and a remark on each with the
+    reason.
+    """
     for key, why in keys.items():
         *parents, name = key.split(".")
         values = found.values
@@ -108,7 +110,7 @@ def left_open(found: Delta, keys: Mapping[str, str]) -> Delta:
 
 
 def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) -> str:
-    """The file: a line for the editor, the words about itself, choices, values.
+    """Return the file: a line for the editor, the words about itself, choices, values.
 
     With `short`, choices and values take at most 12 lines, however long.
     """
@@ -169,7 +171,7 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
 
 
 def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
-    """The layout as one word, with the data-parallel size or without."""
+    """Return the layout as one word, with the data-parallel size or without."""
     axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
     word = "".join(
         f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None)
@@ -207,7 +209,7 @@ def _beyond(target: Any, base: Any) -> dict[str, Any] | None:
 
 
 def _said(wanted: Section) -> dict[str, Any]:
-    """The keys of a section that are not at their default."""
+    """Return the keys of a section that are not at their default."""
     out: dict[str, Any] = {}
     for name, info in type(wanted).model_fields.items():
         value = getattr(wanted, name)
@@ -231,7 +233,7 @@ def _flat(values: Mapping[str, Any]) -> list[str]:
 
 
 def _block(key: str, value: Any, width: int, depth: int = 0) -> list[str]:
-    """A key in one line where it fits, else its keys in lines of their own."""
+    """Return a key in one line where it fits, else its keys in lines of their own."""
     line = f"{'  ' * depth}{key}: {spell(value)}"
     if not isinstance(value, dict) or not value or len(line) <= width:
         return [line]
@@ -240,7 +242,7 @@ def _block(key: str, value: Any, width: int, depth: int = 0) -> list[str]:
 
 
 def _words(text: str) -> str:
-    """A sentence as YAML, plain where it can be."""
+    """Return a sentence as YAML, plain where it can be."""
     plain = (
         text[:1].isalpha() and text[-1:] != ":" and not any(sign in text for sign in (": ", " #"))
     )
@@ -248,7 +250,7 @@ def _words(text: str) -> str:
 
 
 def unequal(first: RunConfig, second: RunConfig) -> list[str]:
-    """Keys whose values differ; the words of a recipe about itself left out."""
+    """Return keys whose values differ; the words of a recipe about itself left out."""
     mine = first.flat()
     theirs = second.flat()
     return [key for key in {**mine, **theirs} if mine.get(key, ...) != theirs.get(key, ...)]

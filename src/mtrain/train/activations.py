@@ -242,8 +242,8 @@ class _Chunk:
         return marked
 
     def _places_of(self, x: torch.Tensor) -> list[int] | None:
-        """The place of each row of `_by_token`; [] of a scalar; None of a tensor whose axes count
-        something else.
+        """Return the place of each row of `_by_token`; [] of a scalar; None of a tensor whose axes
+        count something else.
         """
         if not x.dim():
             return []
@@ -281,8 +281,8 @@ def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None
 
 
 def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """The tensor with one leading axis that counts tokens, those of a sequence's place behind each
-    other.
+    """Return the tensor with one leading axis that counts tokens, those of a sequence's place
+    behind each other.
     """
     x = x.detach()
     if not x.dim():
@@ -310,7 +310,7 @@ class _Mark(torch.autograd.Function):
 
 
 def global_names(root: Any) -> dict[str, str]:
-    """The name of each module with layers numbered over all stages."""
+    """Return the name of each module with layers numbered over all stages."""
     names: dict[str, str] = {}
     for path, _ in root.named_modules():
         above, _, last = path.rpartition(".")

@@ -170,8 +170,8 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
 
 
 def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
-    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher
-    did it before, with the tokenizer of the model in `checkpoint`.
+    """Return the train, validation and test samples of a run; tokenizes a text corpus where no
+    launcher did it before, with the tokenizer of the model in `checkpoint`.
     """
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
     own = model_tokenizer(run, checkpoint)
@@ -181,8 +181,8 @@ def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
 
 
 def named_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """The tokenizer.json that a configuration names, else that of the model in `checkpoint`; None:
-    one is trained.
+    """Return the tokenizer.json that a configuration names, else that of the model in `checkpoint`;
+    None: one is trained.
     """
     return user_path(run.data.tokenizer) if run.data.tokenizer else model_tokenizer(run, checkpoint)
 

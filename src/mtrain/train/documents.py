@@ -22,7 +22,7 @@ MOST_OBSERVED = 3
 
 
 def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """The documents of packed samples, each as `[1, length]` tensors."""
+    """Return the documents of packed samples, each as `[1, length]` tensors."""
     found = []
     for batch in batches:
         rows = {key: value for key, value in batch.items() if key not in WHOLE}
@@ -95,8 +95,8 @@ class Observed:
 
 
 def observed(data: GlobalBatches, size: int) -> list[Observed]:
-    """A few documents of the first `size` samples that have a loss, the longer half, the same on
-    every rank.
+    """Return a few documents of the first `size` samples that have a loss, the longer half, the
+    same on every rank.
     """
     whole = GlobalBatches(data.samples, size, size, 0, 1, data.form, data.limit).microbatches(0)[0]
     bounds = whole["cu_seqlens"].tolist()

@@ -19,8 +19,8 @@ HEADS = 4
 
 
 def wrong_masks(folder: Path, run: RunConfig) -> list[tuple[str, str]]:
-    """Modules whose dropout is alike on ranks where it must not be, or not where it must, each with
-    what is wrong.
+    """Return modules whose dropout is alike on ranks where it must not be, or not where it must,
+    each with what is wrong.
     """
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("masks_*.json"))]
     return [

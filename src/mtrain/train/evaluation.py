@@ -111,8 +111,8 @@ def measured(
 def _bytes(
     world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool
 ) -> int:
-    """Bytes of the text that is predicted: of the labels whose loss counts, over all data-parallel
-    ranks.
+    """Return bytes of the text that is predicted: of the labels whose loss counts, over all
+    data-parallel ranks.
     """
     total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)
     if not any(world.coords[axis] for axis in ("tp", "cp", "pp", *(("dp",) if alone else ()))):

@@ -65,7 +65,9 @@ def needs_of(run: RunConfig, chunks: Sequence[Any], *, padded: bool) -> Needs:
 
 
 def counts_tokens(run: RunConfig) -> bool:
-    """Whether layers count tokens: routers of experts, and the indexers of sparse attention."""
+    """Return whether layers count tokens: routers of experts, and the indexers of
+    sparse attention.
+    """
     return run.model.moe is not None or run.model.dsa is not None
 
 
@@ -90,7 +92,8 @@ class Feed:
         """How long the last step waited for its samples to be read."""
 
     def take(self, consumed: int, size: int) -> list[Batch]:
-        """The micro-batches of the step of `size` samples after `consumed`, on this rank's device.
+        """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
+        device.
 
         Raises whatever reading them raised.
         """
@@ -135,15 +138,15 @@ class _Ready:
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, split to this rank's part of the sequence under context
-    parallelism.
+    """Return a micro-batch on this rank's device, split to this rank's part of the sequence under
+    context parallelism.
     """
     batch = _measured(batch)
     return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
 
 
 def documents_of(batch: Batch) -> Documents:
-    """The documents of a packed micro-batch; one that came by no feed is asked for them."""
+    """Return the documents of a packed micro-batch; one that came by no feed is asked for them."""
     if DOCUMENTS in batch:
         return cast(Documents, batch[DOCUMENTS])
     bounds = batch["cu_seqlens"].tolist()

@@ -46,8 +46,8 @@ class Sampler:
 
     @property
     def context(self) -> int:
-        """Tokens that are looked back at: `data.seq_length`, or fewer where learned positions end
-        before.
+        """Return tokens that are looked back at: `data.seq_length`, or fewer where learned
+        positions end before.
 
         Raises:
             ConfigError: there are fewer positions than the shortest sequence that this layout can
@@ -73,8 +73,8 @@ class Sampler:
         return min(self.run.data.length, whole)
 
     def obstacle_to(self, tokens: int) -> str:
-        """Why nothing is kept of what was read in a text of so many tokens, so that every token
-        reads all before it again; empty: it is kept.
+        """Return why nothing is kept of what was read in a text of so many tokens, so that every
+        token reads all before it again; empty: it is kept.
         """
         model = self.run.model
         if (
@@ -102,13 +102,13 @@ class Sampler:
 
     @property
     def independent(self) -> bool:
-        """Whether a text is the same whatever is computed beside it."""
+        """Return whether a text is the same whatever is computed beside it."""
         moe = self.run.model.moe
         return moe is None or moe.expert_capacity_factor is None
 
     @property
     def grid(self) -> RankGrid:
-        """The degrees of the layout."""
+        """Return the degrees of the layout."""
         return self.world.grid
 
     def generate(
@@ -169,7 +169,7 @@ class Sampler:
         return [Continuation(text.added, text.ended) for text in texts]
 
     def _start(self, known: int) -> int:
-        """The first token that is looked back at where so many are known."""
+        """Return the first token that is looked back at where so many are known."""
         half = max(1, self.context // 2)
         return max(0, -(-(known - self.context) // half)) * half
 
@@ -200,8 +200,8 @@ class Sampler:
         return not choices[-1]
 
     def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
-        """Logits [rows, padded vocabulary] after the last id of each row on ranks of the last
-        stage, None elsewhere.
+        """Return logits [rows, padded vocabulary] after the last id of each row on ranks of the
+        last stage, None elsewhere.
 
         Rows are of one length. What `cache` has read of them is not read again. Sequences are
         padded on the right to a `multiple`; causal attention keeps the padding from being seen.
@@ -282,7 +282,9 @@ class _Text:
         self._generator = generator
 
     def part(self, start: int, end: int) -> list[int]:
-        """The tokens from `start` to `end`; one that ended before is continued with anything."""
+        """Return the tokens from `start` to `end`; one that ended before is continued with
+        anything.
+        """
         return (self.ids[start:end] + [0] * (end - len(self.ids)))[: end - start]
 
     @property
@@ -291,7 +293,7 @@ class _Text:
         return self.ids[self._begin :]
 
     def draw(self, logits: torch.Tensor) -> tuple[int, int]:
-        """The next token, and the number of the ending that it makes."""
+        """Return the next token, and the number of the ending that it makes."""
         choice = draw(logits, self._sampling, self._generator)
         return choice, ENDINGS.index(self._ending([*self.added, choice]))
 

@@ -94,13 +94,13 @@ class Model(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a document: what a text without context is scored after."""
+        """Return the end of a document: what a text without context is scored after."""
         return self._tokenizer.eod or 0
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Return ids of a text, without special tokens."""
         return self._tokenizer.encode(string)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -135,7 +135,7 @@ class Model(TemplateLM):
         return totals
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """An answer to each request, up to one of its texts `until`."""
+        """Return an answer to each request, up to one of its texts `until`."""
         out = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -153,7 +153,7 @@ class Model(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[Any], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as the tokenizer's template writes it."""
+        """Return a chat as the tokenizer's template writes it."""
         return ChatFormat(self._tokenizer.path.parent).render(chat_history)
 
 

@@ -134,7 +134,7 @@ class Metrics(Hook):
 
 
 def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
-    """A step as a record of the metrics file."""
+    """Return a step as a record of the metrics file."""
     run = parts.run
     world = parts.world
     seconds = result.seconds
@@ -351,7 +351,7 @@ class Profile(Hook):
         self.profiler: Any = None
 
     def waits_for(self, parts: Parts, step: int) -> bool:
-        """The trace has one step alone."""
+        """Return the trace has one step alone."""
         return step in (self.step - 1, self.step)
 
     def start(self, parts: Parts) -> None:

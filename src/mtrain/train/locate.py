@@ -65,7 +65,7 @@ class Recorded:
                 self.parts[passed].append((facts, event, values))
 
     def steps(self) -> list[int]:
-        """The steps that were recorded."""
+        """Return the steps that were recorded."""
         return sorted({passed.step for passed in self.order})
 
     def in_order(self, step: int, way: str) -> list[Passed]:
@@ -82,8 +82,8 @@ class Recorded:
 def first(
     one: Recorded, many: Recorded, step: int, way: str, tolerance: float
 ) -> Difference | None:
-    """The first difference of a step, forward or backward, above a relative error of a token; None:
-    there is none.
+    """Return the first difference of a step, forward or backward, above a relative error of a
+    token; None: there is none.
 
     `one` is a run on one rank; its order is the order of execution.
     """
@@ -98,7 +98,7 @@ def first(
 
 
 def errors(one: Recorded, many: Recorded) -> Iterator[tuple[Passed, float]]:
-    """The relative error of everything that passes, in the order of execution."""
+    """Yield the relative error of everything that passes, in the order of execution."""
     for step in one.steps():
         for way in (FORWARD, BACKWARD):
             for passed in one.in_order(step, way):
@@ -123,8 +123,8 @@ def _blamed(here: Passed, before: Passed | None) -> tuple[str, str]:
 
 
 def difference(one: list[Entry], many: list[Entry]) -> float:
-    """The largest difference of a token, relative to the size of a token; 0.0 where parts cannot be
-    compared.
+    """Return the largest difference of a token, relative to the size of a token; 0.0 where parts
+    cannot be compared.
     """
     kind = one[0][1]
     if "experts" in kind:
@@ -154,8 +154,8 @@ def difference(one: list[Entry], many: list[Entry]) -> float:
 
 
 def _whole(entries: list[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """The whole tensor of all tokens of a step, of what one rank kept in one or more micro-batches,
-    and which of its tokens are known.
+    """Return the whole tensor of all tokens of a step, of what one rank kept in one or more
+    micro-batches, and which of its tokens are known.
     """
     count = 1 + max(max(event["places"]) for _, event, _ in entries)
     whole = np.zeros((count, *entries[0][2].shape[1:]))
@@ -171,8 +171,8 @@ def _whole(entries: list[Entry]) -> tuple[np.ndarray, np.ndarray]:
 def _part(
     whole: np.ndarray, facts: dict[str, Any], event: dict[str, Any], values: np.ndarray
 ) -> np.ndarray | None:
-    """The part of a whole tensor that a rank holds; None where it is cut in a way that is not
-    known.
+    """Return the part of a whole tensor that a rank holds; None where it is cut in a way that is
+    not known.
     """
     places = event["places"]
     rows = event["rows"]
@@ -220,7 +220,9 @@ def _of_whole(one: np.ndarray | None, many: np.ndarray | None) -> float:
 
 
 def _of_scalars(one: list[Entry], many: list[Entry]) -> float:
-    """The difference of sums over micro-batches; every tensor-parallel rank has all of its own."""
+    """Return the difference of sums over micro-batches; every tensor-parallel rank has all of its
+    own.
+    """
     expected = sum(float(values) for _, _, values in one)
     found: dict[int, float] = {}
     for facts, _, values in many:

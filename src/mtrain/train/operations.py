@@ -68,7 +68,7 @@ class Operations:
             self._flops[key] = _flops(func, args, kwargs, out)
 
     def table(self) -> list[dict[str, Any]]:
-        """All of them, those with the most FLOPs first."""
+        """Return all of them, those with the most FLOPs first."""
         rows = [
             {
                 "phase": key[0],

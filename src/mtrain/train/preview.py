@@ -53,7 +53,7 @@ class Shown:
 
     @cached_property
     def tokens(self) -> list[Token]:
-        """All of them."""
+        """Return all of them."""
         return [token for document in self.documents for token in document]
 
     @property
@@ -68,7 +68,7 @@ class Shown:
 
     @property
     def heading(self) -> str:
-        """The counts in words."""
+        """Return the counts in words."""
         counts = self.counts
         many = "document" if counts["documents"] == 1 else "documents"
         said = (
@@ -84,7 +84,7 @@ def _parts(document: tuple[Token, ...]) -> int:
 
 
 def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Shown]:
-    """The first `count` samples of a split, in the order of training.
+    """Return the first `count` samples of a split, in the order of training.
 
     Raises:
         CorruptData: a sample cannot be read.
@@ -168,7 +168,7 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
 
 
 def _is_next(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float]) -> bool:
-    """Whether what counts predicts the token behind it."""
+    """Return whether what counts predicts the token behind it."""
     read = [i for i in range(len(ids) - 1) if weights[i]]
     return all(labels[i] == ids[i + 1] for i in read)
 

@@ -52,7 +52,7 @@ class Progress(Hook):
             self.bar.start()
 
     def waits_for(self, parts: Parts, step: int) -> bool:
-        """The first line comes with the first step."""
+        """Return the first line comes with the first step."""
         return step == 1
 
     def after_step(self, parts: Parts, result: StepResult) -> None:

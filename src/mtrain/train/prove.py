@@ -85,7 +85,9 @@ def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) 
 
 
 def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> Parts:
-    """The run as it goes on in parts that are built anew and read back what it saves here."""
+    """Return the run as it goes on in parts that are built anew and read back what it
+    saves here.
+    """
     run = parts.run
     world = parts.world
     path = ckpt_state.save(folder, run, world, parts.state, {})
@@ -131,7 +133,7 @@ def save_gradients(parts: Parts, folder: Path) -> None:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint put together from its pieces, by name."""
+    """Return every tensor of a checkpoint put together from its pieces, by name."""
     opened = store.Checkpoint.open(checkpoint)
     return {key: opened.whole(key) for key in opened.manifest["tensors"]}
 
@@ -147,7 +149,7 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """Whether it is within its tolerance."""
+        """Return whether it is within its tolerance."""
         return self.error <= self.tolerance
 
 
@@ -181,7 +183,7 @@ def compare(
 
 
 def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[Row]:
-    """Losses and gradients of documents of packed samples, if there are any."""
+    """Return losses and gradients of documents of packed samples, if there are any."""
     a, b = (json.loads((folder / DOCUMENTS).read_text()) for folder in (one, many))
     losses: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -204,8 +206,8 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
 def _of_tensors(
     one: Path, many: Path, *, offset: bool = False, small: float = 0.0
 ) -> dict[str, float]:
-    """The relative difference of each tensor of two checkpoints; with `offset`, of norms that are 1
-    more.
+    """Return the relative difference of each tensor of two checkpoints; with `offset`, of norms
+    that are 1 more.
 
     A tensor whose norm is less than `small` of that of all tensors is compared with that.
     """
@@ -229,14 +231,14 @@ def _of_tensors(
 
 
 def is_weight(key: str) -> bool:
-    """Whether a key is of a weight or its gradient: not of the optimizer or of a
+    """Return whether a key is of a weight or its gradient: not of the optimizer or of a
     router's counters.
     """
     return key.startswith(MODEL) and "tokens_per_expert" not in key
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """The difference of two numbers as a part of the first; infinite where one is none."""
+    """Return the difference of two numbers as a part of the first; infinite where one is none."""
     if a is None or b is None:  # not a number
         return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)

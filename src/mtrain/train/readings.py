@@ -60,9 +60,9 @@ def summed_report(
     due: int = 0,
     work: Sequence[float] = (),
 ) -> torch.Tensor:
-    """The reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank: the
-    tokens that it alone counts, and their model FLOPs with half and with all of attention. Added up
-    over all ranks in one all-reduce.
+    """Return the reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank:
+    the tokens that it alone counts, and their model FLOPs with half and with all of attention.
+    Added up over all ranks in one all-reduce.
 
     `due` is what the clock of rank 0 asks for, and 0 on all other ranks.
 
@@ -82,7 +82,7 @@ def summed_report(
 
 
 def reduce_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> Means:
-    """The means of `summed_report`; waits for the device."""
+    """Return the means of `summed_report`; waits for the device."""
     return Means.of(summed_report(world, reports, stop).tolist())
 
 
@@ -95,8 +95,8 @@ class Reading:
         self._found: list[float] | None = None
 
     def read(self) -> list[float]:
-        """The numbers; waits until the device has come to where they are known, and for nothing
-        behind it.
+        """Return the numbers; waits until the device has come to where they are known, and for
+        nothing behind it.
         """
         if self._found is None:
             if self._there is not None:
@@ -159,7 +159,7 @@ class Clock:
         self._end = self._device.event()
 
     def seconds(self) -> dict[str, float]:
-        """The phases, `data_wait`, and all time from the first moment to the last as `step`.
+        """Return the phases, `data_wait`, and all time from the first moment to the last as `step`.
 
         The device is past all of them.
         """

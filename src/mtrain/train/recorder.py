@@ -362,8 +362,8 @@ def _collective(func: Any, args: Any) -> Any:
 
 
 def _answer(tensor: Tensor) -> Any:
-    """The number that nobody knows: norms are 0, so nothing is clipped and no update skipped;
-    counts are 1.
+    """Return the number that nobody knows: norms are 0, so nothing is clipped and no update
+    skipped; counts are 1.
     """
     return 0.0 if tensor.dtype.is_floating_point else tensor.dtype is torch.bool or 1
 

@@ -62,12 +62,12 @@ class StepResult:
 
     @property
     def padding_share(self) -> float:
-        """The share of positions that hold no token."""
+        """Return the share of positions that hold no token."""
         return 1 - self.read / self.positions
 
     @property
     def data_wait_share(self) -> float:
-        """The share of the step in which this rank waited for samples."""
+        """Return the share of the step in which this rank waited for samples."""
         return min(1.0, self.seconds["data_wait"] / max(self.seconds["step"], 1e-9))
 
 
@@ -81,7 +81,9 @@ class Launched:
 
     @cached_property
     def stop(self) -> bool:
-        """True where a rank was asked to stop before this step; waits for the end of the step."""
+        """Return true where a rank was asked to stop before this step; waits for the end of the
+        step.
+        """
         return Means.of(self._reading.read()).stops > 0
 
     @cached_property
@@ -90,7 +92,7 @@ class Launched:
         return Means.of(self._reading.read()).due
 
     def result(self) -> StepResult:
-        """The result of the step; waits for its end."""
+        """Return the result of the step; waits for its end."""
         row = self._reading.read()
         means = Means.of(row)
         known = dict(self._known)

@@ -38,14 +38,14 @@ class Ring:
 
     @classmethod
     def of(cls, device: Device, prefetch: int) -> Ring | None:
-        """The ring of a feed that reads `prefetch` steps ahead; None where no memory is pinned for
-        the device.
+        """Return the ring of a feed that reads `prefetch` steps ahead; None where no memory is
+        pinned for the device.
         """
         return cls(device, prefetch + 2) if device.pin_memory else None
 
     def put(self, batches: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Slot]:
-        """The micro-batches with their tensors in the next slot, once the device has read what was
-        there.
+        """Return the micro-batches with their tensors in the next slot, once the device has read
+        what was there.
         """
         self._turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[self._turn]
@@ -71,8 +71,8 @@ class Ring:
         return placed, slot
 
     def _memory(self, slot: Slot, size: int) -> torch.Tensor:
-        """A slot's memory, of the next power of two: steps of other documents need a little more or
-        less.
+        """Return a slot's memory, of the next power of two: steps of other documents need a little
+        more or less.
         """
         if slot.memory is None or slot.memory.numel() < size:
             slot.memory = self._device.pinned(1 << max(12, (size - 1).bit_length()))
@@ -84,7 +84,7 @@ def _room(value: torch.Tensor) -> int:
 
 
 def _written(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The tensor in a part of the memory (uint8, as many bytes)."""
+    """Return the tensor in a part of the memory (uint8, as many bytes)."""
     if value.nbytes:
         # by numpy: the thread that reads ahead must not start threads of torch's beside those of
         # the step

@@ -9,7 +9,7 @@ from mtrain.train.request import Sampling
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id from `logits` [vocabulary]."""
+    """Return a token id from `logits` [vocabulary]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)

@@ -25,8 +25,8 @@ class Scored:
 
 @torch.no_grad()
 def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> list[Scored]:
-    """The log probabilities of each sequence's tokens, in the order given and the same on every
-    rank.
+    """Return the log probabilities of each sequence's tokens, in the order given and the same on
+    every rank.
 
     A sequence has two tokens or more, at most `sampler.context` + 1; those of similar length are
     computed together.

@@ -115,7 +115,7 @@ class Shapes:
 
 
 def _plain(out: Any) -> bool:
-    """A tensor of its own, which its shape and strides say all of."""
+    """Return a tensor of its own, which its shape and strides say all of."""
     if (
         not isinstance(out, FakeTensor)
         or out.storage_offset()

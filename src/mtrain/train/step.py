@@ -75,12 +75,12 @@ class Parts:
 
     @property
     def stop_requested(self) -> bool:
-        """True once this rank was asked to stop."""
+        """Return true once this rank was asked to stop."""
         return self.stop.asked
 
     @cached_property
     def board(self) -> Board:
-        """The way of the numbers of steps to the host."""
+        """Return the way of the numbers of steps to the host."""
         return Board(self.world.device)
 
     @cached_property
@@ -90,7 +90,7 @@ class Parts:
 
     @cached_property
     def batch_sizes(self) -> tuple[Stage, ...]:
-        """Samples per step, from the samples that are consumed."""
+        """Return samples per step, from the samples that are consumed."""
         return stages(self.run)
 
     @cached_property
@@ -104,7 +104,7 @@ class Parts:
 
     @cached_property
     def feed(self) -> Feed:
-        """The way of the training samples to the steps."""
+        """Return the way of the training samples to the steps."""
         plan = self.batch_sizes
         end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch
@@ -135,7 +135,7 @@ class Parts:
 
 
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
-    """One step, up to its end on the device; see `launch_step`."""
+    """Return one step, up to its end on the device; see `launch_step`."""
     return launch_step(parts, stop_requested=stop_requested).result()
 
 
@@ -195,8 +195,8 @@ def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
 
 
 def reads(parts: Parts) -> bool:
-    """Whether this rank counts samples for all that have the same, or are other stages of the
-    model.
+    """Return whether this rank counts samples for all that have the same, or are other stages of
+    the model.
     """
     run = parts.run
     coords = parts.world.coords
@@ -242,7 +242,7 @@ def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
 
 
 def _leaves_out(run: RunConfig) -> bool:
-    """Whether a step may be divided by something else than its tokens."""
+    """Return whether a step may be divided by something else than its tokens."""
     d = run.data
     whole = d.kind in ("text", "indexed", "mock") and not d.packed and not d.eod_mask_loss
     return not (whole and run.trainer.loss_average == "token" and family_of(run.model).predicts_all)
@@ -279,8 +279,8 @@ def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float | None:
 def summed(
     parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False
 ) -> tuple[float, int] | None:
-    """The cross entropy of the first `iters` global batches of an evaluation in nats, and the
-    tokens that it is over.
+    """Return the cross entropy of the first `iters` global batches of an evaluation in nats, and
+    the tokens that it is over.
 
     There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was
     asked to stop. Training goes on with the random numbers that it would have had: a router may
@@ -330,7 +330,9 @@ class _Sum:
 
 
 def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
-    """The step after the one at `place`; None where that was the last before sample `end`."""
+    """Return the step after the one at `place`; None where that was the last before
+    sample `end`.
+    """
     consumed = sum(place)
     return (consumed, size_after(plan, consumed)) if consumed < end else None
 
@@ -377,7 +379,7 @@ def run_pipeline(
 
 
 def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one chunk of the model."""
+    """Return one micro-batch through one chunk of the model."""
     begin_phase("forward")
     batch = next(iterator)
     # a stage in between has none of them

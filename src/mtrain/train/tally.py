@@ -21,7 +21,7 @@ TALLY = "tally"
 
 
 def may_pad(run: RunConfig) -> bool:
-    """Whether samples may have positions that hold no token."""
+    """Return whether samples may have positions that hold no token."""
     d = run.data
     return (
         d.kind in (*CHATS, "image_text")
@@ -44,8 +44,8 @@ class Tally:
     """Tokens of each document, or of each row, int64; None: every row is a whole sample."""
 
     def lengths(self, length: int) -> np.ndarray:
-        """Tokens of each document, or of each row, where a whole sample has `length`; int64, none
-        is 0.
+        """Return tokens of each document, or of each row, where a whole sample has `length`; int64,
+        none is 0.
         """
         return np.full(self.rows, length, np.int64) if self.found is None else self.found
 
@@ -83,8 +83,8 @@ class Flops:
         self._of_token = cache(lambda length, causal: flops_of_token(run, length, causal=causal))
 
     def of(self, tallies: Iterable[Tally]) -> tuple[float, float, float]:
-        """Tokens of all documents, and the model FLOPs of their forward and backward, with half of
-        attention and with all of it.
+        """Return tokens of all documents, and the model FLOPs of their forward and backward, with
+        half of attention and with all of it.
         """
         lengths = np.concatenate(
             [np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)]

@@ -50,12 +50,12 @@ def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[
 
 
 def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a text; of one without any, the end of a document."""
+    """Return the ids of a text; of one without any, the end of a document."""
     return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """A function that says of the tokens added so far whether the text ends with them: see
+    """Return a function that says of the tokens added so far whether the text ends with them: see
     `Sampler.continued`.
     """
     names = (ChatFormat(tokenizer.path.parent).special("eos_token"),)

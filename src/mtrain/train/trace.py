@@ -47,7 +47,7 @@ class Traced:
 
 
 def trace(run: RunConfig, rank: int) -> Traced:
-    """A step of rank `rank` of a resolved run, with the portable kernels.
+    """Return a step of rank `rank` of a resolved run, with the portable kernels.
 
     Raises:
         ValueError: the layout has no such rank.
@@ -75,8 +75,8 @@ def trace(run: RunConfig, rank: int) -> Traced:
 
 
 def microbatches(run: RunConfig, stage: int) -> int:
-    """The fewest micro-batches of a step with which a rank of a stage has as much in flight as with
-    all of them.
+    """Return the fewest micro-batches of a step with which a rank of a stage has as much in flight
+    as with all of them.
     """
     p = run.parallel
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
@@ -155,7 +155,7 @@ def _step(recorder: Recorder, parts: steps.Parts, batches: list[steps.Batch]) ->
 
 
 def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward) -> steps.Forward:
-    """The same, with what it does recorded as the forward of a micro-batch of a chunk."""
+    """Return the same, with what it does recorded as the forward of a micro-batch of a chunk."""
     counts = [0] * len(places)
 
     def watched(iterator: Iterator[steps.Batch], model: Any) -> tuple[torch.Tensor, Any]:

@@ -71,7 +71,7 @@ def planned_parts(stage: StageMemory) -> dict[str, int]:
 
 
 def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """The same of a trace."""
+    """Return the same of a trace."""
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
     return {
         **states,

@@ -104,7 +104,7 @@ class Trainer:
             raise Preempted(f"stopped on request after step {step} of {goal}")
 
     def _steps(self) -> bool:
-        """All steps with their hooks; whether it was a stop that ended them."""
+        """Return all steps with their hooks; whether it was a stop that ended them."""
         parts = self.parts
         state = self.parts.state
         goal = self.parts.run.trainer.steps
@@ -216,8 +216,8 @@ class Trainer:
             warn(f"{name} failed ({where}): {reason(error)}{goes_on}")
 
     def _failed_everywhere(self, error: BaseException) -> bool:
-        """Whether every rank is between the same two steps with an error of a hook, and the state
-        is worth saving.
+        """Return whether every rank is between the same two steps with an error of a hook, and the
+        state is worth saving.
         """
         if (
             not self.between_steps
@@ -237,7 +237,7 @@ def due_after(steps: Iterable[Launched | StepResult]) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line: its kind, where that says more than its text, and the text."""
+    """Return an error in one line: its kind, where that says more than its text, and the text."""
     text = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MtrainError):
         return text

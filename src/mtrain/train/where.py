@@ -42,8 +42,8 @@ class Bounds:
 
 
 def where(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | None:
-    """The first difference between what `prove.observe` traced of one rank and of a layout; None:
-    none is found.
+    """Return the first difference between what `prove.observe` traced of one rank and of a layout;
+    None: none is found.
 
     In each step: forward by modules, backward by modules, the gradient as the optimizer finds it,
     its norm, and the weights after the update; after a resume, what was read back, bitwise.
@@ -106,7 +106,9 @@ def _in_restored(many: Path, step: int) -> Difference | None:
 
 
 def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint by module and layer: `decoder.layers.3.mlp.linear_fc1.weight`."""
+    """Return weights of a checkpoint by module and layer:
+    `decoder.layers.3.mlp.linear_fc1.weight`.
+    """
     found: dict[str, torch.Tensor] = {}
     for key, value in whole_tensors(checkpoint).items():
         name = key.removeprefix(MODEL)
@@ -128,7 +130,9 @@ def _in_weights(
     way: str,
     step: int,
 ) -> Difference | None:
-    """The weight whose gradient, or that itself, is furthest off, and how many others are."""
+    """Return the weight whose gradient, or that itself, is furthest off, and how many
+    others are.
+    """
     odd = sorted(one.keys() ^ many.keys())
     if odd:
         return Difference(_module(odd[0]), f"{odd[0]} is on one side only", way, step, math.inf)
@@ -202,5 +206,5 @@ def _module(key: str) -> str:
 
 
 def _kind(key: str) -> str:
-    """A weight's name in any layer."""
+    """Return a weight's name in any layer."""
     return ".".join("*" if part.isdigit() else part for part in key.split("."))

@@ -16,8 +16,8 @@ DATA_STREAM = "data-parallel-rng"
 
 
 def tracker_of(run: RunConfig) -> dict[str, bool]:
-    """The kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that they
-    know.
+    """Return the kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that
+    they know.
     """
     graphs = run.trainer.cuda_graph_impl
     theirs = graphs == "transformer_engine" or run.kernels.linear == "te"
@@ -62,7 +62,7 @@ def seed_generators(
 def stream_seed(
     seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]
 ) -> int:
-    """The seed in 0 ..
+    """Return the seed in 0 ..
 
     2^62 of a stream of a rank; the same for ranks that differ on no axis of `axes`.
     """

@@ -50,16 +50,16 @@ class World:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Return ranks in all."""
         return self.grid.world
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def tell(self, text: str, src: int = 0) -> str:
-        """The text that rank `src` gave, on every rank."""
+        """Return the text that rank `src` gave, on every rank."""
         with waiting():
             return self._told(text, src)
 
@@ -76,7 +76,9 @@ class World:
         return bytes(row.tolist()).decode()
 
     def first_problem(self, text: str) -> str:
-        """The text of the lowest rank that gave one, on every rank; empty where no rank did."""
+        """Return the text of the lowest rank that gave one, on every rank; empty where
+        no rank did.
+        """
         lowest = torch.tensor([self.rank if text else self.size], device=self.torch_device)
         with waiting():
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -84,8 +86,8 @@ class World:
         return self.tell(text, src) if src < self.size else ""
 
     def all_reach(self, place: str, within_s: float) -> bool:
-        """Whether every rank calls this with the same `place` within so many seconds; ranks may be
-        gone.
+        """Return whether every rank calls this with the same `place` within so many seconds; ranks
+        may be gone.
         """
         deadline = time.monotonic() + within_s
         try:

@@ -186,8 +186,8 @@ class JoinAttempt:
         self.settled.set()
 
     def _reach(self) -> dist.Store:
-        """The store: of a torch.distributed that is initialised already, served here, or served
-        elsewhere.
+        """Return the store: of a torch.distributed that is initialised already, served here, or
+        served elsewhere.
         """
         env = self.env
         if dist.is_initialized():
@@ -228,8 +228,8 @@ class JoinAttempt:
                 time.sleep(0.1)
 
     def _listening(self) -> int | None:
-        """A socket that listens where the store is to be; None: something else does, maybe a second
-        rank 0.
+        """Return a socket that listens where the store is to be; None: something else does, maybe a
+        second rank 0.
         """
         if self.env.listen_fd is not None:
             return self.env.listen_fd

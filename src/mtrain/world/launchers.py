@@ -56,7 +56,7 @@ class Launched:
 
     @property
     def one_a_machine(self) -> bool:
-        """True where each machine has one process, which may start the ranks of its
+        """Return true where each machine has one process, which may start the ranks of its
         machine itself.
         """
         return self.machines > 1 and self.size == self.machines

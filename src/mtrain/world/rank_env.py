@@ -51,7 +51,8 @@ class RankEnv:
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
-        """The environment of this process as a rank; a process that nobody launched is rank 0 of 1.
+        """Return the environment of this process as a rank; a process that nobody launched is rank
+        0 of 1.
 
         Raises:
             BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
@@ -105,7 +106,7 @@ class RankEnv:
 
     @property
     def serves(self) -> bool:
-        """Whether the store is to live in this process."""
+        """Return whether the store is to live in this process."""
         return self.rank == 0 and not self.launcher_serves
 
     @property
@@ -116,7 +117,7 @@ class RankEnv:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints what all ranks of its machine know."""
+        """Return whether this rank prints what all ranks of its machine know."""
         return self.rank == 0 or self.local_rank == 0
 
 

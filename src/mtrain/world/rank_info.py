@@ -46,12 +46,12 @@ class RankInfo:
     """
 
     def text(self) -> str:
-        """The info as JSON."""
+        """Return the info as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str | bytes) -> RankInfo:
-        """The info that `text` made, maybe that of another version."""
+        """Return the info that `text` made, maybe that of another version."""
         values = json.loads(text)
         return cls(
             **{field.name: values[field.name] for field in fields(cls) if field.name in values}
@@ -59,7 +59,7 @@ class RankInfo:
 
     @property
     def who(self) -> str:
-        """The rank, and where it is found."""
+        """Return the rank, and where it is found."""
         return f"rank {self.rank} ({self.process})"
 
     @property
@@ -69,7 +69,7 @@ class RankInfo:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """All that must be the same on every rank."""
+        """Return all that must be the same on every rank."""
         return (self.digest, *(f"{k} {v}" for k, v in sorted(self.facts.items())))
 
 
@@ -84,7 +84,7 @@ class RendezvousState:
     """Positions of those that will not take part, with the reason."""
 
     def absent(self, size: int) -> list[int]:
-        """Ranks of a world of `size` that did not come."""
+        """Return ranks of a world of `size` that did not come."""
         return sorted(set(range(size)) - {info.rank for info in self.infos})
 
     def unready(self) -> list[RankInfo]:
@@ -108,7 +108,7 @@ class RendezvousState:
         }
 
     def is_wrong(self) -> bool:
-        """Whether no further rank can make this a world."""
+        """Return whether no further rank can make this a world."""
         return (
             bool(self.failed)
             or len({info.rank for info in self.infos}) < len(self.infos)
@@ -118,7 +118,7 @@ class RendezvousState:
         )
 
     def is_world(self, size: int) -> bool:
-        """Whether all of `size` ranks are here and ready."""
+        """Return whether all of `size` ranks are here and ready."""
         return not self.is_wrong() and len(self.ready) == size
 
 
@@ -190,8 +190,8 @@ def unreadiness(state: RendezvousState, waited_s: float) -> str:
 def _differences(
     infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]
 ) -> list[str]:
-    """A text for each kind of rank that differs from what most have, or, of two as large, from the
-    lowest rank.
+    """Return a text for each kind of rank that differs from what most have, or, of two as large,
+    from the lowest rank.
     """
     kinds: dict[tuple[str, ...], list[RankInfo]] = {}
     for info in sorted(infos, key=lambda c: c.rank):
@@ -256,7 +256,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _numbers(numbers: Iterable[int]) -> str:
-    """Numbers with runs of three and more written short: `0-2, 5, 6`."""
+    """Return numbers with runs of three and more written short: `0-2, 5, 6`."""
     runs: list[tuple[int, int]] = []
     for n in sorted(set(numbers)):
         if runs and n == runs[-1][1] + 1:

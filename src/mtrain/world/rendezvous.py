@@ -72,12 +72,12 @@ def pause_of(size: int) -> float:
 
 
 def newest(root: Store) -> int | None:
-    """Number of the newest rendezvous in a store; None: there was none yet."""
+    """Return number of the newest rendezvous in a store; None: there was none yet."""
     return int(root.get("newest")) if root.check(["newest"]) else None
 
 
 def started_before(root: Store) -> bool:
-    """Whether the newest rendezvous found a world."""
+    """Return whether the newest rendezvous found a world."""
     key = f"{newest(root)}/outcome"
     return root.check([key]) and json.loads(root.get(key))["problem"] is None
 
@@ -154,7 +154,7 @@ class Member:
         return outcome
 
     def came_late(self, outcome: dict[str, Any] | None) -> bool:
-        """Whether the rendezvous was over before this rank came."""
+        """Return whether the rendezvous was over before this rank came."""
         return outcome is not None and self.place > outcome["count"]
 
     def is_forsaken(self, ready_at: float, limit_s: float) -> bool:
@@ -169,7 +169,7 @@ class Member:
         self.store.add("read", 1)
 
     def all_read(self, others: int) -> bool:
-        """Whether as many `others` have read the outcome."""
+        """Return whether as many `others` have read the outcome."""
         return self.store.add("read", 0) >= others
 
 

@@ -19,7 +19,7 @@ WATCHING = "mtrain "
 
 
 def main_frame() -> FrameType | None:
-    """The frame that the main thread is in."""
+    """Return the frame that the main thread is in."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 

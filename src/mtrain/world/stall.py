@@ -50,19 +50,19 @@ class Status:
     """By name of the process group, in a stall and where collectives are recorded."""
 
     def text(self) -> str:
-        """The status as JSON."""
+        """Return the status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str | bytes) -> Status:
-        """The status that `text` made."""
+        """Return the status that `text` made."""
         body = json.loads(text)
         calls = {name: Calls(**numbers) for name, numbers in body.pop("calls").items()}
         return cls(**body, calls=calls)
 
     @property
     def who(self) -> str:
-        """The rank, and where it is found."""
+        """Return the rank, and where it is found."""
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
 
@@ -79,17 +79,17 @@ class Finding:
     """How many findings there were of this stall."""
 
     def text(self) -> str:
-        """The finding as JSON."""
+        """Return the finding as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str | bytes) -> Finding:
-        """The finding that `text` made."""
+        """Return the finding that `text` made."""
         return cls(**json.loads(text))
 
 
 def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
-    """Time since any rank that gives signs of life made progress."""
+    """Return time since any rank that gives signs of life made progress."""
     return min((s.idle_s for rank, s in known.items() if rank not in silent), default=float("inf"))
 
 

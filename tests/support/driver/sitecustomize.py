@@ -65,7 +65,7 @@ def note(name: str) -> None:
 
 
 def gpus() -> int:
-    """The number of devices of this machine."""
+    """Return the number of devices of this machine."""
     return int(os.environ["DRIVER_GPUS"])
 
 

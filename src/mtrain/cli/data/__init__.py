@@ -26,7 +26,7 @@ has its page.
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Runs the subverb that `argv` begins with; returns the exit code.
+    """Run the subverb that `argv` begins with; returns the exit code.
 
     Raises:
         ConfigError: there is no such subverb, or it refuses its arguments.

@@ -27,7 +27,7 @@ NAMES = ("train", "validation", "test")
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """Two or more numbers of at least 0, which are not all 0."""
+    """Return two or more numbers of at least 0, which are not all 0."""
     found = json.loads(text if text.startswith("[") else f"[{text}]")
     if (
         len(found) < 2
@@ -122,7 +122,7 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def _less(lengths: np.ndarray, documents: np.ndarray, many: Mapping[str, int]) -> str:
-    """Why a sample has less than was asked for; empty where it has all."""
+    """Return why a sample has less than was asked for; empty where it has all."""
     import numpy as np
 
     if "documents" in many:

@@ -60,7 +60,7 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def _files(tokenizer: Mapping[str, Any]) -> str:
-    """The names of the files that a manifest says the tokenizer was made of."""
+    """Return the names of the files that a manifest says the tokenizer was made of."""
     found = tokenizer.get("files")
     return ", ".join(map(str, found)) if isinstance(found, list) and found else "unknown"
 
@@ -100,7 +100,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
 
 
 def _loaded(values: Mapping[str, Any]) -> Any:
-    """The tokenizer that is named; None: none is."""
+    """Return the tokenizer that is named; None: none is."""
     from mtrain.data.preprocess.encoders import load
 
     return (

@@ -91,8 +91,8 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def lines_of(shown: Shown) -> list[Styled]:
-    """A sample as lines: in front of each the position of its first token, and whether its tokens
-    carry loss.
+    """Return a sample as lines: in front of each the position of its first token, and whether its
+    tokens carry loss.
     """
     out: list[Styled] = [[("", "")], [(f"{shown.name}: {shown.heading}", "bold")]]
     out += [[(f"  {shown.place}", "dim")]] if shown.place else []
@@ -113,7 +113,7 @@ def lines_of(shown: Shown) -> list[Styled]:
 
 
 def _lines(tokens: Sequence[Token], learned: bool) -> list[Styled]:
-    """Tokens that all carry loss, or none of them; one that ends a document ends a line."""
+    """Return tokens that all carry loss, or none of them; one that ends a document ends a line."""
     out: list[Styled] = []
     style = "loss" if learned else ""
     first = 0
@@ -134,7 +134,7 @@ def _lines(tokens: Sequence[Token], learned: bool) -> list[Styled]:
 
 
 def _wrapped(tokens: Sequence[Token]) -> list[tuple[int, str]]:
-    """Lines of tokens, each with the position of its first one."""
+    """Return lines of tokens, each with the position of its first one."""
     out: list[tuple[int, str]] = []
     for token in tokens:
         text = in_a_line(token.text) + (f" -> {in_a_line(token.instead)}" if token.instead else "")

@@ -28,7 +28,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page_of(found: Sequence[Shown], remarks: Sequence[str]) -> str:
-    """The page of some samples."""
+    """Return the page of some samples."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>data preview</title>',
@@ -67,7 +67,7 @@ def _sample(shown: Shown) -> list[str]:
 
 
 def _rows(document: Sequence[Token]) -> list[list[Token]]:
-    """The tokens of a document that are no padding, by rows."""
+    """Return the tokens of a document that are no padding, by rows."""
     out: list[list[Token]] = []
     for token in document:
         if token.padding:
@@ -79,8 +79,8 @@ def _rows(document: Sequence[Token]) -> list[list[Token]]:
 
 
 def _row(position: int, inside: str) -> str:
-    """A row: the position of its first token in the margin, which is no part of the text, and the
-    text.
+    """Return a row: the position of its first token in the margin, which is no part of the text,
+    and the text.
     """
     margin = f'<span class="n" aria-hidden="true">{position}</span>'
     return f'<div class="row">{margin}<span class="text">{inside}</span></div>'
@@ -95,5 +95,7 @@ def _token(token: Token) -> str:
 
 
 def _text(text: str) -> str:
-    """Text for a page: what cannot be printed becomes its code, and nothing in it is markup."""
+    """Return text for a page: what cannot be printed becomes its code, and nothing in
+    it is markup.
+    """
     return escape(visible(in_a_line(text)))

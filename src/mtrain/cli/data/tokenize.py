@@ -25,7 +25,7 @@ KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
 
 
 def one_of(*names: str) -> Any:
-    """A reader of one of several words."""
+    """Return a reader of one of several words."""
 
     def read(text: str) -> str:
         if text not in names:
@@ -159,7 +159,7 @@ def reading_of(values: Mapping[str, Any]) -> Any:
 
 
 def spec_of(values: Mapping[str, Any]) -> Any:
-    """The tokenizer that is named.
+    """Return the tokenizer that is named.
 
     Raises:
         ConfigError: none is named, or there is none.
@@ -190,7 +190,7 @@ def spec_of(values: Mapping[str, Any]) -> Any:
 
 
 def prefix_of(path: Path) -> Path:
-    """A prefix, which is no file.
+    """Return a prefix, which is no file.
 
     Raises:
         ConfigError: it is the name of one of its files, or no name.

@@ -22,8 +22,8 @@ def read_arguments(
     least: int = 1,
     most: int | None = None,
 ) -> tuple[dict[str, Any], list[Path]]:
-    """The values of the `known` words and the paths of a subverb, of which `least` to `most` are
-    needed.
+    """Return the values of the `known` words and the paths of a subverb, of which `least` to `most`
+    are needed.
 
     Raises:
         ConfigError: a flag or a word that is not there, a value that is none, too few or too many
@@ -49,7 +49,7 @@ def read_arguments(
 
 
 def needs(values: Mapping[str, Any], name: str, usage: str) -> Any:
-    """The value of a word that has no default.
+    """Return the value of a word that has no default.
 
     Raises:
         ConfigError: it was not said.
@@ -60,7 +60,7 @@ def needs(values: Mapping[str, Any], name: str, usage: str) -> Any:
 
 
 def as_words(argv: Sequence[str], known: Mapping[str, Word], usage: str) -> list[str]:
-    """Flags with their values as words `name=value`.
+    """Return flags with their values as words `name=value`.
 
     Raises:
         ConfigError: a flag that is not there, or that lacks its value.

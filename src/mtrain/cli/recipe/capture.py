@@ -33,7 +33,7 @@ LAST_LINES = 5
 
 
 def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIMEOUT_S) -> Imported:
-    """Runs a command with recorders in place of all that starts training, and imports what they
+    """Run a command with recorders in place of all that starts training, and imports what they
     were given.
 
     Args:
@@ -94,7 +94,7 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
 def recorded(
     command: Sequence[str], text: str, timeout_s: float
 ) -> tuple[list[Record], int, bool, str]:
-    """Runs a command: what it would have started, its exit code, whether it was ended late, and
+    """Run a command: what it would have started, its exit code, whether it was ended late, and
     what it printed.
 
     `text` is that of its script, whose absolute paths of launchers are stood in for too.
@@ -111,8 +111,8 @@ def _names_program(words: Sequence[str]) -> bool:
 
 
 def _script(command: Sequence[str]) -> tuple[str, str]:
-    """The text and the name of the script in a command; both empty where it is none that can be
-    read.
+    """Return the text and the name of the script in a command; both empty where it is none that can
+    be read.
     """
     for word in command:
         with suppress(OSError, ValueError):
@@ -127,7 +127,7 @@ def _script(command: Sequence[str]) -> tuple[str, str]:
 
 
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
-    """The exit code, and whether the command was ended before its end; it leaves no
+    """Return the exit code, and whether the command was ended before its end; it leaves no
     process behind.
     """
     env = environment(folder)
@@ -184,7 +184,7 @@ def _calls(path: Path) -> list[Record]:
 
 
 def _nothing(shown: str, code: int, late: bool, output: str, secrets: Secrets) -> Problem:
-    """The problem of a script that started nothing."""
+    """Return the problem of a script that started nothing."""
     end = "was ended after its time" if late else f"ended with exit code {code}"
     last = "; ".join(line.strip() for line in output.splitlines() if line.strip())[-300:]
     rule = f"`{shown}` {end}, and no training program was started by {', '.join(RECORDED[:8])}"

@@ -20,7 +20,7 @@ DIFFERENT = 1
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Prints each difference with its kind; 0 where there is none, else 1."""
+    """Print each difference with its kind; 0 where there is none, else 1."""
     options = read_options(argv)
     if len(options.words) != 2:
         rule = f"compares two, and {len(options.words)} are given"

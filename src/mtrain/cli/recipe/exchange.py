@@ -83,7 +83,7 @@ def import_(argv: Sequence[str]) -> int:
 
 
 def _file_of(name: str) -> str:
-    """The file that a word names: in a folder its config.json, or the one script in it.
+    """Return the file that a word names: in a folder its config.json, or the one script in it.
 
     Raises:
         ConfigError: the folder holds neither, or the word is the name of a model on Hugging Face.
@@ -169,8 +169,8 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
 def _about(
     found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """The words of a recipe about itself; those that follow from what is left to fill in are not
-    said.
+    """Return the words of a recipe about itself; those that follow from what is left to fill in are
+    not said.
     """
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     broken = ", ".join(
@@ -192,7 +192,9 @@ def _about(
 
 
 def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
-    """The resolved configuration and its problems; of keys `left` to fill in that alone is said."""
+    """Return the resolved configuration and its problems; of keys `left` to fill in that alone is
+    said.
+    """
     machine = Machine.here()
     world_size = world_size_of()
     made_from: dict[str, frozenset[str]] = {}
@@ -206,7 +208,7 @@ def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list
 
 
 def _unfilled(key: str, why: str) -> Problem:
-    """The problem of a key that is left to fill in."""
+    """Return the problem of a key that is left to fill in."""
     if key in OPEN:
         return unfilled(key, "recipe")
     fix = f"write its value there, or import again with {key}=VALUE"
@@ -249,7 +251,7 @@ def _facts(
 
 
 def export(argv: Sequence[str]) -> int:
-    """Prints the command line of Megatron-LM that means the same, and in comments what
+    """Print the command line of Megatron-LM that means the same, and in comments what
     has no flag.
     """
     options = read_options(argv, ("--megatron",))

@@ -21,7 +21,7 @@ WORDS = ("title", "purpose", "hardware", "source", "verified")
 
 
 def list_(argv: Sequence[str]) -> int:
-    """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of
+    """Print every shared recipe in a line: name, layout, title; as JSON all that it says of
     itself.
     """
     options = read_options(argv)
@@ -46,7 +46,7 @@ def _card(name: str) -> dict[str, str]:
 
 
 def show(argv: Sequence[str]) -> int:
-    """Prints a recipe as it is written, or with `--resolved` the file that `run=` reads."""
+    """Print a recipe as it is written, or with `--resolved` the file that `run=` reads."""
     options = read_options(argv, ("--resolved",))
     name = needed(options.words, "recipe show NAME [--resolved]")
     if "--resolved" in options.flags or options.as_json or len(options.words) > 1:

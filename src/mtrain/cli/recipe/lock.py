@@ -41,7 +41,7 @@ def lock(argv: Sequence[str]) -> int:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Prints what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the
+    """Print what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the
     file or data.
     """
     options = read_options(argv)
@@ -124,8 +124,8 @@ def _plain(path: Path) -> bool:
 
 
 def _tokens(run: RunConfig) -> str | None:
-    """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or
-    cannot be read.
+    """Return the fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here
+    or cannot be read.
     """
     named = run.data.without_excluded().blend or (
         (run.data.path,) if run.data.path is not None else ()

@@ -28,7 +28,7 @@ NOT_HERE = ("MT305", "MT306", "MT307", "MT433")
 
 
 def new(argv: Sequence[str]) -> int:
-    """Writes the configuration of the overrides as a recipe of at most 12 lines; never
+    """Write the configuration of the overrides as a recipe of at most 12 lines; never
     over a file.
     """
     options = read_options(argv)
@@ -51,8 +51,8 @@ def new(argv: Sequence[str]) -> int:
 
 
 def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
-    """A configuration and what it is resolved to, validated but for files that another machine may
-    have.
+    """Return a configuration and what it is resolved to, validated but for files that another
+    machine may have.
 
     Raises:
         ConfigError: it breaks a rule that holds on every machine.
@@ -93,7 +93,7 @@ def said(loaded: Composed, words: Sequence[str]) -> Delta:
 
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:
-    """The words of a new recipe about itself."""
+    """Return the words of a new recipe about itself."""
     p = run.parallel
     cluster = run.cluster
     ranks = p.ranks or p.model_ranks
@@ -111,7 +111,7 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet.
+    """Write a file that is not there yet.
 
     Raises:
         ConfigError: it is there.
@@ -122,7 +122,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def require_new(path: Path) -> None:
-    """Refuses before a long work the file that `write_new` would refuse behind it.
+    """Refuse before a long work the file that `write_new` would refuse behind it.
 
     Raises:
         ConfigError: it is there.

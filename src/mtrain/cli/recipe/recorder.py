@@ -37,7 +37,7 @@ def facts() -> dict:  # type: ignore[type-arg]
 
 
 def record(words: list[str]) -> None:
-    """Adds a line: the words behind those of the launchers around them, the folder, the
+    """Add a line: the words behind those of the launchers around them, the folder, the
     environment.
     """
     around = json.loads(os.environ.get(AROUND, "[]"))
@@ -48,7 +48,7 @@ def record(words: list[str]) -> None:
 
 
 def keep() -> None:
-    """Puts back what stands in, where a script set an environment of its own."""
+    """Put back what stands in, where a script set an environment of its own."""
     os.environ["MTRAIN_CAPTURE"] = FOLDER
     os.environ["BASH_ENV"] = os.path.join(FOLDER, "bash_env")
     for name, folder in (("PATH", "bin"), ("PYTHONPATH", "site")):
@@ -59,12 +59,12 @@ def keep() -> None:
 
 
 def is_python(word: str) -> bool:
-    """Whether a word is the name or the path of an interpreter."""
+    """Return whether a word is the name or the path of an interpreter."""
     return re.fullmatch(r"python[0-9.]*", os.path.basename(word)) is not None
 
 
 def trains(arguments: list[str]) -> bool:
-    """Whether an interpreter with these arguments would train, by the program's name
+    """Return whether an interpreter with these arguments would train, by the program's name
     and its flags.
     """
     index = 0
@@ -108,7 +108,7 @@ def run_real(name: str, arguments: list[str]) -> None:
 
 
 def real_one(name: str) -> str | None:
-    """The path of a command that is not ours; None where there is none."""
+    """Return the path of a command that is not ours; None where there is none."""
     own = os.path.realpath(os.path.join(FOLDER, "bin"))
     folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
     return shutil.which(name, path=os.pathsep.join(folders))
@@ -138,7 +138,7 @@ def stand_in(name: str, arguments: list[str]) -> None:
 
 
 def go_on(words: list[str]) -> None:
-    """Records a command, or becomes it."""
+    """Record a command, or becomes it."""
     if is_python(words[0]) or os.path.basename(words[0]) in (
         *ALWAYS,
         *AROUND_OTHERS,
@@ -151,7 +151,7 @@ def go_on(words: list[str]) -> None:
 
 
 def with_environment(words: list[str]) -> None:
-    """Goes on with the command of `env`, in its environment with what stands in put back."""
+    """Go on with the command of `env`, in its environment with what stands in put back."""
     around = {
         name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")
     }
@@ -199,7 +199,7 @@ def inner_command(arguments: list[str]) -> int | None:
 
 
 def submit(arguments: list[str]) -> None:
-    """Runs a batch script here, its directives as words of the launcher, and answers as `sbatch`
+    """Run a batch script here, its directives as words of the launcher, and answers as `sbatch`
     does.
     """
     wrapped = next((i for i, word in enumerate(arguments) if word.startswith("--wrap")), None)
@@ -240,7 +240,9 @@ def submit(arguments: list[str]) -> None:
 
 
 def of_job(words: list[str]) -> dict[str, str]:
-    """The variables of SLURM that a job of these words would have, as far as they are said."""
+    """Return the variables of SLURM that a job of these words would have, as far as
+    they are said.
+    """
     text = " ".join(words)
     out = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     for pattern, names in (
@@ -257,7 +259,7 @@ def of_job(words: list[str]) -> dict[str, str]:
 
 
 def as_python_starts() -> None:
-    """Ends an interpreter that would train, whatever path it was started by; any other goes on."""
+    """End an interpreter that would train, whatever path it was started by; any other goes on."""
     words = list(getattr(sys, "orig_argv", None) or [])
     if not words and os.path.exists("/proc/self/cmdline"):
         with open("/proc/self/cmdline", "rb") as file:

@@ -124,7 +124,7 @@ trap 'mtrain_capture_before "$_"' DEBUG
 
 
 def prepare(folder: Path, text: str) -> None:
-    """Writes what stands in: commands for PATH, functions for bash, and what Python loads as it
+    """Write what stands in: commands for PATH, functions for bash, and what Python loads as it
     starts.
 
     Args:
@@ -170,7 +170,7 @@ def prepare(folder: Path, text: str) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment in which what `prepare` wrote stands in."""
+    """Return the environment in which what `prepare` wrote stands in."""
 
     def before(name: str, value: object) -> str:
         return os.pathsep.join(filter(None, (str(value), os.environ.get(name))))
@@ -186,8 +186,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def for_bash(command: list[str], text: str) -> list[str]:
-    """The command; where it is itself a script of a plain `sh`, which reads nothing of ours, with
-    bash before it.
+    """Return the command; where it is itself a script of a plain `sh`, which reads nothing of ours,
+    with bash before it.
     """
     plain = re.match(r"#!\s*(/usr/bin/env\s+)?(\S*/)?(sh|dash)\s*\n", text)
     if plain and Path(command[0]).is_file() and shutil.which("bash"):
@@ -196,7 +196,7 @@ def for_bash(command: list[str], text: str) -> list[str]:
 
 
 def _interpreters() -> list[str]:
-    """The names that have a version of the interpreters on PATH."""
+    """Return the names that have a version of the interpreters on PATH."""
     found = set[str]()
     for folder in os.get_exec_path():
         if os.path.isdir(folder):

@@ -16,7 +16,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
-    """The parameters whose rate follows the width of the model (`model.mup`)."""
+    """Return the parameters whose rate follows the width of the model (`model.mup`)."""
     o = run.optim
     m = run.model.width_mult
     if m == 1:
@@ -34,10 +34,10 @@ def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
 
 
 def read_by(key: str) -> str:
-    """The condition of a key of `optim` that not all optimizers read."""
+    """Return the condition of a key of `optim` that not all optimizers read."""
     return f"optim.name={'|'.join(readers(key))}"
 
 
 def readers(key: str) -> tuple[str, ...]:
-    """The optimizers that read a key of `optim` which not all of them do."""
+    """Return the optimizers that read a key of `optim` which not all of them do."""
     return tuple(name for name, spec in OPTIMIZERS.items() if key in spec.keys)

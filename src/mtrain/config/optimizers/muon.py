@@ -84,19 +84,19 @@ class MuonConfig(Section):
 
 
 def is_matrix(param: Any, name: str) -> bool:
-    """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output
-    layer.
+    """Return whether Muon takes a parameter: a matrix, but for tables that are looked up in and the
+    output layer.
     """
     return takes(name, param.ndim)
 
 
 def takes(name: str, axes: int) -> bool:
-    """The same by its name and number of axes."""
+    """Return the same by its name and number of axes."""
     return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 
 def _states(run: Run, name: str, axes: int) -> Mapping[str, str]:
-    """The momentum of a matrix; of everything else the moments of adamw."""
+    """Return the momentum of a matrix; of everything else the moments of adamw."""
     return OPTIMIZER.states(run) if takes(name, axes) else adamw.OPTIMIZER.states(run)
 
 

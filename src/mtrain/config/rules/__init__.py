@@ -104,7 +104,7 @@ class Answers:
         self._left = DISK_SECONDS
 
     def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
-        """Findings of a rule with the keys that it had read until each of them."""
+        """Return findings of a rule with the keys that it had read until each of them."""
         known = self._known.setdefault(rule, {})
         values = tuple(value_at(run, key) for key in rule.reads)
         if values not in known:
@@ -125,7 +125,7 @@ def check(
     hidden: Callable[[AbstractSet[str]], bool] = lambda reads: False,
     to_run: bool = True,
 ) -> list[Problem]:
-    """Every broken rule of a resolved run, errors before warnings.
+    """Return every broken rule of a resolved run, errors before warnings.
 
     A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a
     user edits) and resolved again, it removes its problem and brings no new one. Left out is what
@@ -146,7 +146,7 @@ def check(
 
 
 def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
-    """A warning in place of an error, for what a configuration that runs elsewhere may
+    """Return a warning in place of an error, for what a configuration that runs elsewhere may
     lack here.
     """
     if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
@@ -172,7 +172,7 @@ def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding
 def findings_and_reads(
     run: RunConfig, answers: Answers
 ) -> Iterator[tuple[Finding, frozenset[str]]]:
-    """The same, each with the keys that its rule had read until then."""
+    """Yield the same, each with the keys that its rule had read until then."""
     for rule in RULES:
         yield from answers.of(rule, run) if rule.disk else _said(rule, run)
 
@@ -242,7 +242,7 @@ class _Trial:
         return None
 
     def choose(self, finding: Finding, limit: int = 2) -> list[Change]:
-        """The fixes that remove `finding` and bring nothing new, in the order of the rule.
+        """Return the fixes that remove `finding` and bring nothing new, in the order of the rule.
 
         Where none of them does so alone, the first that does so with one or two changes more.
         """
@@ -304,8 +304,8 @@ def _problem(
 
 
 def _left_out(keys: Iterable[list[str]], path: str) -> list[str]:
-    """Words that say which of the provided keys to leave out, for a finding at `path`: the fewest
-    of them.
+    """Return words that say which of the provided keys to leave out, for a finding at `path`: the
+    fewest of them.
     """
     sets = [one for one in keys if one]
     least = [one for one in sets if not any(set(other) < set(one) for other in sets)]

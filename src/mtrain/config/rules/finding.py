@@ -60,12 +60,12 @@ def nearest(value: int, candidates: list[int]) -> list[int]:
 
 
 def listed(values: list[int], limit: int = 8) -> str:
-    """Numbers in a sentence: `1, 2, 4`; long lists end in dots."""
+    """Return numbers in a sentence: `1, 2, 4`; long lists end in dots."""
     text = ", ".join(str(v) for v in values[:limit])
     return f"{text}, ..." if len(values) > limit else text
 
 
 def multiples(value: int, step: int) -> list[int]:
-    """The multiples of `step` around `value`, the nearest first; none below `step`."""
+    """Return the multiples of `step` around `value`, the nearest first; none below `step`."""
     below = value // step * step
     return nearest(value, [m for m in {below, below + step} if m >= step])

@@ -34,7 +34,7 @@ DISTINCT = 100
 def related(
     finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]
 ) -> list[str]:
-    """The keys beside that of a finding that it is about, in the order of the schema.
+    """Return the keys beside that of a finding that it is about, in the order of the schema.
 
     Those are what the finding names itself and, of the keys that the rule had read, each that its
     text speaks of and each that a fix changes alone.
@@ -60,8 +60,8 @@ def related(
 
 
 def _spoken_of(key: str, value: Any, words: AbstractSet[str], text: str, *, is_set: bool) -> bool:
-    """Whether a text has the name of a key or its value: a word that is set, a number with a part
-    of the name.
+    """Return whether a text has the name of a key or its value: a word that is set, a number with a
+    part of the name.
     """
     name = key.rpartition(".")[2]
     if value is None:

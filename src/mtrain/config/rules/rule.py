@@ -53,12 +53,12 @@ class Rule:
             yield replace(found, severity="warning") if mild else found
 
     def reads_any(self, *keys: str) -> bool:
-        """Whether it reads one of `keys`, or of the keys of a section among them."""
+        """Return whether it reads one of `keys`, or of the keys of a section among them."""
         return touches(self.reads, keys)
 
 
 def rule(*codes: Code, reads: str, disk: bool = False) -> Callable[[Ask], Rule]:
-    """Makes a rule of a function that yields findings with `codes` and reads no other keys than
+    """Make a rule of a function that yields findings with `codes` and reads no other keys than
     those of `reads`.
     """
 

@@ -147,7 +147,7 @@ def _run(worker: Worker, unit: Unit) -> Result:
 
 
 def refuse_existing(prefix: Path, overwrite: bool) -> None:
-    """Passes a prefix of which nothing is there.
+    """Pass a prefix of which nothing is there.
 
     Raises:
         ConfigError: something is.
@@ -168,8 +168,8 @@ def remove_beside(prefix: Path) -> None:
 
 
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
-    """All that the bytes of the corpus follow from: a killed run is gone on with only where it is
-    the same.
+    """Return all that the bytes of the corpus follow from: a killed run is gone on with only where
+    it is the same.
     """
     return {
         "format": manifest.FORMAT,

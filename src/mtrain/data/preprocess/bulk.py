@@ -36,7 +36,7 @@ BEFORE_THE_LAST = 2
 
 
 def _kinds() -> np.ndarray:
-    """The kind of each byte; uint8 [256]."""
+    """Return the kind of each byte; uint8 [256]."""
     out = np.full(256, SIGN, np.uint8)
     for byte in range(128):
         letter = chr(byte)
@@ -54,7 +54,7 @@ def _kinds() -> np.ndarray:
 
 
 def _cuts(*, behind_signs: bool) -> np.ndarray:
-    """Whether texts are cut between two kinds; uint8 [KINDS * KINDS]."""
+    """Return whether texts are cut between two kinds; uint8 [KINDS * KINDS]."""
     out = np.zeros((KINDS, KINDS), np.uint8)
     out[LETTER, [DIGIT, SIGN, SPACE, LINE, FEED]] = out[
         DIGIT, [LETTER, SIGN, SPACE, LINE, FEED]
@@ -100,7 +100,7 @@ class BulkPieces(Pieces):
         return [next(found) if fit else next(rest) for fit in fits]
 
     def _fits(self, text: str, control: bool) -> bool:
-        """Whether a text is cut in its bytes; `control`: some text of ASCII may have one of
+        """Return whether a text is cut in its bytes; `control`: some text of ASCII may have one of
         CONTROL.
         """
         if not 0 < len(text) <= LARGEST or self._named(text):
@@ -129,7 +129,7 @@ class BulkPieces(Pieces):
         return [bytes(held[a:b]) for a, b in pairwise(cuts)]
 
     def _ids(self, pieces: list[str]) -> list[bytes]:
-        """The ids of pieces that differ; those of long ones are not kept."""
+        """Return the ids of pieces that differ; those of long ones are not kept."""
         self._make_room()
         packed = list(map(self.__getitem__, pieces))
         if self._missing:
@@ -162,7 +162,7 @@ def cut_places(
 
 
 def memory_of(tokenizer: tokenizers.Tokenizer, code: str, plain: bool) -> Pieces | None:
-    """The memory of pieces that is fastest here; None where the texts of a tokenizer may not be
-    cut.
+    """Return the memory of pieces that is fastest here; None where the texts of a tokenizer may not
+    be cut.
     """
     return pieces_of(tokenizer, code, plain, Pieces if find_spec("pyarrow") is None else BulkPieces)

@@ -16,14 +16,14 @@ Twice = list[tuple[int, int]]
 
 
 def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
-    """Tokens of each document, without the token that ends it."""
+    """Yield tokens of each document, without the token that ends it."""
     for i in range(dataset.num_documents):
         tokens = dataset.tokens[dataset.document_start(i) : dataset.document_start(i + 1)]
         yield tokens[:-1] if end is not None and len(tokens) and tokens[-1] == end else tokens
 
 
 def exact(dataset: IndexedDataset, end: int | None) -> Twice:
-    """Documents with the tokens of an earlier one."""
+    """Return documents with the tokens of an earlier one."""
     seen = dict[bytes, int]()
     out = Twice()
     for i, tokens in enumerate(_documents(dataset, end)):
@@ -36,8 +36,8 @@ def exact(dataset: IndexedDataset, end: int | None) -> Twice:
 def near(
     dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
 ) -> Twice:
-    """Documents of whose runs of `ngram` tokens a share of about `threshold` is also that of an
-    earlier one that is kept (the Jaccard similarity, estimated).
+    """Return documents of whose runs of `ngram` tokens a share of about `threshold` is also that of
+    an earlier one that is kept (the Jaccard similarity, estimated).
 
     Raises:
         BadEnvironment: datasketch is not installed.
@@ -67,7 +67,7 @@ def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
 
 
 def left(count: int, twice: Twice) -> np.ndarray:
-    """The documents that stay."""
+    """Return the documents that stay."""
     keep = np.ones(count, bool)
     keep[list(chain(i for i, _ in twice))] = False
     return np.flatnonzero(keep)

@@ -51,7 +51,7 @@ class Opened:
 
 
 def opened(prefix: Path) -> Opened:
-    """The corpus of a prefix.
+    """Return the corpus of a prefix.
 
     Raises:
         ConfigError: there is none.
@@ -205,13 +205,13 @@ def _index(folder: Path, dtype: np.dtype) -> str:
 
 
 def everything(one: Opened) -> np.ndarray:
-    """The numbers of all documents."""
+    """Return the numbers of all documents."""
     return np.arange(one.dataset.num_documents)
 
 
 def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarray]:
-    """The documents of each share: neighbours by tokens, or drawn with a seed, and then shares of
-    documents.
+    """Return the documents of each share: neighbours by tokens, or drawn with a seed, and then
+    shares of documents.
 
     Raises:
         ConfigError: a share would have no document.
@@ -262,7 +262,7 @@ def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> 
 
 
 def document_lengths(one: Opened) -> np.ndarray:
-    """Tokens of each document; int64 [documents]."""
+    """Return tokens of each document; int64 [documents]."""
     starts = np.concatenate(
         [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
     )

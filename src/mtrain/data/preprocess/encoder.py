@@ -33,7 +33,7 @@ def faults_named(file: str, what: str) -> Iterator[None]:
 
 
 def library(name: str, extra: str, what: str) -> Any:
-    """A module of an extra.
+    """Return a module of an extra.
 
     Raises:
         BadEnvironment: it is not installed.
@@ -67,18 +67,18 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens around them."""
+        """Return the ids of each text, without special tokens around them."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens with their names."""
+        """Return the text of ids, special tokens with their names."""
 
     @abstractmethod
     def id_of(self, token: str) -> int | None:
-        """Id of a token; None: there is none of the name."""
+        """Return id of a token; None: there is none of the name."""
 
     def unknown_bytes(self, text: str) -> int:
-        """Bytes of a text that the unknown token stands for."""
+        """Return bytes of a text that the unknown token stands for."""
         return 0
 
     def packer(self, code: str) -> Packer:
@@ -86,7 +86,7 @@ class Encoder(ABC):
         return Packer(self, code, None)
 
     def chosen_eod(self, found: int | None) -> int | None:
-        """The id of the token that was chosen to end documents, or what the tokenizer says.
+        """Return the id of the token that was chosen to end documents, or what the tokenizer says.
 
         Raises:
             ConfigError: there is no token of the chosen name.
@@ -132,7 +132,7 @@ class Packer:
         return MANY if self._pieces is None else self._pieces.many
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text.
+        """Return the ids of each text.
 
         Raises:
             CorruptData: the tokenizer cannot encode one, or an id does not fit the dtype.

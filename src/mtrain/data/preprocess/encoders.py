@@ -63,7 +63,7 @@ LOADERS = {
 
 
 def load(spec: TokenizerSpec) -> Encoder:
-    """The tokenizer of a spec.
+    """Return the tokenizer of a spec.
 
     Raises:
         CorruptData: a file is not what it should be.

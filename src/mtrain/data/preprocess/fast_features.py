@@ -107,7 +107,7 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _letters() -> Iterator[str]:
-    """The letter that stands for each byte:
+    """Yield the letter that stands for each byte:
     https://github.com/openai/gpt-2/blob/master/src/encoder.py.
     """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -121,7 +121,7 @@ def _letters() -> Iterator[str]:
 
 
 def _steps(step: Any, inner: str) -> list[Step]:
-    """The steps of a normalizer or pre-tokenizer, one by one."""
+    """Return the steps of a normalizer or pre-tokenizer, one by one."""
     if step is None:
         return []
     if step.get("type") == "Sequence":
@@ -199,7 +199,7 @@ def _named(step: Step) -> str:
 
 
 def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
-    """Tokens that are found in a text before anything else is done with it."""
+    """Yield tokens that are found in a text before anything else is done with it."""
     for token in tokens:
         name = repr(token.get("content"))[:60]
         yield from _unknown(f"its token {name}", token, TOKEN)
@@ -227,7 +227,7 @@ def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
 
 
 def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
-    """Two tokens of which one holds the other, or begins with what the other ends with."""
+    """Return two tokens of which one holds the other, or begins with what the other ends with."""
     for left, right in ((ones, others), (others, ones)):
         begins: dict[str, str] = {
             content[:n]: content for content in right for n in range(1, len(content) + 1)

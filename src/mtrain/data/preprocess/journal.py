@@ -47,7 +47,7 @@ class Totals:
         self.largest = -1
 
     def sum(self, name: str) -> int:
-        """A count over all files."""
+        """Return a count over all files."""
         return sum(counts[name] for counts in self.of)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Draft:
                 os.truncate(self.folder / name, size)
 
     def _absorb(self, files: Sequence[BinaryIO], grown: list[int], crcs: list[int]) -> bool:
-        """Hash the next bytes of the tokens again; whether those of all files are what
+        """Return hash the next bytes of the tokens again; whether those of all files are what
         was written.
         """
         digest = self.sha256.copy()
@@ -271,7 +271,7 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def last_rejects(self, many: int = 3) -> list[str]:
-        """The first lines of the file of what was left out."""
+        """Return the first lines of the file of what was left out."""
         with open(self.folder / REJECTS, "rb") as file:
             found = [json.loads(line) for _, line in zip(range(many), file, strict=False)]
         return [
@@ -281,7 +281,9 @@ class Draft:
 
 
 def _journal(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """The whole lines of a journal, and where each ends; it ends at the first that is not whole."""
+    """Yield the whole lines of a journal, and where each ends; it ends at the first that is not
+    whole.
+    """
     place = 0
     with open(path, "rb") as file:
         for raw in file:

@@ -78,7 +78,7 @@ class OfGigatoken(Packer):
             )
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text.
+        """Return the ids of each text.
 
         Raises:
             OtherIds: they are not those of the tokenizer.

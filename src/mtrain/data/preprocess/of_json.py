@@ -74,8 +74,8 @@ class OfJson(Encoder):
 
 
 def of_json_file(spec: TokenizerSpec) -> Encoder:
-    """A tokenizer.json; the end of documents is the `eos_token` of the tokenizer_config.json beside
-    it, or has a name in use.
+    """Return a tokenizer.json; the end of documents is the `eos_token` of the tokenizer_config.json
+    beside it, or has a name in use.
     """
     path = Path(spec.files[0])
     try:
@@ -91,7 +91,7 @@ def of_json_file(spec: TokenizerSpec) -> Encoder:
 
 
 def _end_in_settings(path: Path) -> list[str]:
-    """The `eos_token` of a tokenizer_config.json beside a tokenizer.json."""
+    """Return the `eos_token` of a tokenizer_config.json beside a tokenizer.json."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file() or beside.stat().st_size > 1 << 24:
         return []

@@ -83,7 +83,7 @@ class OfTiktoken(Encoder):
 
 
 def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Tokens and special tokens of a file whose lines are a token in base64 and its rank."""
+    """Return tokens and special tokens of a file whose lines are a token in base64 and its rank."""
     file = spec.files[0]
     ranks = dict[bytes, int]()
     for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
@@ -100,8 +100,8 @@ def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, in
 
 
 def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
-    """The special tokens of a file that says none: those that are known of it, or one behind its
-    tokens.
+    """Return the special tokens of a file that says none: those that are known of it, or one behind
+    its tokens.
     """
     largest = max(ranks.values(), default=-1)
     if pattern == "cl100k" and len(ranks) == largest + 1 == min(LLAMA3.values()):
@@ -111,8 +111,8 @@ def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _ranks_of_json(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Tokens and special tokens of Megatron-LM's form: a list of ranks, behind the ids of special
-    tokens.
+    """Return tokens and special tokens of Megatron-LM's form: a list of ranks, behind the ids of
+    special tokens.
     """
     file = spec.files[0]
     first = spec.num_special_tokens

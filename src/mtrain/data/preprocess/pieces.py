@@ -123,7 +123,7 @@ def _of_split(step: dict[str, Any]) -> Cut | None:
 
 
 def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
-    """The steps of a pre-tokenizer, in their order."""
+    """Return the steps of a pre-tokenizer, in their order."""
     if not isinstance(pre_tokenizer, dict):
         return []
     inner = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else None
@@ -161,7 +161,7 @@ class Pieces(dict[str, bytes]):
         return b""
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text."""
+        """Return the ids of each text."""
         self._make_room()
         out = [b""] * len(texts)
         again = list[int]()
@@ -186,7 +186,7 @@ class Pieces(dict[str, bytes]):
         return out
 
     def _pieces(self, text: str) -> list[str] | None:
-        """The pieces of a text; None: it is encoded as it is."""
+        """Return the pieces of a text; None: it is encoded as it is."""
         if self._doubtful(text) or self._named(text):
             return None
         words = self._cut.words
@@ -220,7 +220,7 @@ class Pieces(dict[str, bytes]):
         return missing
 
     def _by_model(self, pieces: list[str]) -> Iterator[bytes]:
-        """Ids of ASCII, as the model gives them that is asked for each word in the letters of
+        """Yield ids of ASCII, as the model gives them that is asked for each word in the letters of
         ByteLevel.
         """
         assert self._model is not None
@@ -243,6 +243,6 @@ class Pieces(dict[str, bytes]):
 def pieces_of(
     tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces
 ) -> Pieces | None:
-    """A memory for a tokenizer; None where its texts may not be cut."""
+    """Return a memory for a tokenizer; None where its texts may not be cut."""
     cut = cut_of(json.loads(tokenizer.to_str()))
     return None if cut is None else kind(tokenizer, cut, code, plain)

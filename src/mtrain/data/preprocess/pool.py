@@ -63,8 +63,8 @@ class _Process:
         theirs.close()  # else the end of the process would not end the pipe
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """The value of a function of the made thing and arguments; EOFError or OSError where the
-        process is gone.
+        """Return the value of a function of the made thing and arguments; EOFError or OSError where
+        the process is gone.
         """
         self._pipe.send((function, arguments))
         return self._pipe.recv()
@@ -120,13 +120,15 @@ class Pool:
             process.end(at_once=False)
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The value of a function of the made thing and arguments, from one of the processes."""
+        """Return the value of a function of the made thing and arguments, from one of the
+        processes.
+        """
         return _value(self._submit(function, arguments), "")
 
     def each(
         self, function: Callable[[Any, Any], T], items: Iterable[Any], say: Callable[[Any], str]
     ) -> Iterator[tuple[Any, T]]:
-        """Each item and what a function made of it, in order; a few are worked on ahead.
+        """Yield each item and what a function made of it, in order; a few are worked on ahead.
 
         `say` names an item.
         """

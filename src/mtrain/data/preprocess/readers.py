@@ -18,8 +18,8 @@ Found = Text | Rejected
 
 
 def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[int, Found | None]]:
-    """Number of the record in this part, from 1, and its text; None for a line of white space,
-    which is none.
+    """Yield number of the record in this part, from 1, and its text; None for a line of white
+    space, which is none.
 
     Raises:
         CorruptData: the file cannot be read, or is not what its format is.
@@ -79,7 +79,7 @@ def _plain(number: int, line: bytes | None, reading: Reading) -> Found | None:
 
 
 def _of_json(number: int, line: bytes | None, reading: Reading) -> Found | None:
-    """The text of a line; None for one of white space alone."""
+    """Return the text of a line; None for one of white space alone."""
     if line is None:
         return Rejected(number, f"is longer than {reading.max_bytes} bytes")
     try:
@@ -97,7 +97,7 @@ def _why(error: Exception) -> str:
 
 
 def half_of_a_letter(error: UnicodeEncodeError) -> str:
-    """Why a text that JSON may hold is none in UTF-8."""
+    """Return why a text that JSON may hold is none in UTF-8."""
     return f"character {error.start} is half of a letter ({ord(error.object[error.start]):#x})"
 
 
@@ -108,7 +108,7 @@ def _too_long(size: int, reading: Reading) -> str:
 
 
 def _lines(part: Part, source: Source, limit: int) -> Iterator[bytes | None]:
-    """The lines of a part without their ends; None: one that is longer than the limit."""
+    """Yield the lines of a part without their ends; None: one that is longer than the limit."""
     if isinstance(part.data, bytes):
         yield from _cut(part.data, limit)
         return

@@ -55,7 +55,7 @@ class Misread(ValueError):
 
 
 def rejected(number: int, error: Exception, why: str) -> Rejected:
-    """Texts that are left out for an error of `Reading.text`."""
+    """Return texts that are left out for an error of `Reading.text`."""
     misread = (error.key, error.value) if isinstance(error, Misread) else None
     return Rejected(number, why, error.by if isinstance(error, NotLearned) else (), misread)
 
@@ -94,16 +94,16 @@ class Reading:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that are read."""
+        """Return the keys that are read."""
         return tuple(key for _, key in self.parts if key is not None)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The keys that say whether a record is learned."""
+        """Return the keys that say whether a record is learned."""
         return tuple(key for key in FLAGS if key not in (*self.keys, *self.ignored))
 
     def text(self, record: Any) -> Text:
-        """The text of a record.
+        """Return the text of a record.
 
         Raises:
             ValueError: says why it has none, or that it is not to be learned.
@@ -119,7 +119,7 @@ class Reading:
         return "".join(out)
 
     def _is_learned(self, record: Mapping[Any, Any]) -> None:
-        """Raises ValueError for a record that says with a key, which is not read as text, that it
+        """Raise ValueError for a record that says with a key, which is not read as text, that it
         is not learned.
         """
         said = {key: record[key] for key in self.flags if record.get(key) is not None}
@@ -148,7 +148,7 @@ class Reading:
 
 
 def _walk(record: Any, key: str) -> Any:
-    """The value at a key with dots, of records in records."""
+    """Return the value at a key with dots, of records in records."""
     for name in [key] if isinstance(record, Mapping) and key in record else key.split("."):
         if not isinstance(record, Mapping):
             raise ValueError(f"it is {_kind(record)}, and no object with the key {key}")
@@ -175,8 +175,8 @@ def _kind(value: Any) -> str:
 
 
 def reading(key: str, template: str | None, **options: Any) -> Reading:
-    """A reading of a key, or of a template such as `{title}\\n{text}`, in which `\\n` and `\\t` may
-    be written.
+    """Return a reading of a key, or of a template such as `{title}\\n{text}`, in which `\\n` and
+    `\\t` may be written.
 
     Raises:
         ConfigError: the template has no key, or more in its braces than one.

@@ -135,13 +135,13 @@ def _hashes(held: Manifest, dataset: IndexedDataset, scanned: Scanned) -> None:
 
 
 def blocks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
-    """All tokens, as (place of the first, tokens)."""
+    """Yield all tokens, as (place of the first, tokens)."""
     for first in range(0, dataset.num_tokens, BLOCK):
         yield first, dataset.tokens[first : first + BLOCK]
 
 
 def scan(dataset: IndexedDataset, vocab_size: int | None = None) -> Scanned:
-    """The ends of the ids and the hash of the tokens.
+    """Return the ends of the ids and the hash of the tokens.
 
     Raises:
         CorruptData: an id is negative or outside of the vocabulary, with its document.

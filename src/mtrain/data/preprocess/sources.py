@@ -53,7 +53,7 @@ class Source:
 
     @property
     def is_changed(self) -> bool:
-        """Whether another file, or none, stands there now."""
+        """Return whether another file, or none, stands there now."""
         try:
             return self != _source(Path(self.path), self.name, self.form, self.packing)
         except OSError:
@@ -65,7 +65,7 @@ class Source:
 
 
 def form_of(name: str) -> tuple[str, str] | None:
-    """Format and compression of a file by its name; None: neither is known."""
+    """Return format and compression of a file by its name; None: neither is known."""
     base, ending = os.path.splitext(name.lower())
     packing = COMPRESSED.get(ending, "")
     if packing and ending != ".tgz":
@@ -75,8 +75,8 @@ def form_of(name: str) -> tuple[str, str] | None:
 
 
 def find_sources(inputs: Sequence[Path], form: str | None = None) -> list[Source]:
-    """The files of what was named, those of a folder by name; `form`: of any ending, all are of
-    this format.
+    """Return the files of what was named, those of a folder by name; `form`: of any ending, all are
+    of this format.
 
     Raises:
         ConfigError: an input is missing, is no file or folder, is of no known format, or has no
@@ -152,8 +152,8 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
 
 
 def _is_of_corpus(path: Path) -> bool:
-    """Whether a file is one that `data tokenize` and its like write beside a corpus or while it
-    grows.
+    """Return whether a file is one that `data tokenize` and its like write beside a corpus or while
+    it grows.
     """
     if path.parent.suffix == PARTIAL:
         return (path.parent / LOCK).exists()

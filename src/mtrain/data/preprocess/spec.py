@@ -67,7 +67,8 @@ class TokenizerSpec:
 def find_tokenizer(
     path: Path, merges: Path | None = None, kind: str | None = None, **options: object
 ) -> TokenizerSpec:
-    """The tokenizer at a path: of a file by its name and beginning, of a folder by what lies in it.
+    """Return the tokenizer at a path: of a file by its name and beginning, of a folder by what lies
+    in it.
 
     Raises:
         ConfigError: nothing is there, or it is no tokenizer that is known.
@@ -91,7 +92,7 @@ def find_tokenizer(
 
 
 def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
-    """The first tokenizer in a folder, or the first of a kind: its kind and its files."""
+    """Return the first tokenizer in a folder, or the first of a kind: its kind and its files."""
     for of, names in IN_A_FOLDER:
         files = [path / name for name in names]
         if all(map(os.path.isfile, files)):
@@ -104,7 +105,7 @@ def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
 
 
 def readable(path: Path) -> None:
-    """Passes a regular file that is not too large.
+    """Pass a regular file that is not too large.
 
     Raises:
         ConfigError: it is none, or cannot be read.

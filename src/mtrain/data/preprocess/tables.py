@@ -39,7 +39,8 @@ def _arrow(source: Source, name: str = "pyarrow") -> Any:
 
 
 def cut(source: Source) -> list[tuple[int, int, int]]:
-    """Parts of a file as (first row, the row behind the last, bytes), each of about as many bytes.
+    """Return parts of a file as (first row, the row behind the last, bytes), each of about as many
+    bytes.
 
     Raises:
         CorruptData: it is not what its name says.
@@ -51,7 +52,7 @@ def cut(source: Source) -> list[tuple[int, int, int]]:
 
 
 def _blocks(source: Source) -> Iterator[tuple[int, int]]:
-    """Rows and bytes of each row group of Parquet, or record batch of arrow."""
+    """Yield rows and bytes of each row group of Parquet, or record batch of arrow."""
     if source.form == "parquet":
         with _arrow(source, "pyarrow.parquet").ParquetFile(source.path) as file:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
@@ -82,7 +83,7 @@ def _pieces(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _batches(source: Source) -> Iterator[Any]:
-    """The record batches of a stream, which Hugging Face's datasets writes, or of a file."""
+    """Yield the record batches of a stream, which Hugging Face's datasets writes, or of a file."""
     arrow = _arrow(source)
     with arrow.memory_map(source.path) as data:
         is_file = data.read(6) == b"ARROW1"
@@ -97,7 +98,7 @@ def _batches(source: Source) -> Iterator[Any]:
 def rows(
     source: Source, first: int, stop: int, reading: Reading
 ) -> Iterator[tuple[int, Text | Rejected]]:
-    """Number of the row in the part, from 1, and its text.
+    """Yield number of the row in the part, from 1, and its text.
 
     Raises:
         CorruptData: a file that does not hold together.
@@ -155,7 +156,7 @@ def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, A
 
 
 def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
-    """The columns that keys are in, and those that say whether a row is learned."""
+    """Return the columns that keys are in, and those that say whether a row is learned."""
     names = roots(reading.keys, columns)
     missing = [key for key in reading.keys if not roots([key], names)]
     if missing:

@@ -82,7 +82,7 @@ class Texts:
 def train(
     texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lower_case: bool
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of at most so many tokens, special tokens first.
+    """Return a tokenizer of at most so many tokens, special tokens first.
 
     Raises:
         ConfigError: there was no text, or its letters and the special tokens are more than so many;

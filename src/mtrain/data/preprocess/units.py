@@ -54,7 +54,7 @@ Tables = Callable[[Source], list[tuple[int, int, int]]]
 
 
 def plan(sources: Sequence[Source], reading: Reading, tables: Tables) -> Iterator[Unit]:
-    """All units in their order."""
+    """Yield all units in their order."""
     waiting = list[Part]()
     size = 0
     for number, source in enumerate(sources):
@@ -180,8 +180,8 @@ class _Member(tarfile.TarInfo):
 
 
 def _members(source: Source, reading: Reading) -> Iterator[Member]:
-    """Names of the members of a tar, and contents where keys are in; nothing is written, no link is
-    followed.
+    """Yield names of the members of a tar, and contents where keys are in; nothing is written, no
+    link is followed.
     """
     place = 0
     most = source.size * (MAX_RATIO if source.packing else 1)
@@ -218,7 +218,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, reading: Reading) ->
 
 
 def _refuse_more(tar: tarfile.TarFile) -> None:
-    """Refuses what stands behind the end of an archive, as where several were joined: readers pass
+    """Refuse what stands behind the end of an archive, as where several were joined: readers pass
     it over.
     """
     while block := tar.fileobj.read(BLOCK):  # type: ignore[union-attr]
@@ -229,14 +229,16 @@ def _refuse_more(tar: tarfile.TarFile) -> None:
 
 
 def sample_of(name: str) -> tuple[str, str]:
-    """Key and ending of a member: what stands before and behind the first dot of its last name."""
+    """Return key and ending of a member: what stands before and behind the first dot of its last
+    name.
+    """
     folder, slash, last = name.rpartition("/")
     key, _, ending = last.partition(".")
     return f"{folder}{slash}{key}", ending.lower()
 
 
 def as_record(members: Sequence[Member]) -> dict[str, Any]:
-    """A sample as a record: each ending a key, JSON as what it says."""
+    """Return a sample as a record: each ending a key, JSON as what it says."""
     import json
 
     out = dict[str, Any]()

@@ -17,7 +17,7 @@ BETWEEN = "|"
 
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
-    """Tokens of each document, some documents at a time."""
+    """Yield tokens of each document, some documents at a time."""
     step = 1 << 20
     for first in range(0, dataset.num_documents, step):
         stop = min(first + step, dataset.num_documents)
@@ -29,7 +29,10 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def histogram(dataset: IndexedDataset) -> list[tuple[int, int, int]]:
-    """Documents of 0, 1, 2 to 3, 4 to 7, ... tokens: first length, last length, documents."""
+    """Return documents of 0, 1, 2 to 3, 4 to 7, ...
+
+    tokens: first length, last length, documents.
+    """
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(dataset):
         places = np.where(lengths > 0, np.frexp(lengths.astype(np.float64))[1], 0)
@@ -42,7 +45,7 @@ def histogram(dataset: IndexedDataset) -> list[tuple[int, int, int]]:
 
 
 def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
-    """The sequences of a document.
+    """Return the sequences of a document.
 
     Raises:
         ConfigError: there is no document of the number.
@@ -79,7 +82,7 @@ def tokens_as_text(ids: Sequence[int], encoder: Encoder | None) -> str:
 
 
 def described(dataset: IndexedDataset) -> dict[str, Any]:
-    """Counts and lengths, ready for JSON."""
+    """Return counts and lengths, ready for JSON."""
     longest = max(
         (int(lengths.max()) for lengths in document_lengths(dataset) if len(lengths)), default=0
     )

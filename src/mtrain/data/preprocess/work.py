@@ -112,7 +112,7 @@ class Worker:
         self._eod = np.array([self.encoder.eod], self.dtype).tobytes() if job.append_eod else b""
 
     def run(self, unit: Unit) -> Result:
-        """The documents of a unit, encoded."""
+        """Return the documents of a unit, encoded."""
         out = _Out()
         for part in unit:
             self._part(part, out)
@@ -195,7 +195,7 @@ class _Out:
 
 
 def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
-    """The dtype of tokens: what was chosen, or what Megatron takes.
+    """Return the dtype of tokens: what was chosen, or what Megatron takes.
 
     Raises:
         ConfigError: the chosen one cannot hold the ids of the tokenizer.

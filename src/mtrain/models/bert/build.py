@@ -15,8 +15,8 @@ from mtrain.models.bert.count import own
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
-    """The layers of one virtual pipeline stage of this rank, with embedding and heads where they
-    belong to it.
+    """Return the layers of one virtual pipeline stage of this rank, with embedding and heads where
+    they belong to it.
     """
     ps = mcore.parallel_state
     m = run.model

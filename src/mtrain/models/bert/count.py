@@ -8,13 +8,13 @@ from mtrain.models.gpt.count import layer_parameters
 
 
 def own(model: ModelConfig) -> BertConfig:
-    """The section of the family's own keys, which is there."""
+    """Return the section of the family's own keys, which is there."""
     assert model.bert is not None, "a model of the family bert has the section model.bert"
     return model.bert
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; the tied
+    """Return trainable parameters of the model as built, with the padded vocabulary; the tied
     weight once.
     """
     hidden = model.hidden_size
@@ -28,12 +28,12 @@ def parameters(model: ModelConfig) -> int:
 
 
 def _square(width: int) -> int:
-    """A linear layer from a width to itself."""
+    """Return a linear layer from a width to itself."""
     return width * width + width
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward, without recomputation.
+    """Return model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight of the layers, of the masked-token head and of the output layer, which every
     position goes through, and 12 per layer, channel and key of attention. `causal` says nothing

@@ -45,12 +45,12 @@ class Draws:
         return mix64(rows + mix64(np.arange(positions, dtype=np.uint64) + np.uint64(1)))
 
     def uniform(self, what: int, samples: np.ndarray, positions: int) -> np.ndarray:
-        """The same as float64 in [0, 1)."""
+        """Return the same as float64 in [0, 1)."""
         return (self.words(what, samples, positions) >> np.uint64(11)) * 2.0**-53
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
-    """The micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
+    """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
 
     2018, sections 3.1 and A.1.
     """
@@ -91,8 +91,8 @@ def masked(
     never: tuple[int, ...],
     draws: Draws,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n, s] of the samples `numbers` as they are read, and which of them are chosen and
-    predicted.
+    """Return tokens [n, s] of the samples `numbers` as they are read, and which of them are chosen
+    and predicted.
 
     Of each sample `masked_share` of its tokens is chosen, rounded, at least one; as many as there
     are where fewer are not in `never`. A chosen token is replaced by [MASK] in 80% of cases, by any
@@ -120,8 +120,8 @@ def _alone(text: np.ndarray, bert: BertConfig) -> np.ndarray:
 def _pairs(
     text: np.ndarray, numbers: np.ndarray, bert: BertConfig, source: Source, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two sentences of each window [n, s + 1], [n, s], the kinds of their tokens, and whether they
-    are apart [n].
+    """Return two sentences of each window [n, s + 1], [n, s], the kinds of their tokens, and
+    whether they are apart [n].
 
     Sentence A is the first half of the window. Sentence B is the second half of it, or of another
     sample's.

@@ -82,15 +82,15 @@ UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weigh
 
 
 def _old(name: str) -> str:
-    """A norm's weights as TensorFlow called them, and files converted from it still do."""
+    """Return a norm's weights as TensorFlow called them, and files converted from it still do."""
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
         "LayerNorm.bias", "LayerNorm.beta"
     )
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Overrides for what a `config.json` leaves open and the names of the weights decide: the next
-    sentence's head.
+    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
+    the next sentence's head.
 
     Published files have more heads than the class that they name (bert-base-uncased:
     `BertForMaskedLM`). A model that is `wanted` without this head is made of them, too.
@@ -103,7 +103,7 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """The tables that a file of BERT may follow; the first is the one that is written."""
+    """Return the tables that a file of BERT may follow; the first is the one that is written."""
     table = TABLES[kind]
     if not model.bert.next_sentence:
         once = tuple(entry for entry in table.once if entry not in POOLED)

@@ -42,7 +42,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
 
 
 def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
-    """Parameters of the adapters of layers."""
+    """Return parameters of the adapters of layers."""
     assert peft.r is not None
     magnitudes = int(peft.kind == "dora")
     return sum(
@@ -52,7 +52,7 @@ def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
 
 
 def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
-    """Layers of attention that are in `target`."""
+    """Return layers of attention that are in `target`."""
     hidden = model.hidden_size
     heads = model.num_attention_heads
     mla = model.mla
@@ -73,7 +73,7 @@ def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
 
 
 def mlp_layers(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
-    """Layers of an MLP of a width that are in `target`."""
+    """Return layers of an MLP of a width that are in `target`."""
     parts = 2 if model.gated else 1
     first = (model.hidden_size, parts * width, parts)
     second = (width, model.hidden_size, 1)
@@ -81,8 +81,8 @@ def mlp_layers(model: ModelConfig, width: int, target: Iterable[str]) -> list[Si
 
 
 def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
-    """The weights of a stage, frozen, and those of the adapters of a layer behind its own; MTP
-    layers have none.
+    """Yield the weights of a stage, frozen, and those of the adapters of a layer behind its own;
+    MTP layers have none.
     """
     for layer, group in groupby(weights, lambda weight: weight.name.rpartition(".")[0]):
         own = [replace(weight, frozen=True) for weight in group]

@@ -36,8 +36,8 @@ def chunk(
     kind: Callable[..., Any] = LanguageModel,
     more: Mapping[str, Any] = {},
 ) -> Any:
-    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they
-    belong to it.
+    """Return the layers of one virtual pipeline stage of this rank, with embedding and loss where
+    they belong to it.
 
     `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
     """

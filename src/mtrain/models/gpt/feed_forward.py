@@ -29,13 +29,13 @@ def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
 
 
 def mixes(r: Rank, layer: int) -> bool:
-    """Whether the MLP of a layer, by its number from 0, is a mixture of experts."""
+    """Return whether the MLP of a layer, by its number from 0, is a mixture of experts."""
     moe = r.model.moe
     return moe is not None and layer >= moe.first_dense_layers
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Two linear layers of this rank's part of `width` channels, and the activation
+    """Return two linear layers of this rank's part of `width` channels, and the activation
     between them.
     """
     h = r.model.hidden_size
@@ -128,8 +128,8 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Copies of tokens that the experts of a rank get, of the busiest one as much as the plan is
-    told.
+    """Return copies of tokens that the experts of a rank get, of the busiest one as much as the
+    plan is told.
     """
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
@@ -140,7 +140,7 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
 
 
 def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
-    """Rows that the experts of a rank have memory for, where `rows` are tokens'."""
+    """Return rows that the experts of a rank have memory for, where `rows` are tokens'."""
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
     gathered = moe.token_dispatcher_type == "allgather"
@@ -169,8 +169,8 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Copies that are made of rows on their way to experts: as they are sent, as they come, as they
-    are sorted.
+    """Return copies that are made of rows on their way to experts: as they are sent, as they come,
+    as they are sorted.
     """
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
@@ -206,7 +206,7 @@ def _on_the_way(
 
 
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
-    """Rows to the ranks of their experts, and back."""
+    """Return rows to the ranks of their experts, and back."""
     etp = r.layout.etp or r.layout.tp
     found = list[Exchange]()
     if r.layout.ep > 1:
@@ -217,8 +217,8 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
 
 
 def _biased(r: Rank) -> tuple[int, int]:
-    """Bytes that the biases of experts move beside an element of what the first and the second
-    product give.
+    """Return bytes that the biases of experts move beside an element of what the first and the
+    second product give.
 
     TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
     multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
@@ -233,12 +233,12 @@ def _biased(r: Rank) -> tuple[int, int]:
 
 
 def _ours(r: Rank) -> bool:
-    """Whether kernels of ours multiply for experts in eight bits."""
+    """Return whether kernels of ours multiply for experts in eight bits."""
     return r.run.precision.quantized is not None and r.words["experts"] != "te"
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Whether SwiGLU is made on the way into eight bits, and both again where it is
+    """Return whether SwiGLU is made on the way into eight bits, and both again where it is
     computed again.
     """
     whole = r.by_lists or r.words["experts"] == "triton"
@@ -248,14 +248,14 @@ def _quantises_again(r: Rank) -> bool:
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Elements of a column that are kept of `rows` rows of `local` experts: ours begin each expert
-    with a block.
+    """Return elements of a column that are kept of `rows` rows of `local` experts: ours begin each
+    expert with a block.
     """
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
 def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int) -> Tensor:
-    """Products of `rows` rows, in memory for `held`."""
+    """Return products of `rows` rows, in memory for `held`."""
     h = r.model.hidden_size
     a = r.element
     etp = r.layout.etp or r.layout.tp

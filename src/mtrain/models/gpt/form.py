@@ -12,7 +12,7 @@ from mtrain.data.fim import FillInTheMiddle
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
-    """The micro-batches of `part` of the splits."""
+    """Return the micro-batches of `part` of the splits."""
     source = getattr(splits, part)
     data = run.data
     ends = splits.document_ends

@@ -93,7 +93,8 @@ def kind(r: Rank, index: int) -> tuple[bool, ...]:
 def stack(
     r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
 ) -> list[Graph]:
-    """One layer after another, each a graph, or each group of them that is computed again together.
+    """Return one layer after another, each a graph, or each group of them that is computed again
+    together.
 
     Layers of one `kind` are one graph, which is there for each of them.
     """
@@ -125,13 +126,13 @@ def _group(r: Rank, layers: Sequence[int], add: AddLayer, redone: bool) -> Graph
 
 
 def stream(r: Rank) -> Tensor:
-    """The residual stream on a rank."""
+    """Return the residual stream on a rank."""
     return Tensor(r.split_tokens * r.model.hidden_size * r.element)
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """One layer of multi-token prediction, from the hidden states of what is before it; it has no
-    adapters.
+    """Return one layer of multi-token prediction, from the hidden states of what is before it; it
+    has no adapters.
     """
     r = replace(r, adapted=False)
     h = r.model.hidden_size

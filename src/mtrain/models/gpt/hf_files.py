@@ -48,7 +48,7 @@ def _renamed(table: Table, rename: Rename) -> Table:
 
 
 def _apart(table: Table) -> Table:
-    """Experts one by one, gate and up projection too."""
+    """Return experts one by one, gate and up projection too."""
 
     def entry(fused: Entry) -> Entry:
         name = fused.theirs[0]
@@ -73,8 +73,8 @@ def _of_mixtral(name: str) -> str:
 
 
 def _with_mtp(table: Table) -> Table:
-    """MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the embedding and
-    the head.
+    """Return MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the
+    embedding and the head.
     """
 
     def entry(found: Entry) -> Entry:
@@ -98,8 +98,8 @@ def _with_mtp(table: Table) -> Table:
 
 
 def _within(table: Table, prefix: str) -> Table:
-    """The text model inside of one that reads images too, as transformers 4 and 5 write it; the
-    rest is left out.
+    """Return the text model inside of one that reads images too, as transformers 4 and 5 write it;
+    the rest is left out.
     """
 
     def rename(name: str) -> str:
@@ -114,8 +114,8 @@ def _within(table: Table, prefix: str) -> Table:
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Overrides for what a `config.json` leaves open and the names of the weights decide: MTP
-    layers.
+    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
+    MTP layers.
 
     transformers writes how many there are, and not their weights. A model that is `wanted` says how
     many it has.
@@ -125,7 +125,9 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """The tables that a file of a `model_type` may follow; the first is the one that is written."""
+    """Return the tables that a file of a `model_type` may follow; the first is the one that is
+    written.
+    """
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
     if kind in ("mixtral", "minimax_m2"):
         return _renamed(_apart(table), _of_mixtral), table

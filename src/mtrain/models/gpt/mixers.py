@@ -23,13 +23,13 @@ def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) 
 
 
 def windowed(r: Rank, layer: int) -> bool:
-    """Whether layer `layer` (from 0) has the sliding window."""
+    """Return whether layer `layer` (from 0) has the sliding window."""
     every = r.model.window_attn_skip_freq
     return r.model.window_size is not None and (every is None or (layer + 1) % every != 0)
 
 
 def rotates(r: Rank, layer: int) -> bool:
-    """Whether layer `layer` has rotary positions."""
+    """Return whether layer `layer` has rotary positions."""
     every = r.model.no_rope_freq
     return r.model.position_embedding_type == "rope" and (every is None or (layer + 1) % every != 0)
 
@@ -96,7 +96,7 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
 
 
 def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
-    """A norm without weight, written out in fp32."""
+    """Return a norm without weight, written out in fp32."""
     size = r.tokens * heads * r.model.head_dim
     y = Tensor(size * r.element)
     keeps = [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
@@ -105,7 +105,9 @@ def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
 
 
 def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) -> Tensor:
-    """Rotary positions: tables of sines and cosines are kept, not what they are multiplied with."""
+    """Return rotary positions: tables of sines and cosines are kept, not what they are multiplied
+    with.
+    """
     if r.words["rope"] == "reference" and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
     else:
@@ -129,7 +131,7 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Elements that are read and written for a token and a head.
+    """Return elements that are read and written for a token and a head.
 
     In one kernel a query is turned where it lies, and keys and values are taken from what both were
     made in; else all are put together once more.

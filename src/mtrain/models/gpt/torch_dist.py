@@ -51,19 +51,21 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor of a checkpoint is part of the model."""
+    """Return whether a tensor of a checkpoint is part of the model."""
     return not NO_WEIGHT.fullmatch(
         PREFIXES.sub("", name, count=1) if PREFIXES.match(name) else name
     )
 
 
 def counted_axes(name: str) -> int:
-    """How many axes of a tensor count layers and experts: as many as its name lacks numbers."""
+    """Return how many axes of a tensor count layers and experts: as many as its name
+    lacks numbers.
+    """
     return len(_UNCOUNTED.findall(name))
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """The one name of a weight: without prefix, with the numbers that it lacks, and the
+    """Return the one name of a weight: without prefix, with the numbers that it lacks, and the
     norm's own.
     """
     match = PREFIXES.match(name)
@@ -113,8 +115,8 @@ def saved_as(model: ModelConfig, name: str) -> str:
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """The modules of a weight's name of which TransformerEngine keeps a state, and megatron-core
-    asks for one.
+    """Return the modules of a weight's name of which TransformerEngine keeps a state, and
+    megatron-core asks for one.
     """
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
@@ -124,14 +126,14 @@ def modules_with_state(name: str) -> tuple[str, ...]:
 
 
 def layer_of(name: str) -> int:
-    """The number of the layer that a name with numbers belongs to; -1: to none."""
+    """Return the number of the layer that a name with numbers belongs to; -1: to none."""
     match = re.search(r"\.layers\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
-    """A name without the numbers of experts and, with `layers`, of the decoder's layers, and those
-    numbers.
+    """Return a name without the numbers of experts and, with `layers`, of the decoder's layers, and
+    those numbers.
     """
     numbers = list[int]()
     patterns = [r"(^decoder\.layers)\.(\d+)\."] * layers + [r"(\.experts\.experts)\.(\d+)\."]
@@ -143,8 +145,8 @@ def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layers_are_alike(model: ModelConfig) -> bool:
-    """Whether every layer of the decoder has the same weights, so that one tensor can hold those of
-    all.
+    """Return whether every layer of the decoder has the same weights, so that one tensor can hold
+    those of all.
     """
     dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
     return dense and model.linear_attention is None

@@ -33,7 +33,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
 
 
 def buffers(m: ModelConfig) -> Iterator[Weight]:
-    """The biases that balance routers, which the optimizer does not move."""
+    """Yield the biases that balance routers, which the optimizer does not move."""
     if m.moe is None or not m.moe.router_enable_expert_bias:
         return
     layers = [f"decoder.layers.{index}" for index in range(m.moe.first_dense_layers, m.num_layers)]
@@ -43,8 +43,8 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def ends(m: ModelConfig, held: Stage) -> bool:
-    """Whether the final norm is on a stage: that of the loss, with multi-token prediction that of
-    the last layer.
+    """Return whether the final norm is on a stage: that of the loss, with multi-token prediction
+    that of the last layer.
     """
     return m.num_layers - 1 in held.layers if m.mtp_num_layers else held.loss
 

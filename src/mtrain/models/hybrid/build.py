@@ -21,8 +21,8 @@ _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
-    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they
-    belong to it.
+    """Return the layers of one virtual pipeline stage of this rank, with embedding and loss where
+    they belong to it.
     """
     ps = mcore.parallel_state
     m = run.model

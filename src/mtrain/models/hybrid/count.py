@@ -26,14 +26,14 @@ from mtrain.models.gpt.count import (
 
 
 def own(model: ModelConfig) -> HybridConfig:
-    """The section of the family's own keys, which is there."""
+    """Return the section of the family's own keys, which is there."""
     assert model.hybrid is not None, "a model of the family hybrid has the section model.hybrid"
     return model.hybrid
 
 
 def is_described(model: ModelConfig, kind: str) -> bool:
-    """Whether the model says what a layer of this kind is; a rule refuses those of which it does
-    not.
+    """Return whether the model says what a layer of this kind is; a rule refuses those of which it
+    does not.
     """
     return kind in KINDS and all(
         getattr(model, section) is not None for section in DESCRIBED.get(kind, ())
@@ -46,12 +46,14 @@ def channels(h: HybridConfig) -> int:
 
 
 def states(h: HybridConfig) -> int:
-    """Numbers that a token writes into the states of a Mamba-2 mixer; as many read from them."""
+    """Return numbers that a token writes into the states of a Mamba-2 mixer; as many read from
+    them.
+    """
     return h.num_groups * h.state_dim
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; a tied
+    """Return trainable parameters of the model as built, with the padded vocabulary; a tied
     weight once.
     """
     table = model.padded_vocab_size * model.hidden_size
@@ -124,7 +126,7 @@ def _experts(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward, without recomputation.
+    """Return model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies and, of each layer of attention, 12 per query channel and key,
     halved when `causal`; of MLA 6 per channel of a query and of a value. A gated delta net and an

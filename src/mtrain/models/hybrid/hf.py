@@ -39,7 +39,7 @@ class ByKind(Table):
     kinds: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
     def entries(self, model: Any) -> Iterator[Step]:
-        """The entries of a model's every layer, with numbers for letters."""
+        """Yield the entries of a model's every layer, with numbers for letters."""
         for entry in self.once:
             yield from entry.steps(model)
         for i, kind in enumerate(model.hybrid.pattern):
@@ -99,7 +99,7 @@ def _attention(theirs: str) -> tuple[Entry, ...]:
 
 
 def _table(prefix: str, *, apart: bool) -> ByKind:
-    """Names below `prefix`; with `apart`, those of each expert."""
+    """Return names below `prefix`; with `apart`, those of each expert."""
     theirs = f"{prefix}.layers.{{i}}."
     mixer = f"{theirs}mixer."
     kinds: dict[str, tuple[Entry, ...]] = {
@@ -206,7 +206,9 @@ LAYERS = {
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """The tables that a file of a `model_type` may follow; the first is the one that is written."""
+    """Return the tables that a file of a `model_type` may follow; the first is the one that is
+    written.
+    """
     if kind == "granitemoehybrid":
         return GRANITE, LAYERS[kind]
     return (

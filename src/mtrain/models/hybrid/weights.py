@@ -56,7 +56,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
 
 
 def buffers(m: ModelConfig) -> Iterator[Weight]:
-    """The biases that balance routers, which the optimizer does not move."""
+    """Yield the biases that balance routers, which the optimizer does not move."""
     if m.moe is None or not m.moe.router_enable_expert_bias:
         return
     for index, kind in enumerate(own(m).pattern):
@@ -86,7 +86,7 @@ def saved_as(m: ModelConfig, name: str) -> str:
 
 
 def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
-    """A weight as checkpoints hold it: each part of what a mixer has fused is a tensor
+    """Yield a weight as checkpoints hold it: each part of what a mixer has fused is a tensor
     of its own.
     """
     names = next((parts for end, parts in FUSED.items() if weight.name.endswith(end)), None)
@@ -98,14 +98,16 @@ def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
 
 
 def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Rows of each named part of the first linear layer of a mixer, or of its convolution."""
+    """Return rows of each named part of the first linear layer of a mixer, or of its
+    convolution.
+    """
     h = own(m)
     rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.num_heads}
     return [rows[name] for name in names]
 
 
 def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Row behind each of them."""
+    """Return row behind each of them."""
     return list(accumulate(part_rows(m, names)))
 
 

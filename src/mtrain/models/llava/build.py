@@ -16,7 +16,7 @@ from mtrain.models.llava.count import of
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
-    """The layers of one pipeline stage of this rank."""
+    """Return the layers of one pipeline stage of this rank."""
     provider = backend.provider(run.kernels, fp8=recipe(run), operands=operands_apart(run) is None)
     more = {"own": of(run.model), "provider": provider}
     built: ImageLanguageModel = language_chunk(

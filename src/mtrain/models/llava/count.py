@@ -8,13 +8,13 @@ from mtrain.models.gpt import count as language
 
 
 def of(model: ModelConfig) -> LlavaConfig:
-    """The section `model.llava`, which every model of the family has."""
+    """Return the section `model.llava`, which every model of the family has."""
     assert model.llava is not None
     return model.llava
 
 
 def parameters(model: ModelConfig) -> int:
-    """All parameters, frozen ones and those of the layers behind the features included."""
+    """Return all parameters, frozen ones and those of the layers behind the features included."""
     return language.parameters(model) + vision_parameters(of(model)) + projector_parameters(model)
 
 
@@ -63,8 +63,8 @@ def _layer(own: LlavaConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward, without recomputation; every sample has one
-    image.
+    """Return model FLOPs of one token's forward and backward, without recomputation; every sample
+    has one image.
 
     Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the
     products of an image, over the tokens of a sample. A frozen part has no weight gradients, and

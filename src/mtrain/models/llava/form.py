@@ -22,7 +22,8 @@ from mtrain.models.llava.count import of
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
-    """The micro-batches of `part` of the splits, with `images` float32 [images, 3, size, size].
+    """Return the micro-batches of `part` of the splits, with `images` float32 [images, 3, size,
+    size].
 
     The loss counts for text that is learned; never for an image or for padding.
     """
@@ -56,8 +57,8 @@ def _of_records(
 def spread(
     own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A window [s + 1] with an `IMAGE` for each patch in place of one for each image, and what is
-    learned of it.
+    """Return a window [s + 1] with an `IMAGE` for each patch in place of one for each image, and
+    what is learned of it.
     """
     times = torch.where(window == IMAGE, own.image_tokens, 1)
     return (
@@ -69,8 +70,8 @@ def spread(
 def _synthetic(
     own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.ndarray
 ) -> MicroBatch:
-    """An image of noise in each sample, at a place that its number says; what follows it is learned
-    as any text.
+    """Return an image of noise in each sample, at a place that its number says; what follows it is
+    learned as any text.
     """
     room = windows.shape[1] - 1 - own.image_tokens
     tokens = torch.where(
@@ -109,7 +110,7 @@ def _batch(
 def probe(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """An image of noise behind the first token, for a comparison of logits with those of
+    """Return an image of noise behind the first token, for a comparison of logits with those of
     transformers.
     """
     own = of(model)

@@ -51,8 +51,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """A rank as the vision tower sees it: whole images, each a sequence of patches and the class
-    token.
+    """Return a rank as the vision tower sees it: whole images, each a sequence of patches and the
+    class token.
     """
     own = of(r.model)
     shape = {

@@ -34,7 +34,7 @@ class SpanBatch(MicroBatch):
 
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
-    """The micro-batches of `part` of the splits."""
+    """Return the micro-batches of `part` of the splits."""
     t = section(run.model)
     first = run.model.vocab_size - 1 if t.first_sentinel is None else t.first_sentinel
     return Spans(t, run.data.length, first, run.trainer.seed, part)
@@ -57,8 +57,8 @@ class Spans:
         self._key = keys(seed, 0, f"spans {part}", 1)
 
     def __call__(self, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        """The micro-batch of windows int64 [n, tokens + 1], whose last token is not used, and their
-        numbers.
+        """Return the micro-batch of windows int64 [n, tokens + 1], whose last token is not used,
+        and their numbers.
         """
         pairs = [
             self.split(w, self.noisy(n))
@@ -100,7 +100,7 @@ class Spans:
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 
     def _with_sentinels(self, window: np.ndarray, gone: np.ndarray) -> np.ndarray:
-        """The sample with a sentinel in place of each run of `gone`, and an end."""
+        """Return the sample with a sentinel in place of each run of `gone`, and an end."""
         begins = gone & ~np.concatenate([[False], gone[:-1]])
         out = window.copy()
         out[begins] = self.sentinels
@@ -111,7 +111,7 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Lengths of `count` parts of len(words) + 1 things in a row, each at least one;
+    """Return lengths of `count` parts of len(words) + 1 things in a row, each at least one;
     int64 [count].
     """
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1

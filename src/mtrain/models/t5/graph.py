@@ -43,7 +43,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _read(g: Graph, r: Rank, *, hidden: bool) -> Tensor:
-    """The look-up of tokens, and biases by distance with what is hidden."""
+    """Return the look-up of tokens, and biases by distance with what is hidden."""
     pairs = r.length**2
     g.add(
         "relative_pos_emb",

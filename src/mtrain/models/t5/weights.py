@@ -12,7 +12,7 @@ from mtrain.models.weights import Weight, column, mlp, norm, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """All of them."""
+    """Yield all of them."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding")

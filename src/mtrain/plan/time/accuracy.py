@@ -33,7 +33,7 @@ class Accuracy:
 
     @property
     def words(self) -> str:
-        """The errors in a sentence."""
+        """Return the errors in a sentence."""
         return (
             f"predicted rates are off by {self.median:.1%} in the median, {self.p95:.0%} at the"
             f" 95th percentile ({self.rows} published runs, each model left out of its fit;"

@@ -84,7 +84,7 @@ class Fit:
 def fitted(
     measured: Sequence[Measured], start: ClusterConfig, kernels: Sequence[Rates] = ()
 ) -> Fit:
-    """The cluster `start` with the rates that explain what was measured best.
+    """Return the cluster `start` with the rates that explain what was measured best.
 
     Raises:
         ValueError: the family of a model does not say what its layers compute.
@@ -136,8 +136,8 @@ def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: Clust
 
 
 def _products_reached(one: Rates, start: ClusterConfig) -> float:
-    """The share that a product would need whose tiles fill the device, for a large one to take what
-    it took.
+    """Return the share that a product would need whose tiles fill the device, for a large one to
+    take what it took.
     """
     reached = reached_by(start)
     form = one.format

@@ -62,7 +62,7 @@ class Device:
 
 
 def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """Keys without which nothing can be said of the time of a run on so many ranks."""
+    """Return keys without which nothing can be said of the time of a run on so many ranks."""
     found = [f"cluster.peak_tflops.{form}" for form in formats if form not in cluster.peak_tflops]
     found += ["cluster.memory_gbps"] if cluster.memory_gbps is None else []
     found += (
@@ -82,7 +82,7 @@ def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tup
 
 
 def device_of(cluster: ClusterConfig) -> Device:
-    """The device of a cluster that states enough."""
+    """Return the device of a cluster that states enough."""
     memory = cluster.memory_gbps or 0.0
     fast = cluster.fast_link_gbps or memory
     network = GIGA / 8 * cluster.network_gbitps if cluster.network_gbitps else fast * GIGA

@@ -10,8 +10,8 @@ USUAL = 1000
 
 
 def in_steps(run: RunConfig) -> RunConfig:
-    """The run with intervals in steps for those in minutes, by the predicted time of a step, to two
-    digits.
+    """Return the run with intervals in steps for those in minutes, by the predicted time of a step,
+    to two digits.
     """
     t = run.trainer
     c = run.checkpoint

@@ -62,15 +62,15 @@ class Links:
     def collective(
         self, group: Group, kind: Literal["gather", "scatter", "reduce"], size: float
     ) -> float:
-        """Seconds of a collective on a tensor of so many bytes in all."""
+        """Return seconds of a collective on a tensor of so many bytes in all."""
         return self.seconds(group, Exchange("tp", kind, int(size)))
 
     def waits(self, group: Group) -> float:
-        """Seconds before anything arrives."""
+        """Return seconds before anything arrives."""
         return self.reached.latency_us * MICRO * log2(group.size)
 
     def rate(self, group: Group) -> float:
-        """Bytes a second that a ring of a group passes on.
+        """Return bytes a second that a ring of a group passes on.
 
         Neighbours in a domain send by the fast links; a domain sends to the next one by the
         networks of all the group's ranks in it.
@@ -95,7 +95,7 @@ class Links:
         return max(near / (d.fast * e.fast_link), far / (d.network * e.network))
 
     def sent(self, size: float, stride: int) -> float:
-        """Seconds of a tensor to the rank `stride` further on."""
+        """Return seconds of a tensor to the rank `stride` further on."""
         near = stride < self.device.domain
         if near:
             rate = self.device.fast * self.reached.fast_link

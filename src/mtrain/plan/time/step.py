@@ -70,7 +70,7 @@ class StepTime:
 
     @property
     def known(self) -> bool:
-        """Whether there is a time."""
+        """Return whether there is a time."""
         return not self.missing
 
 
@@ -103,7 +103,9 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 
 
 def unknown(run: RunConfig) -> tuple[str, ...]:
-    """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
+    """Return keys of the cluster of a resolved run that have to be known to say how long a step
+    takes.
+    """
     p = run.precision
     cluster = run.cluster
     formats: list[str] = [p.format, p.multiplies_in]
@@ -150,20 +152,22 @@ def step_work(run: RunConfig) -> StepWork:
 
 
 def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
-    """Elements of the weights of a stage on a rank that are trained: of experts, and the others."""
+    """Return elements of the weights of a stage on a rank that are trained: of experts, and the
+    others.
+    """
     trained = [weight for weight in stage_weights(run, stage) if not weight.frozen]
     experts = sum(weight.numel for weight in trained if weight.expert)
     return experts, sum(weight.numel for weight in trained) - experts
 
 
 def weights_of(done: Work, *, grouped: bool) -> float:
-    """Elements of the weights that are trained: of experts, or the others."""
+    """Return elements of the weights that are trained: of experts, or the others."""
     every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped)
     return sum(_elements(one) * number for one, number in every if one.factors == "weights")
 
 
 def frozen_of(done: Work) -> float:
-    """Elements of the weights that are not trained."""
+    """Return elements of the weights that are not trained."""
     return sum(
         _elements(one) * number for one, number in done.backward.items() if one.factors == "frozen"
     )
@@ -174,7 +178,7 @@ def _elements(one: Linear) -> int:
 
 
 def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
-    """The time of what is done."""
+    """Return the time of what is done."""
     run = work.run
     p = work.run.parallel
     alike = {id(stage): stage for stage in work.stages}
@@ -203,7 +207,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
 def micro_batch(
     work: StepWork, stage: Work, device: Device, reached: Efficiencies
 ) -> dict[str, float]:
-    """Seconds of one micro-batch on a stage, by part."""
+    """Return seconds of one micro-batch on a stage, by part."""
     p = work.run.precision
     recipe = p.quantized or p.format
     low = p.fp8_dot_product_attention

@@ -120,7 +120,7 @@ def _beside(op: Op) -> Linear | None:
 
 
 def _alike(op: Op) -> int:
-    """Products of one pass; those of experts are one each."""
+    """Return products of one pass; those of experts are one each."""
     return sum(product.batch if op.name.startswith(EXPERTS) else 1 for product in op.products)
 
 

@@ -31,8 +31,8 @@ MORE = (2, 4, 8, 16)
 
 
 def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:
-    """The keys of a layout that somebody set, on the command line alone or anywhere, and not to
-    null.
+    """Return the keys of a layout that somebody set, on the command line alone or anywhere, and not
+    to null.
     """
     known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
     mine = {k: v for k, v in known.items() if origins.get(k, DEFAULT) != DEFAULT and v is not None}
@@ -45,8 +45,8 @@ def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -
 def search(
     raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int
 ) -> tuple[Found, Task]:
-    """The best layouts of a configuration that is not resolved, with the batch that it has on all
-    its ranks.
+    """Return the best layouts of a configuration that is not resolved, with the batch that it has
+    on all its ranks.
 
     Raises:
         ConfigError: the devices, or the layers, are not known well enough to say how long a step
@@ -83,7 +83,9 @@ def search(
 
 
 def described(run: RunConfig) -> bool:
-    """Whether the family of the model says what its layers compute, and which weights they have."""
+    """Return whether the family of the model says what its layers compute, and which weights they
+    have.
+    """
     family = family_of(run.model)
     return family.stage is not None and family.weights is not None
 
@@ -140,7 +142,7 @@ def chosen(
 
 
 def refuse(found: Found, task: Task, again: Any) -> None:
-    """Says why there is no layout.
+    """Report why there is no layout.
 
     Raises:
         ConfigError: with what would help; not where a rule is broken that no layout decides.
@@ -190,8 +192,8 @@ def refuse(found: Found, task: Task, again: Any) -> None:
 
 
 def _least(run: RunConfig) -> int:
-    """Bytes of weights over all devices, and of gradients and main weights of what is trained, each
-    once: no layout has fewer, and only moments are given away.
+    """Return bytes of weights over all devices, and of gradients and main weights of what is
+    trained, each once: no layout has fewer, and only moments are given away.
     """
     p = run.precision
     all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)

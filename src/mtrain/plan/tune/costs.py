@@ -65,7 +65,7 @@ row of that for each of several parts.
 
 
 def _took(piece: Piece) -> Any:
-    """Seconds of parts, as the time model adds the host to the device."""
+    """Return seconds of parts, as the time model adds the host to the device."""
     return (piece[..., 0] ** SHARP + np.maximum(piece[..., 1], 0.0) ** SHARP) ** (1 / SHARP)
 
 
@@ -94,18 +94,18 @@ class Pieces:
 
     @cached_property
     def longest(self) -> float:
-        """Seconds of the layer that takes the longest."""
+        """Return seconds of the layer that takes the longest."""
         return float(_took(np.diff(self.layers, axis=0)).max())
 
     @cached_property
     def lightest(self) -> Piece:
-        """Elements of weights of experts and of others that so many layers have at least."""
+        """Return elements of weights of experts and of others that so many layers have at least."""
         each = np.sort(np.diff(self.layers, axis=0)[:, [EXPERTS, OTHERS]], axis=0)
         return np.concatenate((np.zeros((1, 2)), each.cumsum(0)))
 
     @cached_property
     def kept(self) -> float:
-        """Bytes of a whole micro-batch."""
+        """Return bytes of a whole micro-batch."""
         return float((self.first + self.layers[-1] + self.behind)[2])
 
     def held(self, cut: Cut, stops: npt.NDArray[np.int64] | None = None) -> Piece:
@@ -161,7 +161,9 @@ class Costs:
         self._words: dict[tuple[object, ...], Mapping[str, str]] = {}
 
     def ideal(self, run: RunConfig) -> float:
-        """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
+        """Return seconds of a step whose pipeline never waits, and of which nothing is
+        done once.
+        """
         p = run.parallel
         t = run.trainer
         return (
@@ -198,7 +200,7 @@ class Costs:
         return self.pieces(changed(run, NONE) if blocks else run)
 
     def once(self, run: RunConfig, flow: Flow) -> float:
-        """Seconds of what is done once a step at least, where micro-batches flow so.
+        """Return seconds of what is done once a step at least, where micro-batches flow so.
 
         What is computed again hides more of it, and takes longer than that.
         """
@@ -207,12 +209,16 @@ class Costs:
         return sum(ends.values()) / self.reached.speed
 
     def standing(self, run: RunConfig, flow: Flow) -> float:
-        """Bytes of the rank that has the most, of which nothing moves in a step, at least."""
+        """Return bytes of the rank that has the most, of which nothing moves in a step,
+        at least.
+        """
         state = self._state(run)
         return max(state.bytes(experts, others) for _, experts, others in flow.ranks)
 
     def ends(self, run: RunConfig) -> tuple[float, float]:
-        """Seconds of what is before the layers and behind them, by those of a layer in the mean."""
+        """Return seconds of what is before the layers and behind them, by those of a layer in the
+        mean.
+        """
         pieces = self.pieces(run)
         layer = float(_took(pieces.layers[-1])) / run.model.num_layers
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
@@ -231,7 +237,7 @@ class Costs:
 
     @staticmethod
     def key(run: RunConfig) -> tuple[object, ...]:
-        """All that decides the pieces of a layout."""
+        """Return all that decides the pieces of a layout."""
         return _parts_key(run)
 
     def pieces(self, run: RunConfig) -> Pieces:
@@ -334,7 +340,7 @@ class Costs:
         )
 
     def _on_ranks(self, run: RunConfig, held: Piece) -> Piece:
-        """Pieces of each pipeline rank, from those of stages."""
+        """Return pieces of each pipeline rank, from those of stages."""
         p = run.parallel
         ranks: Piece = held.reshape(p.vpp, p.pp, held.shape[1]).sum(0)
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks
@@ -350,7 +356,7 @@ class Costs:
         return self._flying[key]
 
     def _held(self, run: RunConfig) -> Piece:
-        """Pieces of each (virtual) stage, in the order of the model."""
+        """Return pieces of each (virtual) stage, in the order of the model."""
         again = run.parallel.recompute
         pieces = self.pieces(run)
         cut = self._cut(run)

@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """The layout in one line."""
+        """Return the layout in one line."""
         p = self.run.parallel
         again = self.run.parallel.recompute
         axes = [f"{k}{n}" for k in ("tp", "pp", "vpp", "cp", "ep") if (n := getattr(p, k)) > 1]
@@ -112,11 +112,11 @@ class Task:
     """Bytes of a device; None: nobody knows."""
 
     def room(self) -> float:
-        """Bytes that a layout may take."""
+        """Return bytes that a layout may take."""
         return inf if self.holds is None else self.holds * (1 - SPARE)
 
     def planned(self, change: Mapping[str, Any]) -> Layout | None:
-        """The layout that is chosen so; None where a rule refuses it."""
+        """Return the layout that is chosen so; None where a rule refuses it."""
         run = self.resolve(changed(self.raw, change))
         if any(found.severity == "error" for found in findings(run)):
             return None
@@ -166,7 +166,7 @@ class _Node:
 
     @property
     def change(self) -> Change:
-        """All that is chosen."""
+        """Return all that is chosen."""
         return {**self.chosen, **self.more}
 
 
@@ -188,8 +188,8 @@ class Search:
         """The fewest bytes of what did not fit, and of which layout."""
 
     def best(self, number: int = BEST) -> Found:
-        """The fastest layouts that fit, one of each family; where all that makes a family is said,
-        all that differ in more than what is computed again.
+        """Return the fastest layouts that fit, one of each family; where all that makes a family is
+        said, all that differ in more than what is computed again.
         """
         if (
             not self.space.wrong
@@ -250,13 +250,15 @@ class Search:
                     )
 
     def _begun(self, run: RunConfig) -> float:
-        """Seconds of a step at least, in any pipeline."""
+        """Return seconds of a step at least, in any pipeline."""
         return min(
             (self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf
         )
 
     def _even(self, run: RunConfig, pp: int, vpp: int) -> float:
-        """Seconds of a step at least in any pipeline of `pp` ranks with so many virtual stages."""
+        """Return seconds of a step at least in any pipeline of `pp` ranks with so many virtual
+        stages.
+        """
         key = self.costs.key(run), pp
         if key not in self._evens:
             flow = self.costs.even(run, pp)
@@ -265,8 +267,8 @@ class Search:
         return flow.seconds + flow.micro * (pp - 1) / vpp + once
 
     def _once(self, run: RunConfig, flow: Flow) -> float:
-        """Seconds of what the state takes where it is gathered for each micro-batch or is in host
-        memory, because it does not fit otherwise.
+        """Return seconds of what the state takes where it is gathered for each micro-batch or is in
+        host memory, because it does not fit otherwise.
         """
         p = run.parallel
         if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
@@ -379,7 +381,7 @@ class Search:
 
 
 def _same(one: Layout, other: Layout) -> bool:
-    """Whether two are one to the plan: as fast, with as much memory, on the same grid."""
+    """Return whether two are one to the plan: as fast, with as much memory, on the same grid."""
     close = abs(one.seconds / other.seconds - 1) < 1e-9 and one.memory.peak == other.memory.peak
     a = one.run.parallel
     b = other.run.parallel

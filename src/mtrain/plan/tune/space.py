@@ -84,7 +84,7 @@ def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
 
 
 def _copy(section: S, values: Mapping[str, Any]) -> S:
-    """As `model_copy` makes it, which takes ten times as long."""
+    """Return as `model_copy` makes it, which takes ten times as long."""
     new = object.__new__(type(section))
     object.__setattr__(new, "__dict__", {**section.__dict__, **values})
     object.__setattr__(
@@ -121,7 +121,7 @@ class Space:
                 yield change
 
     def broken(self, axis: str, run: RunConfig) -> bool:
-        """Whether a rule that reads an axis, and none of those behind it, refuses `run`."""
+        """Return whether a rule that reads an axis, and none of those behind it, refuses `run`."""
         return any(self._refuses(rule, run) for rule in self._rules[axis])
 
     def _refuses(self, rule: Rule, run: RunConfig) -> bool:
@@ -154,7 +154,7 @@ class Space:
 
     @cached_property
     def wrong(self) -> bool:
-        """Whether a rule that reads nothing of what is chosen refuses the run."""
+        """Return whether a rule that reads nothing of what is chosen refuses the run."""
         return any(
             found.severity == "error" for rule in self._rules[""] for found in rule(self.run)
         )
@@ -211,7 +211,7 @@ class Space:
             yield {"trainer.micro_batch_size": micro}
 
     def pipelines(self, run: RunConfig) -> Iterator[tuple[int, list[int]]]:
-        """Ranks of a pipeline, with the virtual stages that each may have."""
+        """Yield ranks of a pipeline, with the virtual stages that each may have."""
         p = run.parallel
         layers = run.model.num_layers
         for pp in self._of("parallel.pp", divisors((p.ranks or 1) // (p.tp * p.cp), layers)):

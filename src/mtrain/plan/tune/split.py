@@ -9,8 +9,8 @@ Sizes = tuple[int, ...]
 
 
 def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Sizes | None]:
-    """Sizes of the stages, in the order of the model: equal ones (None) where they are whole, and
-    balanced ones.
+    """Return sizes of the stages, in the order of the model: equal ones (None) where they are
+    whole, and balanced ones.
 
     `ends` are what the first and the last rank do beside layers, in layers.
     """
@@ -24,7 +24,7 @@ def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Si
 
 
 def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes:
-    """Sizes with which the rank that has the most to do has the least.
+    """Return sizes with which the rank that has the most to do has the least.
 
     `first` and `last` are what the first and the last rank do beside layers, in layers.
     """
