@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mtrain.cli.setup import load
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import Machine
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.resolve.resolution import Machine
 from mtrain.errors import MtrainError
 from mtrain.plan.rank import stage_memories
 from mtrain.units import GIB

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.cli.plan_scale import scaled
-from mtrain.config.compose import compose
-from mtrain.config.resolve import Machine
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import Machine
 from mtrain.plan.time import step_time
 from mtrain.plan.time.efficiencies import Efficiencies, of
 from mtrain.plan.tune.choose import search

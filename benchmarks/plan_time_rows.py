@@ -15,9 +15,9 @@ import yaml
 from plan_time_recipes import Recipe, recipe
 
 from mtrain.cli.setup import load
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.plan.count import flops_per_token, parameters
 

@@ -29,8 +29,8 @@ from collections.abc import Iterator
 
 import plan_time_rows as published
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import findings
 from mtrain.errors import MtrainError
 from mtrain.plan.rank import worst_stage

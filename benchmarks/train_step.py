@@ -252,7 +252,7 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
 
     from mtrain.assembly.optim import build_optimizer, build_schedule
     from mtrain.assembly.transformer import transformer_config
-    from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
+    from mtrain.config.engine.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
     from mtrain.mcore.local_params import unwrap
 

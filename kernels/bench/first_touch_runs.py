@@ -161,7 +161,7 @@ def _valid() -> dict[str, Any]:
     node of H200.
     """
     from mtrain.cli.setup import load
-    from mtrain.config.resolve import Machine
+    from mtrain.config.resolve.resolution import Machine
     from mtrain.errors import ConfigError
 
     machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
@@ -192,7 +192,7 @@ def _missing(entry: Entry) -> str | None:
     key = entry.needs.get("key")
     module = entry.needs.get("module")
     if key is not None:
-        from mtrain.config.keys import field_of
+        from mtrain.config.messages.keys import field_of
 
         if field_of(key) is None:
             return f"there is no key {key} at this commit"

@@ -461,7 +461,7 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(
     from first_touch_train import SHAPES, words_of
 
     from mtrain.cli.setup import load
-    from mtrain.config.resolve import Machine
+    from mtrain.config.resolve.resolution import Machine
     from mtrain.plan import compare
 
     assert planned_of(tmp_path) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from mtrain.config.docs import documented
+from mtrain.config.messages.docs import documented
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src/mtrain"
@@ -49,8 +49,8 @@ BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|tabl
 knows the rest.
 """
 ONLY_IN = {
-    "hydra": ("config/hydra_source.py", "config/grammar.py"),
-    "omegaconf": ("config/hydra_source.py",),
+    "hydra": ("config/compose/hydra_source.py", "config/compose/grammar.py"),
+    "omegaconf": ("config/compose/hydra_source.py",),
     "pydantic": ("config/",),
     "megatron": ("mcore/",),
     "transformer_engine": ("mcore/",),
@@ -70,7 +70,7 @@ SEARCH = "plan/tune/costs.py"
 """Sums over thousands of layouts, with numpy; loaded only where a layout is searched."""
 BUILDERS = LAYERS["mcore"] + 1
 DEVICE_WORDS = {"cuda", "cpu"}
-KNOWS_DEVICES = ("devices/", "config/devices.py", "mcore/hook.py")
+KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/hook.py")
 """Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source.
 """
 
@@ -96,7 +96,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def name_of(path: Path) -> str:
-    """`mtrain.config.load` of its file; a package has the name of its folder."""
+    """`mtrain.config.compose.yaml_reader` of its file; a package has the name of its folder."""
     return ".".join(("mtrain", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
@@ -362,8 +362,8 @@ def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
             continue
         for word, line in words_compared(tree_of(path)):
             assert word not in DEVICE_WORDS, (
-                f"{path}:{line}: {word!r} decides something: a fact of config/devices.py has a"
-                " name, so that a new device states it and nothing else changes"
+                f"{path}:{line}: {word!r} decides something: name a fact in "
+                "config/machine/devices.py, so that a new device states it and nothing else changes"
             )
 
 
@@ -384,7 +384,7 @@ def test_a_comparison_by_name_is_seen(text: str) -> None:
 def test_every_field_of_a_device_is_read() -> None:
     import dataclasses
 
-    from mtrain.config.devices import DeviceFacts
+    from mtrain.config.machine.devices import DeviceFacts
     from mtrain.devices.base import Device
 
     read = {
@@ -554,7 +554,7 @@ def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
     said = (ROOT / "Makefile").read_text()
     sample = said.partition("ENGINE_SAMPLE :=")[2].partition("\n\n")[0]
     files = (ROOT / "tests/distributed").glob("test_*.py")
-    waiting = [path for path in files if "skipif(not engine.at_least" in path.read_text()]
+    waiting = [path for path in files if "skipif(not release.at_least" in path.read_text()]
     assert len(waiting) > 2
     for path in waiting:
         name = path.stem.removeprefix("test_")

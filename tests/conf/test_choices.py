@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load as checked
-from mtrain.config.compose import compose
-from mtrain.config.load import load
-from mtrain.config.paths import choices_of_group, conf_dir
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group, conf_dir
+from mtrain.config.compose.yaml_reader import load
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
-from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors

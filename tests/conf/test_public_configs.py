@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.paths import choices_of_group, conf_dir
+from mtrain.config.compose.paths import choices_of_group, conf_dir
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.count import prediction_parameters
 from mtrain.plan.count import parameters

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load as checked
-from mtrain.config.compose import compose
-from mtrain.config.load import load
-from mtrain.config.paths import recipes_dir
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import recipes_dir
+from mtrain.config.compose.yaml_reader import load
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
 from tests.support.configs import LAPTOP
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 @pytest.fixture(scope="session", autouse=True)

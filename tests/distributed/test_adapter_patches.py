@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.mcore.patches import PATCHES
 from tests.support import tiny
 from tests.support.covering import some
@@ -46,7 +46,7 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
-HERE = [patch.name for patch in PATCHES if engine.release() in patch.versions]
+HERE = [patch.name for patch in PATCHES if release.release() in patch.versions]
 PLAIN = [name for name in HERE if not name.startswith("fsdp-")]
 
 
@@ -103,7 +103,7 @@ def test_a_projection_stands_beside_that_of_model_optimizer() -> None:
     known = [multi_latent_attention.Linear]
     assert DuplicatedLinear in known
     theirs = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
-    assert theirs in known or engine.at_least(0, 19), (
+    assert theirs in known or release.at_least(0, 19), (
         "since 0.19 it is known beside TransformerEngine alone"
     )
     assert torch.nn.Linear not in known

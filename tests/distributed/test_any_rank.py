@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.paths import recipes_dir
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import recipes_dir
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.registry import family_of

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config.model import MoEConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import MoEConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.hf import import_config
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import engine
-from mtrain.config.batches import linear, size_after
+from mtrain.config.engine import release
+from mtrain.config.resolve.batches import linear, size_after
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
 
@@ -36,7 +36,7 @@ def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int,
         out = []
         listed = " ".join(f"{first}:{size}" for first, size in dict(plan).items())
         said: dict[str, Any] = {"rampup_batch_size": [first, increment, samples]}
-        if engine.at_least(0, 19):  # which has no ramps: the sizes of ours, as it reads a list
+        if release.at_least(0, 19):  # which has no ramps: the sizes of ours, as it reads a list
             said = {"step_batch_size_schedule": listed}
         calculator.init_num_microbatches_calculator(
             1, global_batch_size=last, micro_batch_size=1, data_parallel_size=1, **said

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mtrain.config.bert import BertConfig
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -12,7 +12,7 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.engine_runs import CASES as OF_BOTH_RELEASES
 from tests.support.engine_runs import IN_HALVES

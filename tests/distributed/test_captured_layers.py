@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.captured import let_capture
 from tests.support.covering import some
 from tests.support.forked import run_ranks

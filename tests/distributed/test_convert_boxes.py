@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.choices import choices_of_group
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.choices import choices_of_group
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import asked, declared
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone

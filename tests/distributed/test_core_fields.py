@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import core_fields
-from mtrain.config.compose import compose
-from mtrain.config.field_versions import is_there
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine import core_fields
+from mtrain.config.engine.field_versions import is_there
+from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 
 MLA = [

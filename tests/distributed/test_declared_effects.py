@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import numpy as np
 import pytest
 
-from mtrain.config.base import Effect
-from mtrain.config.compose import compose
-from mtrain.config.keys import effect_of, field_of, schema_keys
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.messages.keys import effect_of, field_of, schema_keys
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply, check, value_at
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import CHATML, chats_file, folder_of, turns
 from tests.support.commands import latest

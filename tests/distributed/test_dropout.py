@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mtrain.config.model import MoEConfig
+from mtrain.config.schema.model import MoEConfig
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
 

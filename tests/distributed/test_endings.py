@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.commands import SMALL
 from tests.support.covering import some
 from tests.support.engine import import_engine

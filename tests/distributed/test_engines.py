@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from tests.support.engine_runs import (
     CASES,
     IN_HALVES,
@@ -37,7 +37,7 @@ TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """A folder with what each release left, the numbers of this one, and those of the other."""
-    folder = engine.folder()
+    folder = release.folder()
     assert folder is not None
     assert _INSTALLED not in folder.parents, (
         "PYTHONPATH has to hold another megatron-core than the installed one"
@@ -45,7 +45,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     home = tmp_path_factory.mktemp("engines")
     here = {name: {"trained": trained(home / "here", name)} for name in CASES}
     answer = in_other_release(home)
-    if answer["release"] == engine.words(engine.release() or engine.SUPPORTED[0]):
+    if answer["release"] == release.words(release.release() or release.SUPPORTED[0]):
         pytest.fail("both megatron-core are the same release")
     for name in CASES:
         here[name]["resumed"] = resumed(home / "there", name)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.config.model import MLAConfig, MoEConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.model import MLAConfig, MoEConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

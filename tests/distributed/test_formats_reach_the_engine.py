@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.precision import PrecisionConfig
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.precision import PrecisionConfig
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run
@@ -56,7 +56,7 @@ def _by_te() -> None:
     """In a process of its own: FP8 is left to megatron-core, as where TransformerEngine
     multiplies.
     """
-    from mtrain.config import core_fields
+    from mtrain.config.engine import core_fields
     from mtrain.models.gpt import build
 
     core_fields.FIELDS["fp8"] = lambda r: r.precision.fp8

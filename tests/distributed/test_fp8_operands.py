@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.fusions import operands_apart
-from mtrain.config.resolve import Machine
+from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.resolve.resolution import Machine
 from mtrain.models.rank import Rank
 from mtrain.plan.rank import stage_memories
 from tests.support import operands

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 

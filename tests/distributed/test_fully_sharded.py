@@ -14,7 +14,7 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.shrink import alone
 from tests.museum.exhibit import seeded
 from tests.museum.resumes import unreduced

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mtrain.config.hybrid import HybridConfig
-from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.config.model import MLAConfig, MoEConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.model import MLAConfig, MoEConfig
 from mtrain.train.request import Sampling
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run
 

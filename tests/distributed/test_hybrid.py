@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtrain.config.hybrid import HybridConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.blocks import pattern
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.blocks import pattern
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.plan.weights import stage_weights

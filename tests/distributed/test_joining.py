@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.schema.run import RunConfig
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
@@ -85,7 +85,7 @@ def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) ->
 
 
 def _little_memory() -> None:
-    from mtrain.config.resolve import Machine
+    from mtrain.config.resolve.resolution import Machine
 
     Machine.here = classmethod(lambda cls, *_: cls(cpu_cores=2, memory_bytes=1 << 20))  # type: ignore[method-assign,assignment]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import engine
-from mtrain.config.activation_offload import ActivationOffloadConfig
-from mtrain.config.compose import compose
-from mtrain.config.model import MoEConfig
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine import release
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.activation_offload import ActivationOffloadConfig
+from mtrain.config.schema.model import MoEConfig
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.megatron import export_words, import_texts
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone
@@ -82,7 +82,7 @@ def test_what_goes_together_is_taken() -> None:
     assert isinstance(step, dict)
     assert isinstance(norms, dict)
     names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")
-    old = not engine.at_least(0, 19)
+    old = not release.at_least(0, 19)
     assert [layers[name] for name in names] == ["local", [], []]
     assert [step[name] for name in names] == (
         ["local", ["full_iteration"], []] if old else ["full_iteration", [], []]
@@ -131,7 +131,7 @@ def test_layers_are_captured_where_megatron_core_knows_the_micro_batches_of_a_st
     assert run_alone(job) == [6]
 
 
-@pytest.mark.skipif(not engine.at_least(0, 19), reason="megatron-core can since 0.19")
+@pytest.mark.skipif(not release.at_least(0, 19), reason="megatron-core can since 0.19")
 def test_a_part_of_the_activations_is_what_0_19_is_told() -> None:
     (found,) = _taken([_offload("core_attn", fraction=0.5)])
     assert isinstance(found, dict)

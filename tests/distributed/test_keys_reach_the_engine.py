@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.model import MLAConfig, MoEConfig
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import MLAConfig, MoEConfig
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks

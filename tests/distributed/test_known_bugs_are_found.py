@@ -13,13 +13,13 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
-from mtrain.config import engine
-from mtrain.config.model import MoEConfig
+from mtrain.config.engine import release
+from mtrain.config.schema.model import MoEConfig
 from tests.museum.exhibit import replace, seeded
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained
 
-SAYS = engine.at_least(0, 19)
+SAYS = release.at_least(0, 19)
 
 
 def scattered_without_a_gather() -> None:
@@ -218,7 +218,7 @@ def test_the_balancing_loss_is_what_the_key_says_and_no_default() -> None:
 
         def job() -> float:
             from mtrain.assembly.transformer import transformer_config
-            from mtrain.config import core_fields
+            from mtrain.config.engine import core_fields
             from mtrain.devices import registry
 
             if fault:

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.config import engine
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.resolve import resolve
+from mtrain.config.engine import release
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply, check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-pytestmark = pytest.mark.skipif(not engine.at_least(0, 19), reason="megatron-core can since 0.19")
+pytestmark = pytest.mark.skipif(not release.at_least(0, 19), reason="megatron-core can since 0.19")
 STEPS = 3
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from mtrain.ckpt.folder import read_manifest
-from mtrain.config import devices
+from mtrain.config.machine import devices
 from mtrain.world.join import JoinAttempt
 from mtrain.world.rank_env import RankEnv
 from mtrain.world.rank_info import RankInfo

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.engine import import_engine
 from tests.support.forked import run_alone, run_ranks

@@ -139,7 +139,7 @@ def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
         from mtrain.assembly.model import build_model
         from mtrain.ckpt.state import load_model
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.run_file import read_run_file
+        from mtrain.config.compose.run_file import read_run_file
         from mtrain.world.init import joined
 
         run = read_run_file(tmp_path / "run/run.yaml")
@@ -292,7 +292,7 @@ def test_imported_weights_compute_what_megatron_core_computes_with_them(
     )
 
     def compute() -> None:
-        from mtrain.config.run_file import read_run_file
+        from mtrain.config.compose.run_file import read_run_file
         from mtrain.launching import local
 
         run = read_run_file(tmp_path / "run/run.yaml")
@@ -321,7 +321,7 @@ def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_an_export_to_megatron_ends_with_the_error_of_what_it_read(tmp_path: Path) -> None:
-    from mtrain.config.compose import compose
+    from mtrain.config.compose.composer import compose
     from mtrain.convert.torch_dist_write import export_torch_dist
 
     name = "decoder.final_layernorm.weight"

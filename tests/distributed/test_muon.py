@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.model import MoEConfig
+from mtrain.config.schema.model import MoEConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.plan.weights import Matrix, matrices_of, shared_out, update_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config import engine
-from mtrain.config.mup import MupConfig
+from mtrain.config.engine import release
 from mtrain.config.optimizers import mup_groups
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.mup import MupConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, trained
@@ -97,7 +97,7 @@ def test_logits_move_alike_at_every_width_and_not_without() -> None:
     assert movement(256) / movement(64) > 3, "the check finds rates that do not follow the width"
 
 
-@pytest.mark.skipif(not engine.at_least(0, 19), reason="megatron-core has its own muP since 0.19")
+@pytest.mark.skipif(not release.at_least(0, 19), reason="megatron-core has its own muP since 0.19")
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_factors_are_those_of_megatron_core(name: str) -> None:
     run = _run(optim={"name": name, "min_lr": 1e-4})

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config.core_fields import transformer_values
-from mtrain.config.keys import choices_of
-from mtrain.config.model import MoEConfig
+from mtrain.config.engine.core_fields import transformer_values
+from mtrain.config.messages.keys import choices_of
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import MoEConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 

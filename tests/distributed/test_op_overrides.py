@@ -15,9 +15,9 @@ from mtrain_kernels.linear_cross_entropy import chunks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support import interpreted
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -110,7 +110,7 @@ def test_the_loss_in_parts_trains_as_megatrons_from_all_logits(name: str, tmp_pa
     whole = _trained(all_logits, tmp_path / "whole")
     _agree(_trained(run, tmp_path / "parts"), whole, 1e-6)
     if "mtp_num_layers" in model:
-        if engine.at_least(
+        if release.at_least(
             0, 19
         ):  # it divides the losses of MTP layers by the tokens of a micro-batch
             return

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.codes import codes
+from mtrain.config.messages.codes import codes
 from tests.support.oracle import POLICY, UNUSED_KEY, Validated, cases, validated
 from tests.support.oracle_cases import Drawn, keys
 

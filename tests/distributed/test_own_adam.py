@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from mtrain.config.model import MoEConfig
+from mtrain.config.schema.model import MoEConfig
 from tests.support import tiny
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, trained

@@ -11,8 +11,8 @@ import pytest
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.launching import local
 from tests.museum.exhibit import Exhibit, seeded
 from tests.museum.packed import EXHIBITS

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.experts import MoEConfig, room_of
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.moe import MoEConfig, room_of
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks
 from tests.support.runs import tiny_run, train_steps

@@ -9,8 +9,8 @@ from statistics import mean
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.rank import passing, stage_memories
 from mtrain.plan.states import rank_states

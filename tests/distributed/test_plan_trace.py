@@ -16,9 +16,9 @@ import torch
 
 from mtrain.cli import trace as verb
 from mtrain.cli.setup import load
-from mtrain.config.paths import recipes_dir
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import recipes_dir
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import RankGrid
 from mtrain.models.lives import Moment, Rises

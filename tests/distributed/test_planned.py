@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 from tests.unit.test_plan_compare import PLAN, RUN, lines
 

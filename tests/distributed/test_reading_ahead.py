@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.mock import MockSamples
 from mtrain.errors import CorruptData

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.model import MoEConfig
+from mtrain.config.schema.model import MoEConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -10,7 +10,7 @@ import torch
 from mtrain_kernels.norm import reference
 
 from mtrain.config.bert import BertConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors

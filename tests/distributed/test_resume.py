@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.dsa import SparseAttentionConfig
-from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.config.model import MLAConfig, MoEConfig
+from mtrain.config.schema.dsa import SparseAttentionConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.model import MLAConfig, MoEConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import Uninterrupted, rank_tensors, tiny_run, train_steps, whole_tensors

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.rope import RopeScalingConfig
 from mtrain.config.rules import apply
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
 from tests.support.runs import tiny_run, trained
 
 WHOLE: dict[str, Any] = {"original_max_position_embeddings": 16}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.precision import PrecisionConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.precision import PrecisionConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps

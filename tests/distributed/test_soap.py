@@ -13,7 +13,7 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
-from mtrain.config.model import MoEConfig
+from mtrain.config.schema.model import MoEConfig
 from mtrain.errors import CorruptData
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors

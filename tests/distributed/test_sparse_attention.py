@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.distributed.test_builders import built_as
 from tests.distributed.test_peft import compared
 from tests.support.covering import some

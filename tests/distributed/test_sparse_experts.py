@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config import engine
-from mtrain.config.experts import MoEConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.engine import release
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support import interpreted, synchronised, tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -222,7 +222,7 @@ def test_a_step_waits_for_the_device_where_it_is_said() -> None:
         name: 2 if any("ep2" in word for word in words) else 1 for name, words in STEPS.items()
     }
     waiting = sum(found.pop("maps").values())
-    assert (waiting >= 4) != engine.at_least(0, 19), (
+    assert (waiting >= 4) != release.at_least(0, 19), (
         "megatron-core's maps wait until 0.19, and this test sees it"
     )
     assert found == {name: WAITS.get(name, {}) for name in found}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.distributed.test_endings import End, small, train
 from tests.support.forked import run_ranks
 

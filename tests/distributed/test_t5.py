@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.parallel import RecomputeConfig
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import held_alike, tiny_run, train_steps, trained

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.hf import TABLES

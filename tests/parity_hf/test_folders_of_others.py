@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.compose import compose
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_kinds import KINDS

@@ -149,7 +149,7 @@ def their_model(values: dict[str, Any], seed: int = 0) -> Any:
 
 def run_of(values: dict[str, Any]) -> Any:
     """The resolved run that a `config.json` with these values is."""
-    from mtrain.config.resolve import Machine, resolve
+    from mtrain.config.resolve.resolution import Machine, resolve
 
     extra = (
         "cluster=cpu",

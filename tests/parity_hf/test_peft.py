@@ -94,7 +94,7 @@ def named(model: Any, value: Any) -> dict[str, Tensor]:
 
 def compared(name: str, flaw: float = 0.0) -> compare.Result:
     """Both sides from the same weights and adapters, none of which is 0; a job for one rank."""
-    from mtrain.config.resolve import Machine, resolve
+    from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.adapters import to_peft
     from mtrain.mcore import low_rank
     from mtrain.models.gpt.hf import TABLES
@@ -194,7 +194,7 @@ def trained(run_folder: Path) -> None:
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.config.run_file import read_run_file
+    from mtrain.config.compose.run_file import read_run_file
     from mtrain.world.init import joined
 
     run = read_run_file(run_folder / "run.yaml")
@@ -371,7 +371,7 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
     def stepped() -> dict[str, Tensor]:
         from mtrain.ckpt import state as ckpt_state
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.run_file import read_run_file
+        from mtrain.config.compose.run_file import read_run_file
         from mtrain.train.step import train_step
         from mtrain.world.init import joined
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 COLLECTIVE = (
     "reduce_scatter_tensor",

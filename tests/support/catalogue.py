@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from mtrain.cli.setup import load
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, within_a_second
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.grammar import parse_value
-from mtrain.config.near import CHOOSING
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.grammar import parse_value
+from mtrain.config.messages.suggestions import CHOOSING
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import apply, check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from tests.support.patience import slowness
 

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mtrain.config import engine
-from mtrain.config.mla import MLAConfig
-from mtrain.config.model import MoEConfig
+from mtrain.config.engine import release as engine
+from mtrain.config.schema.mla import MLAConfig
+from mtrain.config.schema.model import MoEConfig
 from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
 from tests.support.patience import patient

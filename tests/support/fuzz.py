@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.cli.setup import TooFewDevices, load
-from mtrain.config.dump import run_yaml
-from mtrain.config.paths import conf_dir, recipes_dir
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.paths import conf_dir, recipes_dir
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, SECONDS, tiny, within_a_second
 from tests.support.hostile import hostile

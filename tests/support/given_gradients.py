@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 def train_on_given(

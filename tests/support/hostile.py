@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from mtrain.config.run import GROUPS
+from mtrain.config.schema.run import GROUPS
 
 TARGETS = (
     *(

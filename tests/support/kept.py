@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 class Kept:

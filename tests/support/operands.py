@@ -55,7 +55,7 @@ def _main() -> None:
     from unittest import mock
 
     from mtrain.cli.setup import load
-    from mtrain.config.resolve import Machine
+    from mtrain.config.resolve.resolution import Machine
     from mtrain.models import rank
     from mtrain.plan.rank import stage_memories
     from tests.support.engine import import_engine

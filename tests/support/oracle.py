@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config import kernels
-from mtrain.config.resolve import resolve
+from mtrain.config.engine import kernels
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
 from tests.support.configs import LAPTOP, errors
 from tests.support.engine import import_engine

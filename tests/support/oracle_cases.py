@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.keys import schema_keys
-from mtrain.config.resolve import resolve
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem, show
 from tests.support.configs import LAPTOP, errors, first_fix
 

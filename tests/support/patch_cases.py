@@ -24,7 +24,7 @@ from mtrain_kernels.registry import ops
 from torch.utils._pytree import tree_map
 
 from mtrain import mcore
-from mtrain.config.precision import PrecisionConfig
+from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core
 from tests.support import tiny, tiny_linear
@@ -656,7 +656,7 @@ def main() -> None:
         ]
         for module in (
             *modules,
-            "mtrain.config.load",
+            "mtrain.config.compose.yaml_reader",
             "mtrain.data",
             "tokenizers",
             "safetensors.torch",

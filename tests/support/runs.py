@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.groups import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
-from mtrain.config.kernels import OPERATIONS, update_obstacle
-from mtrain.config.model import ModelConfig
+from mtrain.config.engine.kernels import OPERATIONS, update_obstacle
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.precision import PrecisionConfig
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.precision import PrecisionConfig
+from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
 from tests.support.forked import run_ranks
 
 TINY: dict[str, Any] = {

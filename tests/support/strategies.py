@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtrain.config.conditional import CONDITIONAL
+from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.rules import apply
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "parallel.pipeline_layout": st.sampled_from(

@@ -56,7 +56,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
 
     from mtrain import mcore
     from mtrain.cli.setup import load
-    from mtrain.config.resolve import Machine
+    from mtrain.config.resolve.resolution import Machine
     from mtrain.devices import registry
 
     mcore.install(registry.get("cpu"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.peft import PeftConfig
+from mtrain.config.schema.peft import PeftConfig
 from mtrain.errors import ConfigError, CorruptData
 from tests.support.commands import mtrain
 from tests.support.engine import import_engine

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.devices import registry
 from mtrain.mcore import code_cache, hook
 from mtrain.mcore.patches import apply_patches
@@ -175,7 +175,7 @@ def test_the_rewrites_of_the_tested_releases_are_counted() -> None:
         source = path.read_bytes()
         if any(word in source for word in hook.WORDS):
             total += hook.rewrite(source, str(path), CPU)[1]
-    assert dict(total) == REWRITES[engine.release() or (0, 0, 0)]
+    assert dict(total) == REWRITES[release.release() or (0, 0, 0)]
 
 
 def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -12,10 +12,10 @@ import pytest
 from mtrain_kernels import admitted
 from mtrain_kernels.registry import ops
 
-from mtrain.config import kernels
-from mtrain.config.compose import compose
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine import kernels
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.report import notes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mtrain.config.batches import (
+from mtrain.config.resolve.batches import (
     Stage,
     counted,
     linear,
@@ -20,7 +20,7 @@ from mtrain.config.batches import (
     stages,
     steps_within,
 )
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
 from mtrain.data.batch import GlobalBatches
 from tests.support.configs import LAPTOP, tiny
 

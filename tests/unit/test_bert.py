@@ -13,7 +13,7 @@ import torch
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.bert import BertConfig
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from mtrain.config.families import ONLY
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare

@@ -13,11 +13,11 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config import engine
-from mtrain.config.capabilities import CAPABILITIES, Capability
-from mtrain.config.condition import condition
-from mtrain.config.engine import Release
-from mtrain.config.keys import choices_of, schema_keys
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.capabilities import CAPABILITIES, Capability
+from mtrain.config.engine.release import Release
+from mtrain.config.messages.keys import choices_of, schema_keys
+from mtrain.config.resolve.condition import condition
 from mtrain.errors import ConfigError
 from mtrain.launching import folder
 from mtrain.recipes import lock

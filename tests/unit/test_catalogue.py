@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.keys import is_content
-from mtrain.config.near import NOTHING, SWEPT
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.sweep import jobs
-from mtrain.config.validate import whole
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.sweep import jobs
+from mtrain.config.messages.keys import is_content
+from mtrain.config.messages.suggestions import NOTHING, SWEPT
+from mtrain.config.messages.validate import whole
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, validated
 from tests.support.catalogue_more import HARMLESS, MORE

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mtrain.ckpt.folder import MANIFEST, commit
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.launching import beside, folder, preflight

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import chat_writers, open_splits, prepare, same_data
 from mtrain.data.batch import MicroBatch, averaged
 from mtrain.data.chat_batch import of_chats

@@ -15,8 +15,8 @@ import pytest
 from mtrain.ckpt.folder import commit
 from mtrain.cli import check
 from mtrain.cli.setup import load
-from mtrain.config.dump import run_yaml
-from mtrain.config.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.disk.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.text import Tokenizer

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.compose import Composed, compose
-from mtrain.config.dump import run_yaml
-from mtrain.config.paths import VARIABLE
-from mtrain.config.run import GROUPS
+from mtrain.config.compose.composer import Composed, compose
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.paths import VARIABLE
+from mtrain.config.schema.run import GROUPS
 from tests.support.commands import mtrain
 
 RECIPE = """\

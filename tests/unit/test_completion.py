@@ -14,10 +14,10 @@ from mtrain.cli.complete import SHELLS, candidates
 from mtrain.cli.completion import SCRIPTS
 from mtrain.cli.main import VERBS, main
 from mtrain.cli.recipe import SUBVERBS
-from mtrain.config.json_schema import KINDS
-from mtrain.config.keys import schema_keys
-from mtrain.config.paths import choices_of_group
-from mtrain.config.run import GROUPS
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.messages.json_schema import KINDS
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.schema.run import GROUPS
 from tests.support.commands import ROOT, command, environment
 from tests.support.patience import patient
 

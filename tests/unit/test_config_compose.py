@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config import paths
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
-from mtrain.config.keys import field_of, foreign, schema_keys
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.messages.keys import field_of, foreign, schema_keys
 from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem
 from tests.support.configs import within_a_second
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import Loaded, load
-from mtrain.config.compose import compose
-from mtrain.config.defaults import nearest_gpt3
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.resolve.defaults import nearest_gpt3
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import active_parameters
 from tests.support.configs import LAPTOP, tiny
 

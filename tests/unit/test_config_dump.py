@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from mtrain.config.compose import compose
-from mtrain.config.dump import override, run_yaml
-from mtrain.config.grammar import parse_value
-from mtrain.config.load import parse
-from mtrain.config.resolve import resolve
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.grammar import parse_value
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.yaml_reader import parse
+from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, MOE, tiny
 
 # `${` is the one thing a string of a configuration cannot hold: it is a reference or it is refused.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.files import MAX_BYTES, read_bytes
+from mtrain.config.disk.files import MAX_BYTES, read_bytes
 from mtrain.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(20)
@@ -79,7 +79,7 @@ def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
     odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # it was regular when it was asked
-    monkeypatch.setattr("mtrain.config.files.kind_of", lambda path: "")
+    monkeypatch.setattr("mtrain.config.disk.files.kind_of", lambda path: "")
     with pytest.raises(ConfigError, match="is a named pipe"):
         read_bytes(odd / "pipe.yaml", "pipe.yaml")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.keys import schema_keys
+from mtrain.config.messages.keys import schema_keys
 from tests.support.fuzz import CANARY, attacks, mutations, validated, warm
 from tests.support.hostile import kinds
 

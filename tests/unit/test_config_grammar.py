@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.grammar import Sweep, parse_value
+from mtrain.config.compose.grammar import Sweep, parse_value
 
 
 @pytest.mark.parametrize("text", ["1,2", "range(1,3)", "choice(a,b)", "glob(*)", "interval(0,1)"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.layout_string import parse_layout
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.layout_string import parse_layout
 from mtrain.errors import ConfigError
 
 

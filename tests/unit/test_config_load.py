@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.files import MAX_BYTES
-from mtrain.config.load import MAX_NODES, load, parse
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.yaml_reader import MAX_NODES, load, parse
+from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem
 
 

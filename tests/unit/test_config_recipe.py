@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.model import ModelConfig
-from mtrain.config.paths import recipes_dir
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import recipes_dir
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from tests.support.patience import patient
 

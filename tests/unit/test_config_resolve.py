@@ -14,10 +14,16 @@ import pytest
 from hypothesis import given, settings
 
 from mtrain.cli.setup import load
-from mtrain.config.groups import KernelsConfig
-from mtrain.config.kernels import OPERATIONS, problems, reasons, routes_by_lists
-from mtrain.config.resolve import Machine, machine_problems, resolve, smallest_world, world_size_of
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.kernels import OPERATIONS, problems, reasons, routes_by_lists
+from mtrain.config.resolve.resolution import (
+    Machine,
+    machine_problems,
+    resolve,
+    smallest_world,
+    world_size_of,
+)
+from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import KernelsConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny
@@ -385,7 +391,7 @@ def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
     )
     files(tmp_path / "torch", **{"version.py": version})
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
-    monkeypatch.setattr("mtrain.config.hardware.find_spec", lambda _: found)
+    monkeypatch.setattr("mtrain.config.machine.hardware.find_spec", lambda _: found)
     nodes = {
         f"sys/class/kfd/kfd/topology/nodes/{i}/properties": f"cpu_cores_count 0\nsimd_count {n}\n"
         for i, n in enumerate([0, 0, 304, 304])

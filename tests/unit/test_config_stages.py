@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtrain.config.resolve.stages import Stage, parse_pipeline_layout, stages
 from mtrain.config.rules import apply
-from mtrain.config.stages import Stage, parse_pipeline_layout, stages
 from mtrain.layout.stages import embedding_stages, held_stages
 from tests.support.configs import tiny
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import Box, box_of
 from mtrain.convert.folder import WEIGHTS, open_folder
 from mtrain.convert.into import import_weights

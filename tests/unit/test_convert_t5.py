@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.cli import convert
 from mtrain.cli.setup import load
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from tests.support.configs import LAPTOP
 
 

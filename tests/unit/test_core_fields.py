@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.core_fields import feeds, transformer_values
-from mtrain.config.keys import schema_keys
-from mtrain.config.resolve import resolve
+from mtrain.config.engine.core_fields import feeds, transformer_values
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, MOE, tiny
 
 MLA = {"kv_lora_rank": 32, "rope_type": "yarn"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import engine
-from mtrain.config.compose import compose
-from mtrain.config.core_fields import transformer_values
-from mtrain.config.engine import Release
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.core_fields import transformer_values
+from mtrain.config.engine.release import Release
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.megatron import export_words, import_texts
 from tests.support.configs import LAPTOP
 

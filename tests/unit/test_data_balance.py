@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
 from mtrain.data.balance import by_work
 from mtrain.data.batch import GlobalBatches, Packing, next_token

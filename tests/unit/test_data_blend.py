@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mtrain.cli.main import main
-from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes

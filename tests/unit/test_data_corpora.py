@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.groups import DataConfig
-from mtrain.config.manifest import dump, read_manifest
+from mtrain.config.disk.manifest import dump, read_manifest
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData

@@ -15,7 +15,7 @@ import pytest
 
 from mtrain.cli.data import tokenize as tokenize_words
 from mtrain.cli.main import main
-from mtrain.config.manifest import read_manifest
+from mtrain.config.disk.manifest import read_manifest
 from mtrain.data.preprocess import build, encoders, journal, sources, spec, tables, units
 from mtrain.data.preprocess.sources import find_sources
 from tests.support.covering import some

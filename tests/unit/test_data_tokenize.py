@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.manifest import read_manifest
+from mtrain.config.disk.manifest import read_manifest
 from mtrain.data.preprocess import build, journal, of_gigatoken, units
 from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.sentences import splitter

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import Loaded, load
-from mtrain.config.rates import rate as rate_of
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve.rates import rate as rate_of
+from mtrain.config.resolve.resolution import Machine
 from mtrain.plan.time.intervals import in_steps
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
@@ -162,8 +162,8 @@ def test_packed_chats_are_counted_in_windows_that_hold_as_many() -> None:
 
 def load_anyway(words: str) -> tuple[Any, dict[str, str]]:
     """Resolved without rules: chats and memory are not what is asked about."""
-    from mtrain.config.compose import compose
-    from mtrain.config.resolve import resolve
+    from mtrain.config.compose.composer import compose
+    from mtrain.config.resolve.resolution import resolve
 
     why: dict[str, str] = {}
     return resolve(compose(words.split()).run, LAPTOP, why=why), why

@@ -10,8 +10,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from mtrain.config import devices, plug_ins
-from mtrain.config.hardware import memory_bytes
+from mtrain.config.machine import devices, plug_ins
+from mtrain.config.machine.hardware import memory_bytes
 from mtrain.devices import cpu_namespace, registry
 from mtrain.errors import BadEnvironment, ConfigError
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.launching import preflight
 from mtrain.launching.environment import Place, apply, environment, filesystem_of, lines, verify

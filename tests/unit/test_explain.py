@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.base import Effect
-from mtrain.config.codes import FAMILIES, codes, rules_of, validating
-from mtrain.config.describe import EFFECTS, default_of, keys_of, section_of, type_of
-from mtrain.config.keys import choices_of, schema_keys
-from mtrain.config.run import GROUPS
+from mtrain.config.messages.codes import FAMILIES, codes, rules_of, validating
+from mtrain.config.messages.describe import EFFECTS, default_of, keys_of, section_of, type_of
+from mtrain.config.messages.keys import choices_of, schema_keys
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import GROUPS
 from tests.support.patience import patient
 
 Explain = Callable[..., dict[str, Any]]

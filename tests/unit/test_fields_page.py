@@ -7,9 +7,9 @@ import re
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.fields_page import fed, page
-from mtrain.config.keys import schema_keys
+from mtrain.config.compose.composer import compose
+from mtrain.config.messages.fields_page import fed, page
+from mtrain.config.messages.keys import schema_keys
 from mtrain.errors import ConfigError
 from tests.support.commands import ROOT
 

@@ -22,8 +22,8 @@ import pytest
 from mtrain import durable, locks
 from mtrain.cli.drafts import drafted
 from mtrain.cli.main import main
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import cache
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import folder

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
-from mtrain.config.watch import watched
 from mtrain.errors import ConfigError
 from tests.support.catalogue import accepted, validated
 from tests.support.configs import LAPTOP

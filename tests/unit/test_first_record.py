@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.cli import weights
 from mtrain.cli.setup import Loaded, load
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError
 from tests.support.configs import LAPTOP
 from tests.unit.test_start_from_weights import LLAMA, folder

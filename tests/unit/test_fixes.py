@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config import engine
-from mtrain.config.codes import codes
+from mtrain.config.engine import release
+from mtrain.config.messages.codes import codes
 from mtrain.mcore.fix import BROUGHT_BACK
 from mtrain.mcore.fixes import FIXES, Fix
 from mtrain.mcore.patches import PATCHES
@@ -41,9 +41,9 @@ def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
 
 
 @ROWS
-@pytest.mark.skipif(engine.release() != (0, 16, 1), reason="places are those of 0.16.1")
+@pytest.mark.skipif(release.release() != (0, 16, 1), reason="places are those of 0.16.1")
 def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
-    folder = engine.folder()
+    folder = release.folder()
     assert folder is not None
     if fix.where:
         file, line = fix.where.split(":")

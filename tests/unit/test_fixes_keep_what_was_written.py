@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.codes import codes
-from mtrain.config.compose import compose
-from mtrain.config.grammar import parse_value
-from mtrain.config.keys import is_content
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.grammar import parse_value
+from mtrain.config.messages.codes import codes
+from mtrain.config.messages.keys import is_content
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching.resume import weights_of
 from tests.support.commands import mtrain

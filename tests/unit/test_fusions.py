@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.fusions import fusions
+from mtrain.config.engine.fusions import fusions
 from mtrain.config.hybrid import HybridConfig
 from mtrain.config.rules import apply
 from tests.support.runs import tiny_run

@@ -11,11 +11,11 @@ import pytest
 
 from mtrain.cli.check import summary
 from mtrain.cli.setup import Loaded, load
-from mtrain.config import nvml
-from mtrain.config.load import load as read
-from mtrain.config.nvml import Driver, Gpu
-from mtrain.config.paths import conf_dir
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.paths import conf_dir
+from mtrain.config.compose.yaml_reader import load as read
+from mtrain.config.machine import nvml
+from mtrain.config.machine.nvml import Driver, Gpu
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.errors import BadEnvironment
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, tiny
@@ -269,7 +269,7 @@ def refused(found: Machine, **changes: object) -> str:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch for CUDA 13.0."""
-    monkeypatch.setattr("mtrain.config.hardware.cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr("mtrain.config.machine.hardware.cuda_of_torch", lambda: "13.0")
 
 
 @pytest.mark.usefixtures("built")
@@ -291,7 +291,7 @@ def test_everything_that_is_wrong_with_gpus_is_said_at_once() -> None:
 
 
 def test_a_torch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtrain.config.hardware.cuda_of_torch", lambda: "")
+    monkeypatch.setattr("mtrain.config.machine.hardware.cuda_of_torch", lambda: "")
     assert "[MT055] the installed torch is built without CUDA" in refused(machine(driver(gpu(0))))
 
 

@@ -19,14 +19,14 @@ from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
 from mtrain.cli.options import read_options
 from mtrain.cli.pages import PAGES, SUBPAGES, Page, flags_of
 from mtrain.cli.recipe import SUBVERBS
-from mtrain.config import paths
-from mtrain.config.compose import compose
-from mtrain.config.json_schema import KINDS
-from mtrain.config.keys import field_of
-from mtrain.config.overrides import read_overrides
-from mtrain.config.paths import choices_of_group, program
-from mtrain.config.run import GROUPS
-from mtrain.config.sweep import jobs
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.overrides import read_overrides
+from mtrain.config.compose.paths import choices_of_group, program
+from mtrain.config.compose.sweep import jobs
+from mtrain.config.messages.json_schema import KINDS
+from mtrain.config.messages.keys import field_of
+from mtrain.config.schema.run import GROUPS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
 ALL = {
@@ -197,9 +197,9 @@ def test_hints_say_how_the_program_is_called_here(
 
 NAMED = re.compile(rf"\bmtrain (?:{'|'.join(VERBS)})\b|python launch\.py")
 KEPT = {
-    ("config/paths.py", "python launch.py"),  # where it is decided
-    ("config/fields_page.py", "python launch.py"),  # a page of the checkout
-    ("config/json_schema.py", "mtrain schema"),  # marks a file; the same everywhere
+    ("config/compose/paths.py", "python launch.py"),  # where it is decided
+    ("config/messages/fields_page.py", "python launch.py"),  # a page of the checkout
+    ("config/messages/json_schema.py", "mtrain schema"),  # marks a file; the same everywhere
     ("cli/recipe/new.py", "mtrain recipe"),  # in a recipe that is sent elsewhere
     ("cli/recipe/exchange.py", "mtrain recipe"),
     ("cli/completion.py", "python launch.py"),  # a comment of what it completes
@@ -236,7 +236,7 @@ def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, nev
 
 
 def test_every_layout_that_is_offered_is_one() -> None:
-    from mtrain.config.layout_string import parse_layout
+    from mtrain.config.compose.layout_string import parse_layout
 
     for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
         offered = [word.partition("=")[2] for word in candidates(f"mtrain parallel={begun}")]

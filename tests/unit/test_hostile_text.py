@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.dump import override, run_yaml
-from mtrain.config.keys import schema_keys
-from mtrain.config.resolve import resolve
-from mtrain.config.written import TAG, TAG_FILE
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.write_paths import TAG, TAG_FILE
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.launching.folder import opened, plan
 from tests.support.configs import LAPTOP
@@ -220,7 +220,7 @@ def test_a_file_chooses_no_place_beyond_the_working_folder(
 
 
 def _parsed(file: Path) -> dict[str, dict[str, object]]:
-    from mtrain.config.load import load
+    from mtrain.config.compose.yaml_reader import load
 
     return load(file).values
 

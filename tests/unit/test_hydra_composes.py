@@ -19,11 +19,11 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from mtrain.config.compose import Rejected, compose
-from mtrain.config.layout_string import parse_layout
-from mtrain.config.near import default_choices
-from mtrain.config.paths import choices_of_group, conf_dir, recipe_names, recipes_dir
-from mtrain.config.run import GROUPS
+from mtrain.config.compose.composer import Rejected, compose
+from mtrain.config.compose.layout_string import parse_layout
+from mtrain.config.compose.paths import choices_of_group, conf_dir, recipe_names, recipes_dir
+from mtrain.config.messages.suggestions import default_choices
+from mtrain.config.schema.run import GROUPS
 
 CASES = int(os.environ.get("HYDRA_CASES", "40"))
 LAYOUTS = ("tp2", "tp4pp4", "tp2dp2", "tp2ep4", "tp8pp12cp2vpp4ep8", "tp4sp")
@@ -116,7 +116,7 @@ def by_hydra_alone(words: Sequence[str]) -> dict[str, Any]:
 def composed_by_us(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The values that are handed to the schema."""
     handed: list[dict[str, Any]] = []
-    from mtrain.config import compose as module
+    from mtrain.config.compose import composer as module
 
     validate = module.validate
 
@@ -182,9 +182,9 @@ def test_another_application_of_hydra_in_this_process_goes_on_as_it_was(tmp_path
 
 
 def test_the_files_of_plain_defaults_lists_are_those_that_hydra_finds() -> None:
-    from mtrain.config import layers
-    from mtrain.config.hydra_source import defaults_list
-    from mtrain.config.library import CONFIG, Library
+    from mtrain.config.compose import layers
+    from mtrain.config.compose.hydra_source import defaults_list
+    from mtrain.config.compose.library import CONFIG, Library
 
     folder = conf_dir() / "cluster"
     nested = [

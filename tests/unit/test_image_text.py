@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mtrain.config.groups import DataConfig
-from mtrain.config.image_files import records_of
+from mtrain.config.disk.image_files import records_of
 from mtrain.config.llava import LlavaConfig
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.images import MEAN, STD, inside, load

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.json_schema import DRAFT, KINDS, json_schema
-from mtrain.config.keys import schema_keys
-from mtrain.config.load import load, parse
-from mtrain.config.paths import conf_dir, recipes_dir
-from mtrain.config.resolve import resolve
-from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import conf_dir, recipes_dir
+from mtrain.config.compose.yaml_reader import load, parse
+from mtrain.config.messages.json_schema import DRAFT, KINDS, json_schema
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import GROUPS, RunConfig
 from tests.support.configs import LAPTOP
 from tests.support.draft07 import errors, unknown_words
 from tests.support.strategies import runs

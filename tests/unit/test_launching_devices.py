@@ -8,10 +8,10 @@ import pytest
 
 from mtrain.cli.explain import _raised
 from mtrain.cli.setup import TooFewDevices, load
-from mtrain.config.codes import codes
-from mtrain.config.nvml import Gpu
-from mtrain.config.resolve import Machine
-from mtrain.config.visible import shown
+from mtrain.config.machine.nvml import Gpu
+from mtrain.config.machine.visible import shown
+from mtrain.config.messages.codes import codes
+from mtrain.config.resolve.resolution import Machine
 from mtrain.errors import BadEnvironment, ConfigError
 from tests.support.configs import LAPTOP
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.ckpt.folder import commit
-from mtrain.config import engine
-from mtrain.config.dump import run_yaml
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.engine import release
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.launching import folder, preflight
 from tests.support.configs import LAPTOP, tiny
@@ -418,7 +418,7 @@ def test_gpus_that_are_missing_are_counted() -> None:
 
 
 def test_a_module_megatron_without_its_core_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "release", lambda: None)
-    monkeypatch.setattr(engine, "folder", lambda: None)
+    monkeypatch.setattr(release, "release", lambda: None)
+    monkeypatch.setattr(release, "folder", lambda: None)
     with pytest.raises(BadEnvironment, match="there is no module megatron"):
         preflight.check(run_of(), [], LAPTOP)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, Preempted
 from mtrain.launching import beside, machine, signals, start
 from mtrain.launching.supervise import Supervisor

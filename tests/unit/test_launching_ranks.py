@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.dump import run_yaml
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import beside, jobs, rank, start, torchrun
 from mtrain.launching.environment import Place

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.rates import goes_on_alike, new_curve, rate
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.rates import goes_on_alike, new_curve, rate
+from mtrain.config.schema.run import RunConfig
 from tests.support.configs import tiny
 
 

@@ -12,10 +12,10 @@ from mtrain.cli.combinations import AXES, MEMORY, part_of, validated
 from mtrain.cli.main import main
 from mtrain.cli.matrix import shipped
 from mtrain.cli.setup import load
-from mtrain.config.compose import compose
-from mtrain.config.paths import choices_of_group, recipes_dir
-from mtrain.config.recipe import read_recipe
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group, recipes_dir
+from mtrain.config.compose.recipe import read_recipe
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import findings
 from mtrain.recipes.write import section
 from tests.support.configs import LAPTOP

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert import megatron_args
 from mtrain.models.registry import family_of
 from mtrain.recipes.flags_other import OTHERS

@@ -8,8 +8,8 @@ import pytest
 
 from mtrain.cli.convert_megatron import export_megatron, import_megatron
 from mtrain.cli.setup import load
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
 from mtrain.models.gpt import torch_dist
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config import plug_ins
-from mtrain.config.model import ModelConfig
+from mtrain.config.machine import plug_ins
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.models import registry
 from mtrain.models.gpt import GPT

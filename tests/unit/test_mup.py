@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.mup import MupConfig
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
+from mtrain.config.schema.mup import MupConfig
 from mtrain.errors import ConfigError
 from mtrain.recipes.hf_write import config_json
 from mtrain.recipes.megatron import export_words, import_texts

@@ -13,8 +13,8 @@ import pytest
 
 from mtrain.cli.main import main, parse
 from mtrain.cli.setup import load
-from mtrain.config import paths
-from mtrain.config.paths import program
+from mtrain.config.compose import paths
+from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
 

@@ -15,9 +15,9 @@ import pytest
 from mtrain.cli import measured_files
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.dump import run_yaml
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full
 from mtrain.plan.time import step_time
 from mtrain.plan.time.calibrate import Measured, Rates, fitted

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.compare import first_full, peaks_in, planned, rows
 from mtrain.plan.report import report
 from tests.support.configs import LAPTOP

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.plan.memory import activation_bytes
 from mtrain.plan.rank import worst_stage

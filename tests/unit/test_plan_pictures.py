@@ -13,9 +13,9 @@ import pytest
 
 from mtrain.cli import plan_page
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.machines import Machines, machines
 from mtrain.plan.rank import stage_memories

@@ -14,9 +14,9 @@ import pytest
 
 from mtrain.cli import plan
 from mtrain.cli.setup import load
-from mtrain.config.paths import choices_of_group, recipes_dir
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import choices_of_group, recipes_dir
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import Graph, Tensor
 from mtrain.models.lives import backwards

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.batches import counted
-from mtrain.config.batches import stages as batch_stages
-from mtrain.config.optimizer import Rotated
-from mtrain.config.paths import choices_of_group, recipe_names
-from mtrain.config.resolve import Machine
+from mtrain.config.compose.paths import choices_of_group, recipe_names
+from mtrain.config.resolve.batches import counted
+from mtrain.config.resolve.batches import stages as batch_stages
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.resolve.stages import stages
 from mtrain.config.rules import apply, check
-from mtrain.config.stages import stages
+from mtrain.config.schema.optimizer import Rotated
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import _sides, alone, differences, in_eight_bits, shrink

@@ -16,8 +16,8 @@ import pytest
 
 from mtrain.cli import plan
 from mtrain.cli.setup import load
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Exchange, Product
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.time import step_time

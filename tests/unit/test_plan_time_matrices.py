@@ -9,8 +9,8 @@ from functools import cache
 
 from mtrain.cli.setup import load
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.gpt.count import latent_attention
 from mtrain.plan.rank import stage_memories

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Graph, Product
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import worst_stage

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config import paths
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
 from tests.support.covering import some
 
 VALUES = {

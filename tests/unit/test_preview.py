@@ -15,7 +15,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.batches import asked
+from mtrain.config.resolve.batches import asked
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns

@@ -14,14 +14,15 @@ import pytest
 
 from mtrain.cli import multirun, setup
 from mtrain.cli.main import main
-from mtrain.config import engine, paths
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
-from mtrain.config.load import load
-from mtrain.config.locked import content
-from mtrain.config.paths import recipe_names, recipes_dir
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.lock_file import content
+from mtrain.config.compose.paths import recipe_names, recipes_dir
+from mtrain.config.compose.yaml_reader import load
+from mtrain.config.engine import release
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.recipes.diff import differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
@@ -311,7 +312,7 @@ def test_a_lock_runs_and_is_verified(run: Run, tmp_path: Path) -> None:
     assert (code, out.startswith("verified")) == (0, True)
 
 
-HERE = engine.words(engine.release() or engine.SUPPORTED[0])
+HERE = release.words(release.release() or release.SUPPORTED[0])
 
 
 def test_a_lock_knows_what_was_installed() -> None:

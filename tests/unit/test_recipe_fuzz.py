@@ -15,9 +15,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.recipe.diff import diff
-from mtrain.config.compose import compose
-from mtrain.config.locked import read_lock
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.lock_file import read_lock
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError, MtrainError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.lock import lock_text, mismatches

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, kind_of

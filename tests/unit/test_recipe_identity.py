@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 
-from mtrain.config.compose import compose
-from mtrain.config.keys import schema_keys
-from mtrain.config.paths import choices_of_group, recipes_dir
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group, recipes_dir
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.megatron import MARK, export_script, import_texts
 from mtrain.recipes.table import flags_of, table
 from mtrain.recipes.write import unequal

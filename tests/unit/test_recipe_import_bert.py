@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import export_script, import_texts
 from mtrain.recipes.megatron_yaml import import_yaml

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.resolve import resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import export_script, import_texts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import Rejected, compose
+from mtrain.config.compose.composer import Rejected, compose
 from mtrain.errors import ConfigError
 from mtrain.recipes.imported import Imported, name_of
 from mtrain.recipes.megatron import import_scripts, import_texts, read_texts

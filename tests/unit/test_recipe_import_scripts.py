@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mtrain.cli.recipe.capture import capture
-from mtrain.config.batches import linear, samples_of, steps_within
-from mtrain.config.core_fields import transformer_values
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.engine.core_fields import transformer_values
+from mtrain.config.resolve.batches import linear, samples_of, steps_within
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import import_scripts, import_texts
 from mtrain.recipes.table import known_flags
@@ -399,7 +399,7 @@ LAUNCHER = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", TRANSFORMER)
 def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None:
-    from mtrain.config.compose import compose
+    from mtrain.config.compose.composer import compose
 
     run = imported(name).run
     file = tmp_path / "r.yaml"

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import ValidationError
 
-from mtrain.config.codes import OTHERS, codes, rules_of
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from mtrain.config.families import ONLY
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.messages.codes import OTHERS, codes, rules_of
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import RULES, apply
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, Rule, rule
-from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.watch import watched
+from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from mtrain.errors import ConfigError
 from tests.support.catalogue import ROWS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import apply
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate

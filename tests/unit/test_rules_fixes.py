@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve.resolution import Machine
 from mtrain.config.rules import apply
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.core_fields import transformer_values
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine.core_fields import transformer_values
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import apply
 from mtrain.errors import ConfigError
 from mtrain.plan.shrink import shrink

@@ -8,12 +8,10 @@ from typing import get_args
 
 import pytest
 
-from mtrain.config.compose import compose
-from mtrain.config.condition import condition
-from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.core_fields import feeds
-from mtrain.config.fields_page import fed
-from mtrain.config.keys import (
+from mtrain.config.compose.composer import compose
+from mtrain.config.engine.core_fields import feeds
+from mtrain.config.messages.fields_page import fed
+from mtrain.config.messages.keys import (
     choices_of,
     field_of,
     flag_of,
@@ -23,10 +21,12 @@ from mtrain.config.keys import (
     schema_keys,
     when_of,
 )
-from mtrain.config.model import GATED
-from mtrain.config.near import accepts
-from mtrain.config.resolve import resolve
+from mtrain.config.messages.suggestions import accepts
+from mtrain.config.resolve.condition import condition
+from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
+from mtrain.config.schema.model import GATED
 from mtrain.recipes.arguments import Arguments, read_all
 from mtrain.recipes.flags_other import OTHERS
 from mtrain.recipes.megatron import export_script, import_texts

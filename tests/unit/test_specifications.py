@@ -9,14 +9,15 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mtrain.config import devices, formats, plug_ins
-from mtrain.config.compose import compose
-from mtrain.config.groups import OptimConfig
-from mtrain.config.kernels import update_obstacle
-from mtrain.config.keys import choices_of, key_of, schema_keys, when_of
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.engine import formats
+from mtrain.config.engine.kernels import update_obstacle
+from mtrain.config.machine import devices, plug_ins
+from mtrain.config.messages.keys import choices_of, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.trainer import OptimConfig
 from mtrain.errors import BadEnvironment
 from tests.support.configs import LAPTOP
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from mtrain.cli import weights
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.dump import run_yaml
+from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
 from mtrain.recipes.write import unequal
 from tests.support.commands import mtrain

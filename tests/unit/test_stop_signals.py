@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 
-from mtrain.config.groups import TrainerConfig
+from mtrain.config.schema.trainer import TrainerConfig
 from tests.support.forked import run_alone
 
 

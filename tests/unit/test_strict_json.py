@@ -13,8 +13,8 @@ import pytest
 from mtrain import strict_json
 from mtrain.cli.main import main
 from mtrain.cli.multirun import _row, _table
-from mtrain.config.compose import compose
-from mtrain.config.sweep import Job
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.sweep import Job
 
 
 def strictly(text: str) -> Any:

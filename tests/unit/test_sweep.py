@@ -11,9 +11,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.multirun import worst
-from mtrain.config.compose import compose
-from mtrain.config.paths import choices_of_group, recipes_dir
-from mtrain.config.sweep import MAX_RUNS, jobs
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group, recipes_dir
+from mtrain.config.compose.sweep import MAX_RUNS, jobs
 from mtrain.errors import ConfigError
 
 LIKE_HYDRA = [
@@ -43,7 +43,7 @@ def test_several_values_make_the_runs_that_hydra_makes(argv: list[str]) -> None:
 
 
 def _values(words: list[str]) -> list[tuple[str, object]]:
-    from mtrain.config.grammar import parse_value
+    from mtrain.config.compose.grammar import parse_value
 
     return [(word.partition("=")[0], parse_value(word.partition("=")[2])) for word in words]
 

@@ -8,7 +8,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.sweep import jobs
+from mtrain.config.compose.sweep import jobs
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from tests.support.configs import refusals
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import declared
 from mtrain.convert.hugging_face import tables
 from mtrain.convert.match import match, written

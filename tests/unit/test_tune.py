@@ -21,9 +21,9 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.cli.tune import left_of, overrides, tuned
-from mtrain.config.compose import compose
-from mtrain.config.dump import run_yaml
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage

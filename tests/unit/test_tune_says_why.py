@@ -13,7 +13,7 @@ import yaml
 
 from mtrain.cli.main import main
 from mtrain.cli.tune import tuned
-from mtrain.config.compose import compose
+from mtrain.config.compose.composer import compose
 from mtrain.plan.time import accuracy
 from tests.support.commands import ROOT, mtrain
 

@@ -13,9 +13,9 @@ import pytest
 
 from mtrain.cli.complete import candidates
 from mtrain.cli.main import main
-from mtrain.config import paths
-from mtrain.config.compose import compose
-from mtrain.config.paths import VARIABLE, config_dirs
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import VARIABLE, config_dirs
 from mtrain.errors import ConfigError
 
 FILES = {

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 from mtrain.cli.combinations import part_of
 from mtrain.cli.main import main
-from mtrain.config.compose import compose
-from mtrain.config.interpolate import leaves
-from mtrain.config.paths import VARIABLE, conf_dir
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.interpolate import leaves
+from mtrain.config.compose.paths import VARIABLE, conf_dir
 from tests.support.configs import refusals
 
 CONFIG = (conf_dir() / "config.yaml").read_text()

@@ -11,10 +11,10 @@ import pytest
 
 from mtrain.cli.combinations import Report
 from mtrain.cli.main import main
-from mtrain.config import paths
-from mtrain.config.compose import compose
-from mtrain.config.hub import download_of
-from mtrain.config.near import near_choice
+from mtrain.config.compose import paths
+from mtrain.config.compose.composer import compose
+from mtrain.config.disk.hub import download_of
+from mtrain.config.messages.suggestions import near_choice
 
 
 def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -> None:

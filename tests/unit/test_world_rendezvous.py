@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config import nvml
+from mtrain.config.machine import nvml
 from mtrain.errors import BadEnvironment
 from mtrain.world import heartbeat, join, stacks
 from mtrain.world.rank_env import LAUNCHER, RankEnv

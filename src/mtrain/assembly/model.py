@@ -10,10 +10,10 @@ import torch
 
 from mtrain.assembly import weights
 from mtrain.assembly.transformer import transformer_config
-from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
-from mtrain.config.kernels import OPERATIONS
-from mtrain.config.peft import PeftConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
+from mtrain.config.engine.kernels import OPERATIONS
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices.base import Device
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.errors import ConfigError, Problem

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mtrain.config.core_fields import OPTIMIZER_FIELDS, OWN_FIELDS, SCHEDULE_FIELDS, values
-from mtrain.config.devices import facts_of
-from mtrain.config.optimizer import ParamGroup
+from mtrain.config.engine.core_fields import OPTIMIZER_FIELDS, OWN_FIELDS, SCHEDULE_FIELDS, values
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS, mup_groups
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.optimizer import ParamGroup
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.mcore import api as mcore
 from mtrain.mcore.optimizer_state import distribute, name_states

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from mtrain.assembly.weights import Normal
-from mtrain.config.core_fields import transformer_values
-from mtrain.config.kernels import routes_by_lists
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.core_fields import transformer_values
+from mtrain.config.engine.kernels import routes_by_lists
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices.base import Device
 from mtrain.devices.dtypes import torch_dtype
 from mtrain.mcore import api as mcore

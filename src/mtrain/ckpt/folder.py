@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from mtrain import durable, strict_json
 from mtrain.ckpt import hashes
-from mtrain.config.paths import MANIFEST, RUN_FILE
+from mtrain.config.compose.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from mtrain.ckpt import folder, store
 from mtrain.ckpt.meeting import Meeting
-from mtrain.config.dump import run_yaml
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
 from mtrain.mcore import low_rank, optimizer_state, sharding

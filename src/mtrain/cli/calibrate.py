@@ -15,11 +15,11 @@ from statistics import median
 from mtrain import strict_json
 from mtrain.cli.measured_files import Found, bad, found
 from mtrain.cli.setup import load
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.devices import facts_of
-from mtrain.config.dump import spell
-from mtrain.config.files import YAML_ENDINGS
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import spell
+from mtrain.config.disk.files import YAML_ENDINGS
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
 from mtrain.plan.time.device import missing

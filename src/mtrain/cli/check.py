@@ -8,13 +8,13 @@ from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.setup import Loaded, load
-from mtrain.config import kernels
-from mtrain.config.batches import counted, stages
-from mtrain.config.manifest import unwatched
-from mtrain.config.paths import MANIFEST, user_path
-from mtrain.config.resolve import LOCAL
+from mtrain.config.compose.paths import MANIFEST, user_path
+from mtrain.config.disk.manifest import unwatched
+from mtrain.config.engine import kernels
+from mtrain.config.resolve.batches import counted, stages
+from mtrain.config.resolve.resolution import LOCAL
 from mtrain.config.rules.finding import dp_of
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem, say_page, visible
 from mtrain.units import MIB, count
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mtrain import strict_json
 from mtrain.cli.options import read_options
-from mtrain.config.near import near_choice
-from mtrain.config.paths import choices_of_group, find_config, group_names
-from mtrain.config.run import GROUPS
+from mtrain.config.compose.paths import choices_of_group, find_config, group_names
+from mtrain.config.messages.suggestions import near_choice
+from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem, say, say_page
 
 WIDTH = 100

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrain.config.batches import NO_RAMP
-from mtrain.config.choices import unknown_choice
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.compose import compose
-from mtrain.config.devices import facts_of
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import recipe_names
-from mtrain.config.precision import PrecisionConfig
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.choices import unknown_choice
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import recipe_names
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.batches import NO_RAMP
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import RULES
 from mtrain.config.rules.finding import dp_of
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.precision import PrecisionConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
 from mtrain.recipes.write import section
 from mtrain.units import GIB, bytes_

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mtrain.cli.verbs import FLAGS, VERBS
-from mtrain.config.paths import (
+from mtrain.config.compose.paths import (
     RESUME_WORDS,
     choices_of_group,
     config_dirs,
@@ -76,7 +76,7 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
     if verb == "explain" and len(before) == 1:
         return _explained(current)
     if verb == "schema":
-        from mtrain.config.json_schema import KINDS
+        from mtrain.config.messages.json_schema import KINDS
 
         return KINDS
     if verb == "completion":
@@ -116,7 +116,7 @@ def _recipe(before: list[str], current: str) -> Iterable[str]:
 
 def _explained(current: str) -> Iterable[str]:
     if current[:1] in ("M", "m") and current[1:2] in ("T", "t"):
-        from mtrain.config.codes import codes
+        from mtrain.config.messages.codes import codes
 
         return [code if current[0] == "M" else code.lower() for code in codes()]
     groups = group_names()
@@ -142,7 +142,7 @@ def _overrides(current: str) -> list[str]:
 
 
 def _keys() -> list[str]:
-    from mtrain.config.keys import schema_keys
+    from mtrain.config.messages.keys import schema_keys
 
     return [f"{key}=" for key in schema_keys() if not key.startswith("recipe.")]
 
@@ -158,8 +158,8 @@ def _values(key: str, groups: list[str], value: str) -> list[str]:
         return [*(f"{folder}/run.yaml" for folder in _runs()), *_locks()]
     if key == "checkpoint.resume":
         return [*RESUME_WORDS, "null", *_runs(), *_checkpoints()]
-    from mtrain.config.describe import type_of
-    from mtrain.config.keys import choices_of
+    from mtrain.config.messages.describe import type_of
+    from mtrain.config.messages.keys import choices_of
 
     words = type_of(key)
     found = [*choices_of(key), *(["true", "false"] if words.startswith("true or false") else [])]

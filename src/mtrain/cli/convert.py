@@ -13,14 +13,14 @@ from mtrain.cli.drafts import drafted, given_paths, new_folder, read_dtype, sour
 from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
-from mtrain.config.dump import run_yaml
-from mtrain.config.groups import CheckpointConfig, DataConfig, LogConfig
-from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
-from mtrain.config.peft import PeftConfig
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import CheckpointConfig, DataConfig, LogConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters

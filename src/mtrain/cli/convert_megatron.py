@@ -9,10 +9,10 @@ from mtrain.cli.drafts import drafted, new_folder, read_dtype, source_and_new
 from mtrain.cli.export import newest
 from mtrain.cli.resume import beneath, target_of
 from mtrain.cli.setup import load
-from mtrain.config.dump import override, run_yaml
-from mtrain.config.paths import RUN_FILE, program
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.paths import RUN_FILE, program
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters

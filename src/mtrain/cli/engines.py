@@ -9,10 +9,10 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.cli.tables import table
-from mtrain.config import engine
-from mtrain.config.capabilities import CAPABILITIES, is_here
-from mtrain.config.field_versions import FIELD_VERSIONS
-from mtrain.config.fields_page import fed
+from mtrain.config.engine import release
+from mtrain.config.engine.capabilities import CAPABILITIES, is_here
+from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.messages.fields_page import fed
 from mtrain.errors import ConfigError, Problem, say_page
 
 
@@ -39,14 +39,14 @@ def _facts() -> dict[str, Any]:
     from mtrain.devices import registry
     from mtrain.mcore.patches import standing
 
-    found = engine.release()
-    folder = engine.folder()
+    found = release.release()
+    folder = release.folder()
     device = registry.get("auto")
     return {
-        "installed": engine.words(found) if found else None,
+        "installed": release.words(found) if found else None,
         "folder": str(folder) if folder else None,
-        "is_supported": found is not None and engine.is_supported(found),
-        "supported": [engine.words(known) for known in engine.SUPPORTED],
+        "is_supported": found is not None and release.is_supported(found),
+        "supported": [release.words(known) for known in release.SUPPORTED],
         "device": device.name,
         "fields": [
             {"field": field, "versions": str(FIELD_VERSIONS[field]), "keys": keys}

@@ -11,8 +11,8 @@ from mtrain.cli.generate import WITHOUT_DATA, WITHOUT_START, checkpoint_of, must
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load, say_replaced
 from mtrain.cli.words import Word, number, read_words, texts
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import program
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
 from mtrain.train.request import Questions

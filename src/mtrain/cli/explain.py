@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mtrain import strict_json
 from mtrain.cli import weights
 from mtrain.cli.options import read_options
-from mtrain.config.base import Effect
-from mtrain.config.capabilities import of_key, where_it_is
-from mtrain.config.compose import Composed
-from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.core_fields import feeds
-from mtrain.config.describe import (
+from mtrain.config.compose.composer import Composed
+from mtrain.config.compose.dump import spell
+from mtrain.config.compose.paths import program
+from mtrain.config.engine.capabilities import of_key, where_it_is
+from mtrain.config.engine.core_fields import feeds
+from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.messages.describe import (
     EFFECTS,
     default_of,
     example_section,
@@ -29,13 +30,12 @@ from mtrain.config.describe import (
     summary,
     type_of,
 )
-from mtrain.config.dump import spell
-from mtrain.config.field_versions import FIELD_VERSIONS
-from mtrain.config.keys import effect_of, field_of, suggest
-from mtrain.config.paths import program
-from mtrain.config.resolve import Machine, resolve, world_size_of
-from mtrain.config.run import RunConfig
-from mtrain.config.watch import touches
+from mtrain.config.messages.keys import effect_of, field_of, suggest
+from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
+from mtrain.config.resolve.watch import touches
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
@@ -91,7 +91,7 @@ def _unknown(word: str) -> Problem:
 
 def _contents() -> dict[str, Any]:
     """What can be explained."""
-    from mtrain.config.codes import FAMILIES, codes
+    from mtrain.config.messages.codes import FAMILIES, codes
 
     return {
         "groups": groups(),
@@ -115,7 +115,7 @@ def _contents_page(found: Mapping[str, Any]) -> str:
 
 def _code(code: str) -> dict[str, Any]:
     """What a code means, when it is raised, and what to do."""
-    from mtrain.config.codes import codes, family, rules_of
+    from mtrain.config.messages.codes import codes, family, rules_of
 
     if code not in codes():
         near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
@@ -163,7 +163,7 @@ def _section(path: str) -> dict[str, Any]:
 
 def _key(path: str, composed: Composed) -> dict[str, Any]:
     """Everything about a key in a configuration."""
-    from mtrain.config.codes import validating
+    from mtrain.config.messages.codes import validating
 
     field = field_of(path)
     assert field is not None

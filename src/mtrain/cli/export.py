@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import target_of
-from mtrain.config.paths import CHECKPOINTS, program
+from mtrain.config.compose.paths import CHECKPOINTS, program
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import bytes_, count
 

@@ -11,12 +11,12 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
 from mtrain.cli.setup import load, say_replaced
 from mtrain.cli.words import Word, number, read_words, texts, yes
-from mtrain.config.dump import override
-from mtrain.config.files import kind_of
-from mtrain.config.keys import schema_keys
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import CHECKPOINTS, program
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import CHECKPOINTS, program
+from mtrain.config.disk.files import kind_of
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
 from mtrain.models.registry import family_of

@@ -20,7 +20,7 @@ from mtrain.cli.verbs import (
     VERBS,
 )
 from mtrain.collecting import without_collecting
-from mtrain.config.paths import config_dirs
+from mtrain.config.compose.paths import config_dirs
 from mtrain.errors import (
     STANDARD_OUTPUT,
     BadEnvironment,
@@ -233,8 +233,8 @@ def _json_report(error: ConfigError) -> str:
 def help_page() -> str:
     """Return the page of --help: verbs, values, flags, examples."""
     from mtrain.cli.pages import PAGES, SETTINGS, command
-    from mtrain.config.paths import program
-    from mtrain.config.run import GROUPS
+    from mtrain.config.compose.paths import program
+    from mtrain.config.schema.run import GROUPS
 
     examples = [example for verb in ("train", "check", "show") for example in PAGES[verb].examples]
     out = [f"usage: {program()} [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]

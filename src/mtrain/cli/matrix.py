@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 from mtrain import strict_json
 from mtrain.cli.combinations import AXES, Report, validated
-from mtrain.config.compose import compose
-from mtrain.config.paths import choices_of_group, recipe_names
-from mtrain.config.recipe import read_recipe
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
-from mtrain.config.sweep import jobs
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import choices_of_group, recipe_names
+from mtrain.config.compose.recipe import read_recipe
+from mtrain.config.compose.sweep import jobs
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page
 from mtrain.recipes.write import section
 

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from mtrain.cli.setup import load
-from mtrain.config.files import read_bytes
-from mtrain.config.formats import Format
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.disk.files import read_bytes
+from mtrain.config.engine.formats import Format
 from mtrain.errors import ConfigError, Problem
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates

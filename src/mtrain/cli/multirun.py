@@ -19,10 +19,10 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli import weights
 from mtrain.cli.setup import REPLACED, load, settled
-from mtrain.config.paths import user_path
-from mtrain.config.resolve import Machine, resolve, world_size_of
-from mtrain.config.run import RunConfig
-from mtrain.config.sweep import Job, jobs
+from mtrain.config.compose.paths import user_path
+from mtrain.config.compose.sweep import Job, jobs
+from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
 from mtrain.launching import signals, start
 from mtrain.plan.compare import METRICS, lines_of

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.errors import ConfigError, Problem
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
 
 OVERRIDES = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
 JSON = ("--json", "print JSON for a machine")

@@ -221,9 +221,9 @@ def _setting_of(flag: str, value: str) -> str:
     """What a flag of another system is called here, with its value; empty where nothing
     is known.
     """
-    from mtrain.config.grammar import parse_value
-    from mtrain.config.keys import suggest
-    from mtrain.config.near import NOTHING, suggestions
+    from mtrain.config.compose.grammar import parse_value
+    from mtrain.config.messages.keys import suggest
+    from mtrain.config.messages.suggestions import NOTHING, suggestions
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
     if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):
@@ -242,9 +242,9 @@ def _unknown_flag(flag: str, fix: str) -> Problem:
 
 
 def _unknown_verb(word: str) -> Problem:
-    from mtrain.config.intended import plain
-    from mtrain.config.near import bare_word
-    from mtrain.config.paths import program
+    from mtrain.config.compose.paths import program
+    from mtrain.config.messages.intended import plain
+    from mtrain.config.messages.suggestions import bare_word
 
     verbs = difflib.get_close_matches(plain(word).lower(), [*VERBS, *WORDS], n=1, cutoff=0.6)
     near = verbs or bare_word(word) or [f"{program()} --help lists the verbs"]

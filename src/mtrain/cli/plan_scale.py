@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mtrain import strict_json
 from mtrain.cli.tables import table
 from mtrain.collecting import without_collecting
-from mtrain.config.compose import Composed, Rejected, compose
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.sweep import jobs
+from mtrain.config.compose.composer import Composed, Rejected, compose
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.sweep import jobs
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.scale import BATCH, Point, Scale, batches, misfit, on, point
 from mtrain.plan.time.accuracy import accuracy_of

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.cli.setup import load, say_replaced
-from mtrain.config.devices import facts_of
-from mtrain.config.kernels import OURS, summary
-from mtrain.config.resolve import Machine
+from mtrain.config.engine.kernels import OURS, summary
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.resolution import Machine
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.launching.signals import scratch_folder

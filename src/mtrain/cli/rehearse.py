@@ -10,9 +10,9 @@ from typing import Any
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
 from mtrain.cli.setup import load, say_replaced
-from mtrain.config.devices import facts_of
-from mtrain.config.paths import CHECKPOINTS
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say
 from mtrain.launching import local
 from mtrain.launching.signals import scratch_folder

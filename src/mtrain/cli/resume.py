@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli import train
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 
 USAGE = f"{program()} resume runs/<name> [overrides]"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mtrain import strict_json
 from mtrain.cli.options import read_options
-from mtrain.config.fields_page import page
-from mtrain.config.json_schema import COMMENT, KINDS, json_schema
-from mtrain.config.near import near_choice
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
+from mtrain.config.messages.fields_page import page
+from mtrain.config.messages.json_schema import COMMENT, KINDS, json_schema
+from mtrain.config.messages.suggestions import near_choice
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say, say_page
 
 OUT = {"-o": "--output", "--output": "--output"}

@@ -8,17 +8,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from mtrain.cli import weights
-from mtrain.config import kernels
-from mtrain.config.compose import Composed, Rejected
-from mtrain.config.defaults import synthetic_tokens
-from mtrain.config.devices import AUTO, facts_of
-from mtrain.config.origins import DEFAULT
-from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
+from mtrain.config.compose.composer import Composed, Rejected
+from mtrain.config.compose.origins import DEFAULT
+from mtrain.config.engine import kernels
+from mtrain.config.machine.devices import AUTO, facts_of
+from mtrain.config.messages.fixes import with_fixes
+from mtrain.config.resolve.defaults import synthetic_tokens
+from mtrain.config.resolve.resolution import Machine, machine_problems, resolve, world_size_of
+from mtrain.config.resolve.usual_layout import on_a_cpu
+from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
-from mtrain.config.suggest import with_fixes
-from mtrain.config.usual_layout import on_a_cpu
-from mtrain.config.watch import read_from, touches, watched
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 
 DAMAGE = {"MT611", "MT612", "MT613"}

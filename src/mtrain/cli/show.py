@@ -12,12 +12,12 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli import weights
 from mtrain.cli.setup import load, say_replaced
-from mtrain.config.compose import Composed
-from mtrain.config.dump import override, run_yaml
-from mtrain.config.near import default_choices
-from mtrain.config.paths import recipes_dir
-from mtrain.config.provided import is_provided
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import Composed
+from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.paths import recipes_dir
+from mtrain.config.compose.provided import is_provided
+from mtrain.config.messages.suggestions import default_choices
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible
 from mtrain.launching import environment
 from mtrain.launching.environment import Place, Setting

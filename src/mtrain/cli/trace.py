@@ -9,8 +9,8 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli.setup import load
 from mtrain.cli.tables import table
-from mtrain.config.devices import CPU
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.layout.grid import RankGrid
 from mtrain.units import GIB, MIB, bytes_, count, in_unit

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from mtrain.cli.check import length_in_words
 from mtrain.cli.setup import Loaded, load
-from mtrain.config.devices import facts_of
-from mtrain.config.paths import program
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import program
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave

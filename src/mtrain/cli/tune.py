@@ -16,14 +16,14 @@ from mtrain.cli.options import read_options
 from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
 from mtrain.collecting import without_collecting
-from mtrain.config.compose import Rejected
-from mtrain.config.dump import override, spell
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import program
-from mtrain.config.problem import plain, value_at
-from mtrain.config.resolve import Machine, world_size_of
+from mtrain.config.compose.composer import Rejected
+from mtrain.config.compose.dump import override, spell
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import program
+from mtrain.config.messages.problem import plain, value_at
+from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.time.accuracy import Accuracy, accuracy_of
 from mtrain.plan.time.report import mfu_by_peak

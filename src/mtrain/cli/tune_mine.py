@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.compose import Composed, Rejected, compose
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.problem import value_at
-from mtrain.config.resolve import Machine, world_size_of
+from mtrain.config.compose.composer import Composed, Rejected, compose
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.messages.problem import value_at
+from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import findings
 from mtrain.config.rules.finding import Finding
 from mtrain.errors import ConfigError

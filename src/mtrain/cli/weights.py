@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.compose import Composed, compose
-from mtrain.config.load import Document, load
-from mtrain.config.model import ModelConfig
-from mtrain.config.paths import CHECKPOINTS, MANIFEST, RUN_FILE, display, user_path
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.composer import Composed, compose
+from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, RUN_FILE, display, user_path
+from mtrain.config.compose.yaml_reader import Document, load
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
 HF_CONFIG = "config.json"

@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
-from mtrain.config.intended import readings
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.run import GROUPS
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.messages.intended import readings
+from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 

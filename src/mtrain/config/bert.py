@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import Effect, Key, NonNegativeInt, Section, Width
+from mtrain.config.schema.base import Effect, Key, NonNegativeInt, Section, Width
 
 
 class BertConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
+from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
 MAMBA = "M"
 ATTENTION = "*"

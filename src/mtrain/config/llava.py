@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
+from mtrain.config.schema.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
 
 Frozen = Literal["vision", "projector", "language"]
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.base import (
+from mtrain.config.schema.base import (
     Effect,
     Key,
     NonNegativeInt,

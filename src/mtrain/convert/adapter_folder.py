@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mtrain import strict_json
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.config.peft import PeftConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.adapters import Theirs, Unlike, from_peft, to_peft, wanted
 from mtrain.convert.boxes import Box, adapter_boxes, model_boxes
 from mtrain.convert.certificate import Record

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from mtrain.config.hardware import cpu_cores
+from mtrain.config.machine.hardware import cpu_cores
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,10 +11,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mtrain import mcore as adapter
-from mtrain.config.devices import CPU
-from mtrain.config.model import ModelConfig
-from mtrain.config.peft import PeftConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices import registry
 from mtrain.layout.stages import held_stages
 from mtrain.models.registry import family_of

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from mtrain.config.dump import override, spell
-from mtrain.config.model import ModelConfig
-from mtrain.config.paths import CHECKPOINTS
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import override, spell
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder

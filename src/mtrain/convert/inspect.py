@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.ckpt.folder import MODEL, read_manifest
-from mtrain.config.paths import MANIFEST
+from mtrain.config.compose.paths import MANIFEST
 from mtrain.convert.folder import ADAPTERS, is_folder, open_folder
 from mtrain.convert.tensor_file import BYTES, read_header
 from mtrain.convert.torch_dist import is_torch_dist, open_torch_dist

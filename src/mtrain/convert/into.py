@@ -16,8 +16,8 @@ import numpy as np
 from mtrain import durable, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
-from mtrain.config.dump import run_yaml
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record

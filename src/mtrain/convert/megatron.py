@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain.config.paths import CHECKPOINTS
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.hugging_face import MOST_TIMES, PADDING
 from mtrain.convert.torch_dist import TorchDist, open_torch_dist

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert import pickled
 from mtrain.convert.megatron_compared import arguments_said, unflagged_said
 from mtrain.convert.pickled import Mapped, Record

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from mtrain.config.base import Effect
-from mtrain.config.keys import effect_of, key_of, schema_keys
-from mtrain.config.run import RunConfig
+from mtrain.config.messages.keys import effect_of, key_of, schema_keys
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
 from mtrain.convert.megatron_scaling import as_rope, scaling_apart, scaling_said
 from mtrain.recipes.arguments import Arguments, Entry

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.rope import RopeScalingConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
 
 POSITIONS = "position_embedding_type"

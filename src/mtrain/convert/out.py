@@ -14,7 +14,7 @@ import numpy as np
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box, adapter_boxes
 from mtrain.convert.certificate import Record

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.convert.folder import CONFIG
 from mtrain.models.registry import family_of, probed
 from mtrain.recipes.hf import read_json

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.config.model_tokenizer import KEPT, TOKENIZER
+from mtrain.config.resolve.model_tokenizer import KEPT, TOKENIZER
 from mtrain.convert.folder import COMPANIONS, GENERATION
 from mtrain.convert.hugging_face import keep
 from mtrain.data.chat import FILES as BESIDE

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, model_boxes
 from mtrain.convert.compare import OfCheckpoint
 from mtrain.convert.copies import Held

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import (
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.config.model import ModelConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.convert.certificate import Record
 from mtrain.convert.megatron_args import COMMON, arguments_of
 from mtrain.convert.out import Weights

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.config.defaults import CHATS
-from mtrain.config.groups import DataConfig
-from mtrain.config.model_tokenizer import sha256_of
+from mtrain.config.resolve.defaults import CHATS
+from mtrain.config.resolve.model_tokenizer import sha256_of
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import chat_samples, chats, image_text, mock, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.config.files import kind_of
+from mtrain.config.disk.files import kind_of
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SETTINGS_FILE = "tokenizer_config.json"

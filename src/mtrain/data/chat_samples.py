@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mtrain import strict_json
-from mtrain.config.groups import DataConfig
-from mtrain.config.paths import user_path
+from mtrain.config.compose.paths import user_path
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import cache
 from mtrain.data.cache import writing
 from mtrain.data.chats import COLUMNS, LEARNED, META, TABLE

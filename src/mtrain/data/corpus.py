@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain import units
-from mtrain.config.files import PIECE, SKIPPED_FOLDERS, files_below
-from mtrain.config.groups import DataConfig
+from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, files_below
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.errors import ConfigError, Problem
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtrain.config.token_files import HEADER
+from mtrain.config.disk.token_files import HEADER
 from mtrain.data.mapped import Mapped
 from mtrain.errors import CorruptData
 

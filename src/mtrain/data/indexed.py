@@ -1,7 +1,7 @@
 """Megatron's `.bin/.idx` files: a reader that validates everything at open, and a vectorised
 writer.
 
-Their layout stands in `config/token_files.py`.
+Their layout stands in `config/disk/token_files.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.config.token_files import CODES, HEADER, MAGIC, read_header
+from mtrain.config.disk.token_files import CODES, HEADER, MAGIC, read_header
 from mtrain.data.index_check import CHUNK, IndexCheck
 from mtrain.data.mapped import Mapped
 from mtrain.data.remote import RemoteTokens, is_mirrored

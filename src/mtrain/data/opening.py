@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from mtrain.config.groups import DataConfig
-from mtrain.config.paths import user_path
+from mtrain.config.compose.paths import user_path
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import megatron_order
 from mtrain.data.blend import Blend, Plan, by_sizes, read_once, used_up
 from mtrain.data.document_fit import Fit

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mtrain import strict_json, units
-from mtrain.config import manifest
-from mtrain.config.token_files import HEADER, read_header
+from mtrain.config.disk import manifest
+from mtrain.config.disk.token_files import HEADER, read_header
 from mtrain.data import cache as corpora
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 

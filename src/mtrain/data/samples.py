@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mtrain.config import token_files
+from mtrain.config.disk import token_files
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.permute import ROUNDS, Permutation, keys
 from mtrain.errors import ConfigError, CorruptData, Problem

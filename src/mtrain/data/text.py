@@ -13,8 +13,8 @@ import numpy as np
 import tokenizers
 
 from mtrain import units
-from mtrain.config.files import kind_of
-from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
+from mtrain.config.disk.files import kind_of
+from mtrain.config.disk.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.data.chat import ChatFormat
 from mtrain.data.token_json import check_tokenizer
 from mtrain.errors import ConfigError, CorruptData, Problem

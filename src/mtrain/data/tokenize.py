@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable, strict_json
-from mtrain.config.groups import DataConfig
-from mtrain.config.manifest import read_manifest
-from mtrain.config.paths import user_path
-from mtrain.config.written import TAG, TAG_FILE
+from mtrain.config.compose.paths import user_path
+from mtrain.config.compose.write_paths import TAG, TAG_FILE
+from mtrain.config.disk.manifest import read_manifest
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES, writing
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus

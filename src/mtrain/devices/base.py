@@ -35,8 +35,8 @@ class Device:
 
     A third party publishes one under the entry point group `mtrain.devices`; neither mtrain nor
     megatron-core is edited for it. See `mtrain.devices.cpu` for a complete example. Under the same
-    name in the group `mtrain.device_facts` are its `mtrain.config.devices.DeviceFacts`, by which a
-    configuration is validated before torch is there.
+    name in the group `mtrain.device_facts` are its `mtrain.config.machine.devices.DeviceFacts`, by
+    which a configuration is validated before torch is there.
     """
 
     name: str

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config.formats import FORMATS
+from mtrain.config.engine.formats import FORMATS
 
 
 def torch_dtype(word: str) -> torch.dtype:

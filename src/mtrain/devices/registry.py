@@ -6,8 +6,8 @@ import difflib
 from importlib import import_module
 from typing import cast
 
-from mtrain.config import plug_ins
-from mtrain.config.devices import AUTO, CPU, CUDA, GROUP, names
+from mtrain.config.machine import plug_ins
+from mtrain.config.machine.devices import AUTO, CPU, CUDA, GROUP, names
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 

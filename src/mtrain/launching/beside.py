@@ -19,10 +19,10 @@ from typing import Any, TextIO
 
 from mtrain import strict_json
 from mtrain.ckpt.folder import read_manifest
-from mtrain.config.batches import asked
-from mtrain.config.manifest import unwatched
-from mtrain.config.model_tokenizer import model_tokenizer
-from mtrain.config.run import RunConfig
+from mtrain.config.disk.manifest import unwatched
+from mtrain.config.resolve.batches import asked
+from mtrain.config.resolve.model_tokenizer import model_tokenizer
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import matmul
 from mtrain.launching.start import PARENT, execute, fork, has_threads, importable, python

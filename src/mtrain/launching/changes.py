@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.base import Effect
-from mtrain.config.keys import effect_of
-from mtrain.config.run import RunConfig
+from mtrain.config.messages.keys import effect_of
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 
 Differences = dict[str, tuple[object, object]]
 """Key -> its value there, and here."""

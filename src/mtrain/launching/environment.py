@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtrain.config.devices import facts_of
-from mtrain.config.hardware import cpu_cores
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.hardware import cpu_cores
+from mtrain.config.schema.run import RunConfig
 
 NETWORK = (
     "nfs",

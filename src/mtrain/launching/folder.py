@@ -17,13 +17,14 @@ from typing import Any
 
 from mtrain import durable, locks, strict_json
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.config import engine, kernels
-from mtrain.config.batches import counted, samples_of, stages
-from mtrain.config.dump import override, run_yaml
-from mtrain.config.installed import version_of
-from mtrain.config.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE
+from mtrain.config.engine import kernels
+from mtrain.config.engine import release as engine
+from mtrain.config.machine.installed import version_of
+from mtrain.config.resolve.batches import counted, samples_of, stages
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 from mtrain.launching import matmul, resume
 from mtrain.launching.changes import anchored as anchored

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain import units
-from mtrain.config import hardware
-from mtrain.config.devices import facts_of
-from mtrain.config.known_gpus import known
-from mtrain.config.nvml import Gpu
-from mtrain.config.resolve import LOCAL, Machine
-from mtrain.config.run import RunConfig
-from mtrain.config.visible import Seen
+from mtrain.config.machine import hardware
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.known_gpus import known
+from mtrain.config.machine.nvml import Gpu
+from mtrain.config.machine.visible import Seen
+from mtrain.config.resolve.resolution import LOCAL, Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
 from mtrain.plan.fits import over
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.launching.worker import enter
 from mtrain.train.request import Questions, Request, Sampling
 from mtrain.world.rank_env import End

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtrain.ckpt.folder import folder_name, is_checkpoint
-from mtrain.config.devices import CPU
-from mtrain.config.paths import CHECKPOINTS
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.launching import environment, folder, jobs, matmul
 from mtrain.launching.beside import Beside

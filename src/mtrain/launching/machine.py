@@ -16,10 +16,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mtrain import strict_json
-from mtrain.config.defaults import usual_join_timeout_s
-from mtrain.config.dump import run_yaml
-from mtrain.config.paths import RUN_FILE
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.paths import RUN_FILE
+from mtrain.config.resolve.defaults import usual_join_timeout_s
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, Preempted
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher

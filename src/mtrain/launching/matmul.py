@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.config.devices import facts_of
-from mtrain.config.installed import cache_folder, version_of
-from mtrain.config.paths import RUN_FILE
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.paths import RUN_FILE
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.installed import cache_folder, version_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 

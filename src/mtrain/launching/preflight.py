@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from mtrain import units
-from mtrain.config import engine, rules
-from mtrain.config.compose import compose
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.hardware import cpu_cores
-from mtrain.config.paths import program, user_path
-from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve, smallest_world
-from mtrain.config.run import RunConfig
-from mtrain.config.usual_layout import on_a_cpu
+from mtrain.config import rules
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import program, user_path
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.hardware import cpu_cores
+from mtrain.config.resolve.resolution import MAX_CPU_RANKS, Machine, resolve, smallest_world
+from mtrain.config.resolve.usual_layout import on_a_cpu
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
 from mtrain.launching.environment import Place, conflicts, environment

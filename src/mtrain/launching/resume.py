@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.config.base import Effect
-from mtrain.config.keys import effect_of
-from mtrain.config.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
-from mtrain.config.rates import LENGTH, goes_on_alike, new_curve
-from mtrain.config.run import RunConfig
-from mtrain.config.run_file import read_run_file
+from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
+from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.messages.keys import effect_of
+from mtrain.config.resolve.rates import LENGTH, goes_on_alike, new_curve
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import differences_of, without_adapters
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.config.devices import facts_of
-from mtrain.config.dump import run_yaml
-from mtrain.config.paths import RUN_FILE
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.paths import RUN_FILE
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.launching import signals
 from mtrain.launching.jobs import Job

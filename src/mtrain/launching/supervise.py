@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from mtrain.ckpt.folder import committed
-from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive

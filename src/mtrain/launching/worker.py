@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import (
     BadEnvironment,
     ConfigError,

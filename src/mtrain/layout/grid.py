@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 DENSE_ORDER = ("tp", "cp", "dp", "pp")
 EXPERT_ORDER = ("etp", "ep", "edp", "pp")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage, stages
+from mtrain.config.resolve.stages import Stage, stages
+from mtrain.config.schema.run import RunConfig
 
 
 def embedding_stages(run: RunConfig) -> list[int]:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-from mtrain.config import engine
+from mtrain.config.engine import release as engine
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.installed import NotInstalled, installed

@@ -19,8 +19,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads, layer_wise_optimizer, optimizer
 from torch import Tensor
 
-from mtrain.config import engine
-from mtrain.config.engine import UNTIL_0_16
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.release import UNTIL_0_16
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.installed import require_installed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.mcore.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
@@ -98,7 +98,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> An
     or a group.
     """
     # to which no group means all ranks
-    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}
+    new = {"is_hybrid_cp": False} if release.at_least(0, 19) else {}
     return _part_of_context(
         batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new
     )

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from mtrain_kernels.fp8_linear.op import Recipe
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api, dispatch
 from mtrain.mcore.attention import CoreAttention
@@ -42,7 +42,7 @@ from mtrain.mcore.residual import ResidualNorm
 from mtrain.mcore.router import SparseRouter
 from mtrain.mcore.sparse_attention import SparseAttention
 
-_BUILDS_EXPERTS = engine.at_least(0, 19)
+_BUILDS_EXPERTS = release.at_least(0, 19)
 """Whether megatron-core asks for what makes experts, and not for a class and its layers."""
 
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call

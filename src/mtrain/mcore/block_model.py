@@ -15,8 +15,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from mtrain.config.blocks import OF_A_BLOCK
 from mtrain.config.hybrid import DELTA, EXPERTS, SOFTMAX
+from mtrain.config.resolve.blocks import OF_A_BLOCK
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import is_rms
 from mtrain.mcore.backend import one_layer_spec

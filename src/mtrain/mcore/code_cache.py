@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import CodeType
 
-from mtrain.config.installed import cache_folder
+from mtrain.config.machine.installed import cache_folder
 
 Entry = tuple[CodeType, dict[str, int]]
 UNUSED_DAYS = 90

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from mtrain_kernels.moe_permute.op import Plan, permute, plan, row_weights, unpermute
 from torch import Tensor
 
-from mtrain.config.experts import room_of
+from mtrain.config.schema.moe import room_of
 from mtrain.mcore.router import LEARNS
 
 TOO_MANY = (

@@ -38,7 +38,7 @@ FIXES: tuple[Fix, ...] = (
         "what a stage sends is freed before it is sent",
         "out of reach",
         "",
-        "nothing is freed where sends overlap: frees_sent in config/core_fields.py",
+        "nothing is freed where sends overlap: frees_sent in config/engine/core_fields.py",
         "pipeline_parallel/schedules.py:1522",
         True,
     ),

@@ -20,7 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SOFTMAX, SPARSE
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
@@ -31,7 +31,7 @@ from mtrain.mcore.layers import chosen
 from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 from mtrain.mcore.operands import feed_norm
 
-UNIFIED = engine.at_least(0, 19)
+UNIFIED = release.at_least(0, 19)
 """Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which
 cuts evenly.
 """

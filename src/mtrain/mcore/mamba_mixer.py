@@ -26,11 +26,11 @@ from mtrain_kernels.ssd.op import ssd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.mcore.cache import State
 from mtrain.mcore.mamba_context import HeadExchange
 
-if engine.at_least(0, 19):
+if release.at_least(0, 19):
     from megatron.core.ssm.utils import _split_tensor_factory
 else:
     from megatron.core.ssm.mamba_mixer import _split_tensor_factory

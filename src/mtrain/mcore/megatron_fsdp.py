@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.mcore import api as mcore
 from mtrain.mcore.fsdp2 import LAYERS
 
@@ -45,7 +45,7 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
             # The forward gathers what it needs; what is gathered at the end of a step would be kept
             # until then.
             self.start_param_sync = lambda *_, **__: None
-        if engine.at_least(
+        if release.at_least(
             0, 19
         ):  # what is in no layer, embedding and output layer, is kept whole between steps there
             gathers = self.module.all_gather_pipeline

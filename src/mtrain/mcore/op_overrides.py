@@ -23,7 +23,7 @@ from mtrain_kernels.moe_router.op import moe_router
 from mtrain_kernels.rope.op import rotate
 from torch import Tensor
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.linear import accumulate_in_products
 
@@ -140,7 +140,7 @@ def permuted(
     plan = plan_of(routing_map)
     weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
     found = permute_rows(tokens, plan, impl=impl), weights, plan
-    return (*found, None, tokens_per_expert) if engine.at_least(0, 19) else found
+    return (*found, None, tokens_per_expert) if release.at_least(0, 19) else found
 
 
 def unpermuted(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mtrain.config.engine import EVERY, Versions
+from mtrain.config.engine.release import EVERY, Versions
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
 NO_TE: Where = "without TransformerEngine"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from mtrain.config import engine
-from mtrain.config.engine import SINCE_0_19, UNTIL_0_16, Release
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.release import SINCE_0_19, UNTIL_0_16, Release
 from mtrain.devices.base import Device
 from mtrain.mcore import patching, patching_linear, patching_recompute, patching_shards
 from mtrain.mcore.patch import NO_TE, Patch, Where

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 from mtrain.mcore.installed import installed
 
 
@@ -106,7 +106,7 @@ def moe_loss_tokens() -> None:
     attach = cls.attach_and_log_load_balancing_loss
     z_loss = cls.apply_z_loss
     # tokens of tensor- and context-parallel ranks are counted already
-    counted = engine.at_least(0, 19)
+    counted = release.at_least(0, 19)
 
     from mtrain.mcore.balance import ROUTER_LOSS_SHARE
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 
 
 def _core(module: str) -> Any:
@@ -25,7 +25,7 @@ def gated_delta_without_fla() -> None:
     """Give a gated delta net the portable rule, norm and convolution where fla is not installed."""
     if importlib.util.find_spec("fla") is not None:
         return
-    parts = ("common", "gdn") if engine.at_least(0, 19) else ()
+    parts = ("common", "gdn") if release.at_least(0, 19) else ()
     for module in [
         _core("ssm.gated_delta_net"),
         *(_core(f"ssm.gated_delta_net.{part}") for part in parts),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config.engine import UNTIL_0_16
+from mtrain.config.engine.release import UNTIL_0_16
 from mtrain.mcore.patch import NO_TE, Patch
 
 

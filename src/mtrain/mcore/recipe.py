@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain_kernels.fp8_linear.op import Recipe
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 def recipe(run: RunConfig) -> Recipe | None:

@@ -14,8 +14,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer import attention
 from torch import Tensor, nn
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.rope import RopeScalingConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
 
 Frequencies = Callable[[int], Tensor]
 """Radians per token [rotary_dim / 2] of sequences of a length, on the CPU."""

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mtrain.config import engine
+from mtrain.config.engine import release
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _routed_by_shapes() -> Iterator[None]:
 
 def _tracked() -> dict[str, Any]:
     """Where losses of routers are written down; since 0.19 the function gives a copy of it."""
-    if engine.at_least(0, 19):
+    if release.at_least(0, 19):
         return (
             importlib.import_module("megatron.core.transformer.moe.moe_logging")
             .get_moe_metrics_tracker()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import FP32, MASK, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.peft import PeftConfig
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Graph
 from mtrain.models.rank import Rank
 from mtrain.models.weights import Weight

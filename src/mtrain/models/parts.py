@@ -193,7 +193,7 @@ def activation(
 
 def fused(r: Rank) -> bool:
     """Return whether megatron-core's fused activation takes the model's, as
-    `mtrain.config.core_fields` says.
+    `mtrain.config.engine.core_fields` says.
     """
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.fusions import operands_apart
-from mtrain.config.kernels import OPERATIONS, routes_by_lists, stands_for
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig, RecomputeModule
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.engine.kernels import OPERATIONS, routes_by_lists, stands_for
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig, RecomputeModule
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Factors
 
 BLOCK = 128

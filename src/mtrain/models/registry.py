@@ -9,8 +9,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mtrain.config import plug_ins
-from mtrain.config.model import ModelConfig
+from mtrain.config.machine import plug_ins
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
 from mtrain.models.bert import BERT

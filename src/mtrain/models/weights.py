@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 
 Kind = Literal[
     "embedding",

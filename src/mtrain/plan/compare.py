@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtrain.config.batches import counted, stages
-from mtrain.config.devices import facts_of
-from mtrain.config.files import read_bytes
-from mtrain.config.paths import CHECKPOINTS
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.disk.files import read_bytes
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.batches import counted, stages
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.plan.report import report
 

@@ -4,10 +4,10 @@ counts them.
 
 from __future__ import annotations
 
-from mtrain.config.formats import bytes_of, is_half
-from mtrain.config.model import ModelConfig
+from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.registry import family_of
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.dump import override
+from mtrain.config.compose.dump import override
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules import apply, findings
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage
 from mtrain.units import bytes_

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtrain.config.batches import stages
-from mtrain.config.devices import facts_of
 from mtrain.config.families import limited
-from mtrain.config.problem import problem_of
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.messages.problem import problem_of
+from mtrain.config.resolve.batches import stages
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem, Severity
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import kept

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mtrain.config.devices import CPU
-from mtrain.config.resolve import resolve
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import CPU
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.rank import Rank
 from mtrain.plan.shrink import MACHINE, on_a_cpu
 

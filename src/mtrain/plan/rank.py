@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mtrain.config.core_fields import frees_sent
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.engine.core_fields import frees_sent
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, shared, size
 from mtrain.models.lives import Moment, Rises, backwards, forwards

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.kernels import left_to_others
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.engine.kernels import left_to_others
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.rank import Equipped, Rank
 from mtrain.models.registry import family_of

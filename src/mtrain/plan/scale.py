@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.resolve import Machine
+from mtrain.config.resolve.resolution import Machine
 from mtrain.config.rules import findings
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.tune.choose import refuse, search

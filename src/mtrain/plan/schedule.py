@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 Turn = tuple[bool, int]
 """Whether it is a forward, and of which chunk of the rank."""

@@ -7,17 +7,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mtrain.config.batches import NO_RAMP
-from mtrain.config.batches import stages as batch_stages
-from mtrain.config.devices import CPU
-from mtrain.config.groups import DataConfig, OptimConfig
-from mtrain.config.kernels import OPERATIONS, lacks
-from mtrain.config.optimizer import Rotated
+from mtrain.config.engine.kernels import OPERATIONS, lacks
+from mtrain.config.machine.devices import CPU
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.parallel import ParallelConfig, RecomputeConfig
-from mtrain.config.resolve import Machine, resolve, smallest_world
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage, stages
+from mtrain.config.resolve.batches import NO_RAMP
+from mtrain.config.resolve.batches import stages as batch_stages
+from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
+from mtrain.config.resolve.stages import Stage, stages
+from mtrain.config.schema.optimizer import Rotated
+from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
+from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import DataConfig, OptimConfig
 from mtrain.models.registry import family_of
 from mtrain.plan.weights import matrices, update_of
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-from mtrain.config.formats import bytes_of, is_half
+from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.owners import owners
 from mtrain.layout.stages import held_stages

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from mtrain.config.optimizer import Orthogonal, Rotated
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.optimizer import Orthogonal, Rotated
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
 

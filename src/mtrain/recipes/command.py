@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
 from mtrain.recipes.flags_bert import PROGRAM

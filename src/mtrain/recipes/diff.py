@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.base import Effect
-from mtrain.config.keys import effect_of
-from mtrain.config.load import load
-from mtrain.config.paths import user_path
-from mtrain.config.recipe import find_recipe
-from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.compose.paths import user_path
+from mtrain.config.compose.recipe import find_recipe
+from mtrain.config.compose.yaml_reader import load
+from mtrain.config.messages.keys import effect_of
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"

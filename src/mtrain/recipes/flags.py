@@ -7,9 +7,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from mtrain.config.base import SCHEMA_DEFAULT, Flag
-from mtrain.config.condition import Condition, condition
-from mtrain.config.keys import choices_of, field_of, when_of
+from mtrain.config.messages.keys import choices_of, field_of, when_of
+from mtrain.config.resolve.condition import Condition, condition
+from mtrain.config.schema.base import SCHEMA_DEFAULT, Flag
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 
 Absent = Callable[[Values], Any]

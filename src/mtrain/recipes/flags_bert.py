@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.bert import BertConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.flags import spelled
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.keys import choices_of
+from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values
 from mtrain.recipes.flags_layout import words_of
 

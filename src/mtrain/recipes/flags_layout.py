@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.keys import choices_of
+from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import beside, numbers, on, switch
 
@@ -36,7 +36,7 @@ def _stages(a: Arguments, d: Draft) -> Draft:
     }
     layout = a.word(LAYOUT)
     if layout is not None:
-        from mtrain.config.stages import parse_pipeline_layout
+        from mtrain.config.resolve.stages import parse_pipeline_layout
 
         try:
             count = len(parse_pipeline_layout(layout))
@@ -228,7 +228,7 @@ def words_of(key: str) -> list[str]:
     """Return the words that a key's list may hold."""
     from typing import Literal, get_args, get_origin
 
-    from mtrain.config.keys import field_of
+    from mtrain.config.messages.keys import field_of
 
     field = field_of(key)
     queue = [field.annotation if field is not None else None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mtrain.config.keys import choices_of
+from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.arithmetic import pattern_of
 from mtrain.recipes.flags import one, spelled, switch

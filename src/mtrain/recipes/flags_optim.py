@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mtrain.config.batches import samples_of, steps_within
-from mtrain.config.keys import choices_of
+from mtrain.config.messages.keys import choices_of
 from mtrain.config.optimizers import OPTIMIZERS, readers
+from mtrain.config.resolve.batches import samples_of, steps_within
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, one, spelled
 from mtrain.recipes.flags_training import RAMP, plan_of, steps

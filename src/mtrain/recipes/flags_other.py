@@ -4,7 +4,7 @@ missing.
 
 from __future__ import annotations
 
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
 from mtrain.recipes.arguments import Why
 
 _GROUPS: tuple[tuple[Why, str, str], ...] = (

@@ -4,7 +4,7 @@ precision.
 
 from __future__ import annotations
 
-from mtrain.config.formats import FORMATS
+from mtrain.config.engine.formats import FORMATS
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 
 SOME = "--first-last-layers-bf16"

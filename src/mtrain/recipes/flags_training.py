@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 
-from mtrain.config.batches import Stage, linear, samples_of, steps_within
-from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.resolve.batches import Stage, linear, samples_of, steps_within
+from mtrain.config.schema.model import VOCAB_MULTIPLE
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import always, one, spelled

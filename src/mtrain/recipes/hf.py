@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.files import read_text
-from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
+from mtrain.config.compose.yaml_reader import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
+from mtrain.config.disk.files import read_text
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.hf_classes import class_of

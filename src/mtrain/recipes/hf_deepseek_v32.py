@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_writers import WRITERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.keys import key_of
+from mtrain.config.messages.keys import key_of
 from mtrain.recipes.hf_keys import Family
 from mtrain.recipes.hf_readers import (
     attention_biases,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_keys import Family, Json
 
 

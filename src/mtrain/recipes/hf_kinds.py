@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes import hf_deepseek_v32, hf_llava, hf_nemotron, hf_qwen3_next
 from mtrain.recipes.hf_bert import BERT, MEGATRON_BERT
 from mtrain.recipes.hf_families import FAMILIES

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json

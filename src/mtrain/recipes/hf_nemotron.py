@@ -4,7 +4,7 @@ a gate, and rotary positions in a part of each head.
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_families import LLAMA
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_readers import UNGATED_WORDS, llama_biases

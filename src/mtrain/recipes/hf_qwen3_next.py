@@ -4,7 +4,7 @@ a shared one.
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_families import GATED, LLAMA, QWEN_MOE
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_readers import attention_biases, gate, qwen_experts, shared_expert

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.t5 import T5Config
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind

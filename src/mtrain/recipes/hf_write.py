@@ -11,9 +11,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.paths import choices_of_group
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_keys import Json

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mtrain.config.experts import MoEConfig
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.moe import MoEConfig
 from mtrain.recipes.hf_keys import Json
 from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.base import Effect
-from mtrain.config.compose import compose
-from mtrain.config.conditional import CONDITIONAL
-from mtrain.config.devices import CPU, CUDA
-from mtrain.config.keys import effect_of, field_of
-from mtrain.config.load import parse
-from mtrain.config.overrides import read_overrides
-from mtrain.config.paths import choices_of_group
-from mtrain.config.run import RunConfig
-from mtrain.config.validate import validate
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.overrides import read_overrides
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.compose.yaml_reader import parse
+from mtrain.config.machine.devices import CPU, CUDA
+from mtrain.config.messages.keys import effect_of, field_of
+from mtrain.config.messages.validate import validate
+from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
 from mtrain.recipes.flags import default_of

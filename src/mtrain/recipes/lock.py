@@ -15,12 +15,12 @@ from importlib import metadata
 from typing import Literal
 
 import mtrain
-from mtrain.config import engine
-from mtrain.config.devices import facts_of
-from mtrain.config.dump import run_yaml, spell
-from mtrain.config.locked import HEAD, Lock, content
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.dump import run_yaml, spell
+from mtrain.config.compose.lock_file import HEAD, Lock, content
+from mtrain.config.engine import release
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 
 PACKAGES = ("megatron-core", "torch", "transformer-engine")
 NONE = "none"
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             out[name] = NONE
-    out["megatron-core"] = engine.version() or NONE
+    out["megatron-core"] = release.version() or NONE
     return out
 
 

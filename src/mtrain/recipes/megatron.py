@@ -11,15 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mtrain.config.devices import facts_of
-from mtrain.config.dump import spell
-from mtrain.config.files import SCRIPT_ENDINGS, read_text
-from mtrain.config.load import UNSHOWN, refuse_hidden
-from mtrain.config.model import VOCAB_MULTIPLE
+from mtrain.config.compose.dump import spell
+from mtrain.config.compose.overrides import read_overrides
+from mtrain.config.compose.paths import program
+from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
+from mtrain.config.disk.files import SCRIPT_ENDINGS, read_text
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.overrides import read_overrides
-from mtrain.config.paths import program
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import VOCAB_MULTIPLE
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.command import training_command
 from mtrain.recipes.flags_bert import PROGRAM, bert_keys, bert_words, is_megatrons

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mtrain.config.load import parse
+from mtrain.config.compose.yaml_reader import parse
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
 from mtrain.recipes.command import FEW_FLAGS, not_a_gpt

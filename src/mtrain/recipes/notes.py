@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain.config.devices import AUTO
-from mtrain.config.dump import spell
-from mtrain.config.resolve import Machine, resolve
-from mtrain.config.run import RunConfig
-from mtrain.config.watch import read_from, touches
+from mtrain.config.compose.dump import spell
+from mtrain.config.machine.devices import AUTO
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.resolve.watch import read_from, touches
+from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.arguments import Draft
 
 _NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)

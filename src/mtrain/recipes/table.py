@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from mtrain.config.keys import flag_of, keys
+from mtrain.config.messages.keys import flag_of, keys
 from mtrain.recipes.arguments import Entry
 from mtrain.recipes.flags import of_schema
 from mtrain.recipes.flags_graphs import GRAPHS

@@ -8,18 +8,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.base import Section
-from mtrain.config.choices import is_path
-from mtrain.config.compose import compose
-from mtrain.config.dump import spell
-from mtrain.config.layout_string import parse_layout
-from mtrain.config.load import load, scalar
-from mtrain.config.model import ModelConfig
-from mtrain.config.near import default_choices
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.paths import choices_of_group, find_config
-from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.validate import MISSING, OPEN
+from mtrain.config.compose.choices import is_path
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import spell
+from mtrain.config.compose.layout_string import parse_layout
+from mtrain.config.compose.paths import choices_of_group, find_config
+from mtrain.config.compose.yaml_reader import load, scalar
+from mtrain.config.messages.suggestions import default_choices
+from mtrain.config.messages.validate import MISSING, OPEN
+from mtrain.config.schema.base import Section
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.run import GROUPS, RunConfig
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES = 12

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mtrain import strict_json
-from mtrain.config.batches import size_after
+from mtrain.config.resolve.batches import size_after
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.shard_specs import shard_specs_of

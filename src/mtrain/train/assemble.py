@@ -19,10 +19,10 @@ from mtrain.assembly.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
-from mtrain.config.batches import asked
-from mtrain.config.model_tokenizer import model_tokenizer
-from mtrain.config.paths import CHECKPOINTS, user_path
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS, user_path
+from mtrain.config.resolve.batches import asked
+from mtrain.config.resolve.model_tokenizer import model_tokenizer
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare_for_model, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 EVALUATE = 1
 SAVE = 2

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mtrain import strict_json
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.linear import RowLinear
 from mtrain.mcore.local_params import unwrap
 from mtrain.train.activations import global_names

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.run import RunConfig
 
 MASKS = "masks_{:05d}.json"
 HEADS = 4

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from mtrain import strict_json
 from mtrain.ckpt.state import TrainState
-from mtrain.config.batches import asked
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.batches import asked
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.mock import MockSamples

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.ahead import Ahead
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore

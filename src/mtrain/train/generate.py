@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain.config.rules.quantized import MULTIPLES
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from mtrain import strict_json
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.chat import ChatFormat
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, Problem, say_page

@@ -8,8 +8,8 @@ import json
 
 from mtrain_kernels import tuning
 
-from mtrain.config.devices import facts_of
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
 from mtrain.world.init import World
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.paths import program
+from mtrain.config.compose.paths import program
 from mtrain.errors import MtrainError
 from mtrain.plan.compare import (
     ALLOCATED,

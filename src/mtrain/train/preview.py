@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.data.chat_batch import batch_of

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from mtrain import units
-from mtrain.config.batches import stages
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.batches import stages
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import printable, say_page
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook

@@ -14,8 +14,8 @@ from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt import store
 from mtrain.ckpt.folder import MODEL, folder_name
-from mtrain.config.batches import size_after
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.batches import size_after
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.mcore import sharding
 from mtrain.train import documents

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mtrain_kernels.fp8_linear.op import weights_leave, weights_stay
 
 from mtrain.ckpt.state import TrainState, generators_kept
-from mtrain.config.batches import Stage, samples_of, size_after, stages
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.batches import Stage, samples_of, size_after, stages
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.balance import ROUTER_LOSS_SHARE

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.config.defaults import CHATS
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.defaults import CHATS
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import FURTHER
 from mtrain.plan.count import flops_of_token
 

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from mtrain.config.devices import CPU
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import linear
 from mtrain.mcore.megatron_fsdp import flat_buffers
 from mtrain.mcore.optimizer_state import inner_optimizers, offloading, state_shards

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.train.readings import AHEAD, reduce_report, sync_checks
 from mtrain.train.step import Launched, Parts, StepResult, launch_step, train_step

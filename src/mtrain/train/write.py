@@ -9,7 +9,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data.text import Tokenizer
 from mtrain.errors import say_page
 from mtrain.train.generate import Sampler

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as adapter
-from mtrain.config.devices import CPU
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid

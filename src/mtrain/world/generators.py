@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 DATA_STREAM = "data-parallel-rng"
 """The stream of megatron-core's tracker that tensor-parallel ranks share."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mtrain import mcore as adapter
-from mtrain.config.devices import facts_of
-from mtrain.config.hardware import cpu_cores
-from mtrain.config.run import RunConfig
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.hardware import cpu_cores
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import mtrain
-from mtrain.config import nvml
-from mtrain.config.defaults import usual_join_timeout_s
-from mtrain.config.devices import facts_of
-from mtrain.config.hardware import nvidia_gpus
-from mtrain.config.installed import version_of
-from mtrain.config.run import RunConfig
+from mtrain.config.machine import nvml
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.machine.hardware import nvidia_gpus
+from mtrain.config.machine.installed import version_of
+from mtrain.config.resolve.defaults import usual_join_timeout_s
+from mtrain.config.schema.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.layout.grid import RankGrid

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mtrain.config.hardware import tasks_per_node
+from mtrain.config.machine.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
 

@@ -21,8 +21,8 @@ from typing import TextIO
 
 from torch.distributed import PrefixStore, Store
 
-from mtrain.config.paths import CHECKPOINTS, MANIFEST
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
 from mtrain.world import stacks, stall, waits
 from mtrain.world.flight import Recorder

@@ -140,7 +140,7 @@ def patch_machine(module: Any) -> None:
 PATCHES: dict[str, Callable[[Any], None]] = {
     "torch": patch_torch,
     "mtrain.devices.cuda": patch_device,
-    "mtrain.config.resolve": patch_machine,
+    "mtrain.config.resolve.resolution": patch_machine,
 }
 
 

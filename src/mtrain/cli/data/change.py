@@ -11,7 +11,7 @@ from mtrain import strict_json
 from mtrain.cli.data.tokenize import one_of, prefix_of
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, yes
-from mtrain.config.paths import user_path
+from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import count
 

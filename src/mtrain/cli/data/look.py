@@ -11,7 +11,7 @@ from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import spec_of
 from mtrain.cli.data.words import read_arguments
 from mtrain.cli.words import Word, number, yes
-from mtrain.config.manifest import Manifest, path_of
+from mtrain.config.disk.manifest import Manifest, path_of
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import bytes_, count
 

@@ -13,10 +13,10 @@ from mtrain import strict_json
 from mtrain.cli.data.words import as_words
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words
-from mtrain.config.batches import asked
-from mtrain.config.model_tokenizer import model_tokenizer
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import user_path
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import user_path
+from mtrain.config.resolve.batches import asked
+from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.errors import ConfigError, Problem, Styled, in_a_line, say_page, say_styled
 
 if TYPE_CHECKING:  # it imports torch

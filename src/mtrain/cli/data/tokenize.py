@@ -14,7 +14,7 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, texts, yes
-from mtrain.config.paths import user_path
+from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_, count, seconds
 

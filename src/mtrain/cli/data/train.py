@@ -10,7 +10,7 @@ from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import by_keys, one_of, reading_of
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, texts
-from mtrain.config.paths import user_path
+from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.cli.words import Word, read_words, yes
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import program, user_path
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.paths import program, user_path
 from mtrain.errors import ConfigError, Problem
 
 

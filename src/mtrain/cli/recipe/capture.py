@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtrain.cli.recipe.stand_ins import RECORDED, environment, for_bash, prepare
-from mtrain.config.files import MAX_BYTES
-from mtrain.config.load import UNSHOWN, refuse_hidden
+from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
+from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.recipes.imported import Imported, name_of, residue
 from mtrain.recipes.launch import directives

@@ -9,8 +9,8 @@ from mtrain import strict_json
 from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.cli.setup import settled
-from mtrain.config.dump import spell
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.dump import spell
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import ABSENT, Difference, differences, overrides_of
 

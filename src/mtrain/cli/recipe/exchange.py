@@ -13,15 +13,15 @@ from mtrain import strict_json
 from mtrain.cli.options import Options, needed, read_options
 from mtrain.cli.recipe.capture import TIMEOUT_S, capture
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
-from mtrain.config.files import STDIN, read_stdin
-from mtrain.config.hub import download_of
-from mtrain.config.load import UNSHOWN, refuse_hidden
-from mtrain.config.paths import program
-from mtrain.config.resolve import Machine, resolve, world_size_of
+from mtrain.config.compose.paths import program
+from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
+from mtrain.config.disk.files import STDIN, read_stdin
+from mtrain.config.disk.hub import download_of
+from mtrain.config.messages.validate import MISSING, OPEN, unfilled
+from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
+from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.rules import check
-from mtrain.config.run import RunConfig
-from mtrain.config.validate import MISSING, OPEN, unfilled
-from mtrain.config.watch import read_from, touches
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of

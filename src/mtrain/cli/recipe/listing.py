@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from mtrain import strict_json
 from mtrain.cli import show as show_verb
 from mtrain.cli.options import needed, read_options
-from mtrain.config.compose import compose
-from mtrain.config.files import read_text
-from mtrain.config.load import load, parse
-from mtrain.config.paths import display, recipe_names
-from mtrain.config.recipe import find_recipe
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.paths import display, recipe_names
+from mtrain.config.compose.recipe import find_recipe
+from mtrain.config.compose.yaml_reader import load, parse
+from mtrain.config.disk.files import read_text
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.errors import say, say_page
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of

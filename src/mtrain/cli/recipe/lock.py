@@ -10,11 +10,11 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.recipe.new import for_elsewhere, write_new
-from mtrain.config.files import YAML_ENDINGS, kind_of, read_bytes
-from mtrain.config.locked import read_lock
-from mtrain.config.paths import conf_dir, program, recipes_dir, user_path
-from mtrain.config.resolve import Machine
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.lock_file import read_lock
+from mtrain.config.compose.paths import conf_dir, program, recipes_dir, user_path
+from mtrain.config.disk.files import YAML_ENDINGS, kind_of, read_bytes
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, say, say_page
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.lock import lock_text, mismatches

@@ -11,13 +11,13 @@ from tempfile import TemporaryFile
 from mtrain.cli import weights
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
-from mtrain.config.choices import is_path
-from mtrain.config.compose import Composed, Rejected
-from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.overrides import read_overrides
-from mtrain.config.paths import program
-from mtrain.config.resolve import Machine, resolve, world_size_of
-from mtrain.config.run import RunConfig
+from mtrain.config.compose.choices import is_path
+from mtrain.config.compose.composer import Composed, Rejected
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.overrides import read_overrides
+from mtrain.config.compose.paths import program
+from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say
 from mtrain.layout.grid import RankGrid
 from mtrain.recipes.diff import overrides_of

@@ -6,7 +6,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from mtrain.config.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
+from mtrain.config.schema.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
 
 OPTIMIZERS: dict[str, Optimizer] = {
     found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.optimizer import Optimizer, Run
+from mtrain.config.schema.optimizer import Optimizer, Run
 
 
 def arguments(run: Run) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.optimizer import Optimizer, Run, only
+from mtrain.config.schema.optimizer import Optimizer, Run, only
 
 
 def update(param: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:

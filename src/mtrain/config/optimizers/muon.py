@@ -9,10 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import Beta, Flag, Key, PositiveFloat, Section
-from mtrain.config.formats import MainFormat
-from mtrain.config.optimizer import NO_MATRICES, Optimizer, Orthogonal, ParamGroup, Run, only
+from mtrain.config.engine.formats import MainFormat
 from mtrain.config.optimizers import adamw
+from mtrain.config.schema.base import Beta, Flag, Key, PositiveFloat, Section
+from mtrain.config.schema.optimizer import (
+    NO_MATRICES,
+    Optimizer,
+    Orthogonal,
+    ParamGroup,
+    Run,
+    only,
+)
 
 
 class MuonConfig(Section):

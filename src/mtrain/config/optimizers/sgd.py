@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.optimizer import Optimizer, only
+from mtrain.config.schema.optimizer import Optimizer, only
 
 OPTIMIZER = Optimizer(
     name="sgd",

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import Beta, Key, Section, Width
-from mtrain.config.optimizer import Optimizer, ParamGroup, Rotated, Run, only
 from mtrain.config.optimizers import adamw
 from mtrain.config.optimizers.muon import is_matrix, takes
+from mtrain.config.schema.base import Beta, Key, Section, Width
+from mtrain.config.schema.optimizer import Optimizer, ParamGroup, Rotated, Run, only
 
 
 class SoapConfig(Section):

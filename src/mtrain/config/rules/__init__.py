@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtrain.config.dump import override
-from mtrain.config.near import NOTHING, with_choices
-from mtrain.config.problem import plain, problem_of, value_at
-from mtrain.config.provided import discards, forgets, lost
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.provided import discards, forgets, lost
+from mtrain.config.messages.problem import plain, problem_of, value_at
+from mtrain.config.messages.suggestions import NOTHING, with_choices
+from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import (
     batch,
     bert,
@@ -49,8 +50,7 @@ from mtrain.config.rules import (
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related
 from mtrain.config.rules.rule import Rule
-from mtrain.config.run import RunConfig
-from mtrain.config.watch import watched
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem
 
 _MODULES = (

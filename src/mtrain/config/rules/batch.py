@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.batches import MOST_STAGES, counted, stages
+from mtrain.config.resolve.batches import MOST_STAGES, counted, stages
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 MOST_TOKENS = 1 << 27
 """Tokens of a step beyond which its batch was probably counted in tokens: DeepSeek-V3's largest has

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.bert import BertConfig
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 FEWEST_IDS = 1024
 """Of a tokenizer that is worth training."""

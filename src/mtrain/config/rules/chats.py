@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath
 
-from mtrain.config.defaults import CHATS
-from mtrain.config.dump import override
-from mtrain.config.files import kind_of, unreadable
-from mtrain.config.first_record import is_documents, kind_of_chats
-from mtrain.config.image_files import records_of
-from mtrain.config.paths import names_near, user_path
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.paths import names_near, user_path
+from mtrain.config.disk.files import kind_of, unreadable
+from mtrain.config.disk.first_record import is_documents, kind_of_chats
+from mtrain.config.disk.image_files import records_of
+from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 BESIDE = ("chat_template.jinja", "tokenizer_config.json")
 """Where a template stands beside a tokenizer.json."""

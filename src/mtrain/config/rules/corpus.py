@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
-from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
-from mtrain.config.groups import DataConfig
-from mtrain.config.hub import download_of
-from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
-from mtrain.config.paths import names_near, user_path
-from mtrain.config.rules.finding import Change, Finding
-from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
-from mtrain.config.token_files import (
+from mtrain.config.compose.paths import names_near, user_path
+from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
+from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.manifest import READ_BYTES, Manifest, read_manifest
+from mtrain.config.disk.token_files import (
     READ_TOKENIZER,
     TokenFiles,
     TokenizerFacts,
     split_documents,
     tokenizer_facts,
 )
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.data import WEIGHTS_OF, read_corpora
+from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 

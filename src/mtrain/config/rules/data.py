@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from mtrain.config.conditional import chunks_of_a_document
-from mtrain.config.data_keys import WEIGHTS_OF
-from mtrain.config.dump import override
-from mtrain.config.model_tokenizer import folder_of_the_model, is_from_elsewhere, model_tokenizer
+from mtrain.config.compose.dump import override
+from mtrain.config.resolve.conditional import chunks_of_a_document
+from mtrain.config.resolve.model_tokenizer import (
+    folder_of_the_model,
+    is_from_elsewhere,
+    model_tokenizer,
+)
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.data import WEIGHTS_OF
+from mtrain.config.schema.run import RunConfig
 
 LEAST_SHARE = 1e-12
 """Of a blend. Shares are kept in 64 bits, whose rounding is a ten-thousandth of it."""

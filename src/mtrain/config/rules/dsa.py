@@ -9,7 +9,7 @@ from mtrain.config.rules.families import beyond
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 SECTION = "model.dsa"
 NONE: Change = {SECTION: None}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config import engine
-from mtrain.config.capabilities import CAPABILITIES, is_here, keys
-from mtrain.config.condition import condition
-from mtrain.config.problem import value_at
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.capabilities import CAPABILITIES, is_here, keys
+from mtrain.config.messages.problem import value_at
+from mtrain.config.resolve.condition import condition
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 @rule(

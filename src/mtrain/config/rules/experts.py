@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mtrain.config.devices import facts_of, with_cuda_kernels
-from mtrain.config.experts import MoEConfig
-from mtrain.config.kernels import NO_COUNTS
-from mtrain.config.resolve import smallest_world
+from mtrain.config.engine.kernels import NO_COUNTS
+from mtrain.config.machine.devices import facts_of, with_cuda_kernels
+from mtrain.config.resolve.resolution import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.run import RunConfig
 
 ALLTOALL: Change = {"model.moe.token_dispatcher_type": "alltoall"}
 DROPLESS: Change = {

@@ -8,7 +8,7 @@ from typing import Any
 from mtrain.config.families import BUILDER, ONLY, SECTIONS, Only
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 ABSENT = Code(
     "MT248",

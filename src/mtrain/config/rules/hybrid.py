@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mtrain.config.devices import facts_of
 from mtrain.config.hybrid import (
     ABSENT,
     ATTENTION,
@@ -18,10 +17,11 @@ from mtrain.config.hybrid import (
     SOFTMAX,
     HybridConfig,
 )
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 TINY = "model=nemotron_h_tiny"
 PATTERN = "model.hybrid.pattern"

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from mtrain.config.base import MOST_RANKS
-from mtrain.config.devices import AUTO, CPU, SHIPPED, facts_of, names
-from mtrain.config.resolve import smallest_world
+from mtrain.config.machine.devices import AUTO, CPU, SHIPPED, facts_of, names
+from mtrain.config.resolve.resolution import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import single
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.base import MOST_RANKS
+from mtrain.config.schema.run import RunConfig
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:

@@ -10,7 +10,7 @@ from mtrain.config.rules.finding import Change, Finding, divisors, listed, multi
 from mtrain.config.rules.peft import OFF as NO_ADAPTERS
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 SECTION = "model.linear_attention"
 NONE: Change = {SECTION: None}

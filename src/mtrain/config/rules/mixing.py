@@ -10,7 +10,7 @@ from itertools import pairwise
 from mtrain.config.rules.data import LEAST_SHARE, is_lost
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 _PER_CORPUS = {
     "blend_sizes": "blend",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mtrain.config.formats import FORMATS
-from mtrain.config.kernels import te_norm_obstacle
+from mtrain.config.engine.formats import FORMATS
+from mtrain.config.engine.kernels import te_norm_obstacle
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 FP16_MAX = int(FORMATS["fp16"].largest)
 

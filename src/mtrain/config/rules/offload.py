@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 MODULES = "parallel.activation_offload.modules"
 NONE: Change = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.defaults import tenth
-from mtrain.config.kernels import update_obstacle
-from mtrain.config.optimizer import Feature
+from mtrain.config.engine.kernels import update_obstacle
 from mtrain.config.optimizers import OPTIMIZERS, readers
+from mtrain.config.resolve.defaults import tenth
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.optimizer import Feature
+from mtrain.config.schema.run import RunConfig
 
 
 @rule(Code("MT421", example="optim.min_lr=0.1"), reads="optim.lr optim.min_lr")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from mtrain.config.compose.paths import names_near, user_path
 from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.paths import names_near, user_path
-from mtrain.config.peft import MIXERS, PeftConfig
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.optim import another_optimizer
 from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.peft import MIXERS, PeftConfig
+from mtrain.config.schema.run import RunConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 OFF: tuple[Change, ...] = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mtrain.config.resolve.stages import MAX_STAGES, stages, uneven
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import MAX_STAGES, stages, uneven
+from mtrain.config.schema.run import RunConfig
 
 EQUAL: Change = {
     "parallel.pipeline_layout": None,

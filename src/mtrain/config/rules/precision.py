@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.devices import facts_of, with_cuda_kernels
-from mtrain.config.kernels import KEYS, lacks, torch_experts_obstacle
+from mtrain.config.engine.kernels import KEYS, lacks, torch_experts_obstacle
+from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 NAMED = Code(
     "MT403",

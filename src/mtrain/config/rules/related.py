@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from mtrain.config.problem import value_at
+from mtrain.config.messages.problem import value_at
 from mtrain.config.rules.finding import Finding
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _STANDS_FOR = {

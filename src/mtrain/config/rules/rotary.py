@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 SCALING = "model.rope_scaling"
 KIND = f"{SCALING}.rope_type"

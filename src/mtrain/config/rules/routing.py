@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.rules.experts import ALLTOALL
 from mtrain.config.rules.finding import Change, Finding, divisors, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 _GROUPED = "model=mixtral_tiny model.moe.num_experts=8 model.moe.router_topk=4"
 

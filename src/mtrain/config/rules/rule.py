@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from mtrain.config.resolve.watch import touches
 from mtrain.config.rules.finding import Finding
-from mtrain.config.run import RunConfig
-from mtrain.config.watch import touches
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Severity
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mtrain.config.files import unreadable, unwritable
-from mtrain.config.hub import download_of
-from mtrain.config.near import near_choice
-from mtrain.config.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
+from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
+from mtrain.config.disk.files import unreadable, unwritable
+from mtrain.config.disk.hub import download_of
+from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 
 @rule(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.config.t5 import T5Config, lengths, spans
 
 FAMILY = "t5"

@@ -6,19 +6,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
-from mtrain.config.manifest import READ_BYTES, read_manifest
-from mtrain.config.model_tokenizer import (
+from mtrain.config.compose.paths import user_path
+from mtrain.config.disk.manifest import READ_BYTES, read_manifest
+from mtrain.config.resolve.model_tokenizer import (
     folder_of_the_model,
     is_from_elsewhere,
     sha256_of,
     tokenizer_of,
     unread_tokenizer,
 )
-from mtrain.config.paths import user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.data import WEIGHTS_OF, read_corpora
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import CorruptData
 
 NONE: Change = {"data.tokenizer": None}

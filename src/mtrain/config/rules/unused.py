@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mtrain.config.condition import condition
-from mtrain.config.conditional import CONDITIONAL, QUANTIZED, Conditional
-from mtrain.config.keys import is_content, when_of
-from mtrain.config.load import scalar
-from mtrain.config.near import CHOOSING, with_choices
-from mtrain.config.problem import value_at
+from mtrain.config.compose.yaml_reader import scalar
+from mtrain.config.messages.keys import is_content, when_of
+from mtrain.config.messages.problem import value_at
+from mtrain.config.messages.suggestions import CHOOSING, with_choices
+from mtrain.config.resolve.condition import condition
+from mtrain.config.resolve.conditional import CONDITIONAL, QUANTIZED, Conditional
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 
 UNUSED = Code(
     "MT150",

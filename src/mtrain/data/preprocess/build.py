@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config import manifest
+from mtrain.config.disk import manifest
 from mtrain.data.indexed import write_index
 from mtrain.data.preprocess import tables
 from mtrain.data.preprocess.encoder import OtherIds

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config import manifest
-from mtrain.config.token_files import split_documents
+from mtrain.config.disk import manifest
+from mtrain.config.disk.token_files import split_documents
 from mtrain.data.indexed import IndexedDataset, write_index
 from mtrain.data.preprocess.build import refuse_existing, remove_beside
 from mtrain.data.preprocess.journal import disk, finish

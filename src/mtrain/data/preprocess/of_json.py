@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tokenizers
 
-from mtrain.config.token_files import EOD_NAMES
+from mtrain.config.disk.token_files import EOD_NAMES
 from mtrain.data.preprocess.bulk import memory_of
 from mtrain.data.preprocess.encoder import Encoder, Packer, faults_named
 from mtrain.data.preprocess.of_gigatoken import OfGigatoken, fastest

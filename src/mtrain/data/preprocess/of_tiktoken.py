@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrain.config.token_files import EOD_NAMES
+from mtrain.config.disk.token_files import EOD_NAMES
 from mtrain.data.preprocess.encoder import Encoder, faults_named, library
 from mtrain.data.preprocess.spec import TokenizerSpec
 from mtrain.data.token_json import MAX_ID

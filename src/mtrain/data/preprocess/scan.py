@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config.manifest import FORMAT, Manifest, dump, path_of
+from mtrain.config.disk.manifest import FORMAT, Manifest, dump, path_of
 from mtrain.data.indexed import IndexedDataset
 from mtrain.data.preprocess.encoder import Encoder
 from mtrain.errors import ConfigError, CorruptData, Problem

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.files import files_below
-from mtrain.config.manifest import SUFFIX
+from mtrain.config.disk.files import files_below
+from mtrain.config.disk.manifest import SUFFIX
 from mtrain.errors import ConfigError, Problem
 
 FORMATS = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain import units
-from mtrain.config.files import kind_of
-from mtrain.config.token_files import MAX_TOKENIZER
+from mtrain.config.disk.files import kind_of
+from mtrain.config.disk.token_files import MAX_TOKENIZER
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")

@@ -2,7 +2,7 @@
 follows another.
 """
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.models.base import Family
 from mtrain.models.bert import count
 from mtrain.models.bert.graph import stage

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.fusions import sums_apart
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.fusions import sums_apart
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.bert_model import BertModel

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mtrain.config.bert import BertConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.data.batch import Form, MicroBatch, Source
 from mtrain.data.permute import mix64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
 from mtrain.models.gpt.graph import add_layer, stack, stream
 from mtrain.models.graph import FP32, INDEX, Graph, Tensor
 from mtrain.models.parts import dropout, loss, norm, whole

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.bert.count import own
 
 HEAD = 16

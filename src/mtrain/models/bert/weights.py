@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.bert.count import own
 from mtrain.models.gpt.weights import layer
 from mtrain.models.weights import Weight, norm, square

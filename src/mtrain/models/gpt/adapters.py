@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.peft import PeftConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.adapters import parts_of
 from mtrain.models.weights import Weight, expert_tensors
 

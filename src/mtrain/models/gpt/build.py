@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mtrain.config.blocks import letters, pattern
-from mtrain.config.core_fields import GPT_FIELDS, values
-from mtrain.config.fusions import operands_apart, positions_apart, sums_apart
-from mtrain.config.model import ModelConfig
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import stages
+from mtrain.config.engine.core_fields import GPT_FIELDS, values
+from mtrain.config.engine.fusions import operands_apart, positions_apart, sums_apart
+from mtrain.config.resolve.blocks import letters, pattern
+from mtrain.config.resolve.stages import stages
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.block_model import BlockModel, block_spec

@@ -4,7 +4,7 @@ alone.
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 
 
 def parameters(model: ModelConfig) -> int:

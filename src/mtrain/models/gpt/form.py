@@ -4,7 +4,7 @@ they are packed, and of chats what is learned of them.
 
 from __future__ import annotations
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
 from mtrain.data.batch import Form, Packing, next_token
 from mtrain.data.chat_batch import of_chats, of_documents

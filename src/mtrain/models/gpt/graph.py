@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mixes
 from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends

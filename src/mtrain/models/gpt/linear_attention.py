@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import WRITTEN_OUT, column, row
 from mtrain.models.rank import Rank

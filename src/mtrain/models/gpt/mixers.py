@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.mla import MLAConfig
+from mtrain.config.schema.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
 from mtrain.models.gpt.indexer import indexer
 from mtrain.models.gpt.linear_attention import gated_delta_net

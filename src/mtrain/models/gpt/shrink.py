@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.experts import MoEConfig
-from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.rope import RopeScalingConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
 
 HEAD = 16
 HIDDEN = 64

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 
 PREFIXES = re.compile(r"(?:model\.|module\.)+")
 """In front of all names, as wrappers of a model write them."""

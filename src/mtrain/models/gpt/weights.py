@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.experts import MoEConfig
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
 
 

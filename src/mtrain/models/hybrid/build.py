@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.core_fields import GPT_FIELDS, values
-from mtrain.config.fusions import operands_apart
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import stages
+from mtrain.config.engine.core_fields import GPT_FIELDS, values
+from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.resolve.stages import stages
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
 from mtrain.mcore import backend
 from mtrain.mcore.hybrid_model import HybridModel, stack_spec

@@ -14,7 +14,7 @@ from mtrain.config.hybrid import (
     SPARSE,
     HybridConfig,
 )
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt.count import (
     attention,
     chosen_keys,

@@ -7,7 +7,7 @@ from math import lcm
 from typing import Any
 
 from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention

@@ -8,8 +8,8 @@ from math import lcm
 from typing import Any
 
 from mtrain.config.hybrid import KINDS
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
 from mtrain.models.hybrid.count import own
 

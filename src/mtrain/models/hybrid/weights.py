@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.gpt.weights import attention, gated_delta_net, latent, mixture
 from mtrain.models.hybrid.count import channels, is_described, own, states

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.fusions import operands_apart
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import backend
 from mtrain.mcore.image_language_model import ImageLanguageModel
 from mtrain.mcore.recipe import recipe

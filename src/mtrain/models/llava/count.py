@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config.llava import LlavaConfig
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt import count as language
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from mtrain.config.llava import LlavaConfig
-from mtrain.config.model import ModelConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
 from mtrain.data.batch import Form, MicroBatch
 from mtrain.data.records import IMAGE, NOTHING

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
 from mtrain.models.gpt import graph as language
 from mtrain.models.graph import MASK, Graph, Tensor
 from mtrain.models.llava.count import of

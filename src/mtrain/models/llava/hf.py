@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.llava import LlavaConfig
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt.hf import LLAMA
 from mtrain.models.gpt.hf_files import COMPUTED
 from mtrain.models.llava.count import of

@@ -4,8 +4,8 @@ four patches.
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import HEAD
 from mtrain.models.gpt.shrink import shrink as shrink_language
 from mtrain.models.llava.count import of

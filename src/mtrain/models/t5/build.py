@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import backend
 from mtrain.mcore.encoder_decoder import EncoderDecoder
 from mtrain.mcore.op_overrides import override_operations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.model import ModelConfig
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.t5 import T5Config, lengths, padded
 
 

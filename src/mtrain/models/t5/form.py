@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.config.t5 import T5Config, lengths, spans
 from mtrain.data import Splits
 from mtrain.data.batch import Form, MicroBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
 from mtrain.config.t5 import lengths
 from mtrain.models.attention import Heads, scores_in_fp32
 from mtrain.models.gpt.feed_forward import mlp

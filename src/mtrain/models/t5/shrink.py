@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mtrain.config.model import ModelConfig
-from mtrain.config.parallel import ParallelConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.t5 import LENGTH_MULTIPLE, lengths
 from mtrain.models.t5.count import section
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.devices import facts_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.cluster import ClusterConfig
 
 FILE = Path(__file__).with_name("accuracy.yaml")
 

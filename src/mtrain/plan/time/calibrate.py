@@ -12,10 +12,10 @@ from math import exp, log, sqrt
 from statistics import median
 from typing import Any
 
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import Format
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.formats import Format
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Product
 from mtrain.plan.time.device import GIGA, TERA, device_of
 from mtrain.plan.time.efficiencies import WIDE, powered, reached_by

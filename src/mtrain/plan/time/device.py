@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.devices import facts_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.cluster import ClusterConfig
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160}
 """Compute capability -> multiprocessors of the largest device that is sold of it, from NVIDIA's

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from mtrain.config.cluster import ClusterConfig
-from mtrain.config.devices import facts_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.plan.time.device import Device, device_of
 
 FILE = Path(__file__).with_name("efficiencies.yaml")

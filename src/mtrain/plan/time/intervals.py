@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.time.step import step_time, unknown
 
 USUAL = 1000

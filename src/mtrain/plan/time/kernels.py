@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mtrain.config.formats import bytes_of
+from mtrain.config.engine.formats import bytes_of
 from mtrain.models.graph import FP32
 from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies, powered

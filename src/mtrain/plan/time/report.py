@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.config.batches import counted, stages
-from mtrain.config.run import RunConfig
+from mtrain.config.resolve.batches import counted, stages
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.sharded import FORWARD

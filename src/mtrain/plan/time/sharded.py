@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from mtrain.config.formats import bytes_of
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.states import fsdp_shards
 from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.models.rank import Rank

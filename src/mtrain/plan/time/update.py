@@ -4,9 +4,9 @@ are updated.
 
 from __future__ import annotations
 
-from mtrain.config.formats import bytes_of, is_half
+from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.states import fsdp_shards, main_weight_bytes
 from mtrain.plan.time.device import GIGA, Device

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from mtrain.config.formats import bytes_of
-from mtrain.config.optimizer import Orthogonal, Rotated
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.schema.optimizer import Orthogonal, Rotated
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.graph import FP32, Exchange, Product
 from mtrain.plan.time.device import Device

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.origins import COMMAND_LINE, DEFAULT
-from mtrain.config.problem import value_at
-from mtrain.config.resolve import Machine, resolve
+from mtrain.config.compose.origins import COMMAND_LINE, DEFAULT
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.messages.problem import value_at
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import findings
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters

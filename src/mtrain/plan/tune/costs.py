@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.config.devices import facts_of
-from mtrain.config.formats import bytes_of
-from mtrain.config.parallel import ParallelConfig
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage, stages
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.stages import Stage, stages
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.graph import Graph, kept
 from mtrain.models.lives import backwards

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain.config.run import RunConfig
-from mtrain.config.stages import Stage
+from mtrain.config.resolve.stages import Stage
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Graph
 from mtrain.plan.weights import stage_weights
 

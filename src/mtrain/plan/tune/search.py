@@ -13,9 +13,9 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from mtrain.config.problem import value_at
+from mtrain.config.messages.problem import value_at
 from mtrain.config.rules import findings
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow

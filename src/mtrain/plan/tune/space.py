@@ -14,18 +14,18 @@ from math import gcd
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from mtrain.config.base import Section
-from mtrain.config.batches import stages as batch_stages
-from mtrain.config.defaults import (
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.resolve.batches import stages as batch_stages
+from mtrain.config.resolve.defaults import (
     distributed_optimizer,
     on_a_cpu,
     overlap_grad_reduce,
     overlap_param_gather,
 )
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules import RULES
 from mtrain.config.rules.rule import Rule
-from mtrain.config.run import RunConfig
+from mtrain.config.schema.base import Section
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.tune.split import ends_of, splits
 
 S = TypeVar("S", bound=Section)

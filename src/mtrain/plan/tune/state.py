@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain.config.formats import bytes_of
-from mtrain.config.run import RunConfig
+from mtrain.config.engine.formats import bytes_of
+from mtrain.config.schema.run import RunConfig
 from mtrain.plan.rank import quantized_bytes
 from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.update import update_bytes

@@ -1,0 +1,151 @@
+"""References between keys: `${trainer.train_iters}`. No resolver, no environment, no code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mtrain.config.messages.keys import is_content
+from mtrain.config.messages.suggestions import at_default
+from mtrain.errors import MAX_PROBLEMS, Problem
+
+MAX_REFERENCES = 100
+MAX_UNFOLDED = 1 << 20
+"""References behind one value, and characters and items that all references of a configuration
+stand for.
+"""
+BY_HAND = "write the value itself, or delete the line"
+"""What corrects a reference in a file: it is refused there, whatever lies over it."""
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
+"""A dotted key."""
+
+
+def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested mappings with its dotted key; an empty mapping is a leaf."""
+    if isinstance(values, dict) and (values or not prefix):
+        for key, value in values.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
+
+
+def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Iterator[Problem]:
+    """Yield a problem for every string with `${...}` that is more than a reference to
+    another key.
+    """
+    for path, value in leaves(values, prefix):
+        for text in _strings(value):
+            if "${" not in text:
+                continue
+            bodies = _REFERENCE.findall(text)
+            if "${" in _REFERENCE.sub("", text) or not all(KEY.match(body) for body in bodies):
+                rule = (
+                    "only a reference to another key is allowed, as in ${trainer.train_iters};"
+                    " resolvers never run"
+                )
+                if where(path) == "command line" and not is_content(path):
+                    fix = at_default(path)
+                else:
+                    fix = BY_HAND
+                yield Problem("MT007", path, value, rule, fix, where(path))
+
+
+def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
+    """Puts the value in place of each reference, in `values` itself; returns what could not be
+    followed.
+    """
+    table = dict(leaves(values))
+    follower = _Follower(table)
+    problems: list[Problem] = []
+    for path, value in table.items():
+        if not any("${" in text for text in _strings(value)):
+            continue
+        if len(problems) > MAX_PROBLEMS:
+            break
+        try:
+            put(values, path, follower.begin(path, value))
+        except ValueError as error:
+            problems.append(
+                Problem("MT007", path, value, str(error), _of_reference(path), where(path))
+            )
+    return problems
+
+
+class _Follower:
+    """Follows the references of values: a bounded number for each, to a bounded size of all."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+        self.left = MAX_REFERENCES
+        self.room = MAX_UNFOLDED
+
+    def begin(self, path: str, value: Any) -> Any:
+        """Return the value at `path` with what its references stand for.
+
+        Raises:
+            ValueError: it cannot be followed.
+        """
+        self.left = MAX_REFERENCES
+        return self.follow(value, (path,))
+
+    def follow(self, value: Any, chain: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [self.follow(item, chain) for item in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return self.target(whole.group(1), chain)
+        return _REFERENCE.sub(lambda m: str(self.target(m.group(1), chain)), value)
+
+    def target(self, key: str, chain: tuple[str, ...]) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError(f"more than {MAX_REFERENCES} references stand behind this value")
+        if key in chain:
+            raise ValueError(f"the reference goes in a circle: {' -> '.join([*chain, key])}")
+        if key not in self.table:
+            raise ValueError(f"${{{key}}} names no key that has a value")
+        value = self.table[key]
+        self.room -= len(value) if isinstance(value, (str, list)) else 1
+        if self.room < 0:
+            raise ValueError(f"references stand for more than {MAX_UNFOLDED} characters")
+        return self.follow(value, (*chain, key))
+
+
+def _of_reference(path: str) -> str:
+    """Return the default in place of a reference that leads nowhere, where the key takes no text of
+    a user's own.
+    """
+    return ("" if is_content(path) else at_default(path)) or BY_HAND
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a dotted key of nested mappings; what is no mapping above it makes way for one."""
+    *parents, last = path.split(".")
+    for name in parents:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    values[last] = value
+
+
+def drop(values: dict[str, Any], path: str) -> None:
+    """Take a dotted key of nested mappings away, where it is there."""
+    *parents, last = path.split(".")
+    node: Any = values
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)

@@ -1,0 +1,146 @@
+"""A lock file as it is read: a resolved configuration under comments that say what it was made
+from.
+
+The comments are YAML behind their `# `, so the file is at the same time a run file. Whoever reads
+one checks that its values are still those that were locked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.compose.interpolate import refused
+from mtrain.config.compose.paths import program
+from mtrain.config.compose.recipe import reserved_keys
+from mtrain.config.compose.yaml_reader import parse
+from mtrain.config.disk.files import read_text
+from mtrain.config.messages.validate import validate
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import ConfigError, Problem
+
+HEAD = "# mtrain lock 1"
+FACTS = {
+    "digest": str,
+    "content": str,
+    "versions": dict,
+    "device": dict,
+    "digests": dict,
+    "sources": list,
+}
+"""What a lock says beside its values, and of which kind each is."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock file that was read."""
+
+    run: RunConfig
+    body: str
+    facts: dict[str, Any]
+    new_keys: tuple[str, ...]
+    """Keys of this version that the file does not say, because they are younger."""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Name -> digest of every file that it was composed from."""
+        pairs = (str(line).partition(" ") for line in self.facts["sources"])
+        return {name: digest for digest, _, name in pairs}
+
+    @property
+    def edited(self) -> tuple[str, str, str] | None:
+        """Return the fact that the values no longer agree with, as it was locked and as it is; None
+        where all agree.
+        """
+        here = content(self.body)
+        if here != self.facts["content"]:
+            return "content", self.facts["content"], here
+        if not self.new_keys and self.run.digest() != self.facts["digest"]:
+            return "digest", self.facts["digest"], self.run.digest()
+        return None
+
+
+def content(body: str) -> str:
+    """Return the digest of a lock's values as text."""
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def is_lock(text: str) -> bool:
+    """Return whether a text begins as a lock does."""
+    return text.partition("\n")[0].strip() == HEAD
+
+
+def read_lock(path: Path) -> Lock:
+    """Read a lock file.
+
+    Raises:
+        ConfigError: it has no lock, or is no complete configuration.
+    """
+    source = str(path)
+    text = read_text(path, source)
+    if not is_lock(text):
+        rule = f"is no lock: its first line is not `{HEAD}`"
+        fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
+        raise ConfigError([Problem("MT705", "", None, rule, fix, source)])
+    return parse_lock(text, source)
+
+
+def parse_lock(text: str, source: str) -> Lock:
+    """Return the lock of a text that begins as one.
+
+    Raises:
+        ConfigError: a part of it is missing, or it is no complete configuration.
+    """
+    lines = text.splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    facts = parse("".join(line[2:] for line in lines[1:end]), source).values
+    body = "".join(lines[end:])
+    document = parse(body, source)
+    document.lines = {key: line + end for key, line in document.lines.items()}
+    problems = [
+        *reserved_keys(document.values, document),
+        *refused(document.values, document.where),
+    ]
+    run, more = validate(document.values, document.where)
+    if run is None or problems:
+        raise ConfigError([*problems, *more])
+    wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
+    if wrong:
+        rule = f"the lock does not say {' and '.join(wrong)}"
+        raise ConfigError(
+            [Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)]
+        )
+    new = tuple(key for key in run.flat() if not _said(document.values, key))
+    return Lock(run, body, facts, new)
+
+
+def edited(text: str, source: str) -> Problem | None:
+    """Return the problem of a lock whose values were changed since it was made; None for one that
+    is whole, and for no lock.
+
+    Raises:
+        ConfigError: as `parse_lock`.
+    """
+    found = parse_lock(text, source).edited if is_lock(text) else None
+    if found is None:
+        return None
+    what, locked, here = found
+    rule = (
+        f"the lock was edited: the {what} of its values is {here[:12]}, and {locked[:12]} was"
+        " locked"
+    )
+    fix = (
+        "give changes on the command line, or delete the lines above its values: then it is a plain"
+        " run file"
+    )
+    return Problem("MT705", "", None, rule, fix, source)
+
+
+def _said(values: Any, key: str) -> bool:
+    for name in key.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return True

@@ -1,0 +1,136 @@
+"""What choices on the command line replace of the recipe or run file beneath them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.hydra_source import NotComposed, defaults_list
+from mtrain.config.compose.interpolate import drop, leaves
+from mtrain.config.compose.layers import layer, stays_in_its_group
+from mtrain.config.compose.library import CONFIG, Library
+from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.yaml_reader import Document
+from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.errors import ConfigError, Problem
+
+MOST_SHOWN = 12
+"""Replaced values that one report names."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What the files of some choices bring beside their own groups."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    """group -> the choice that a defaults list of them makes."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Key that they set in another group -> the group of the choice that sets it."""
+
+
+def brought(
+    library: Library,
+    defaults: Mapping[str, str],
+    chosen: Mapping[str, str],
+    added: Mapping[str, str],
+) -> Brought:
+    """What choices bring to other groups: by their defaults lists, or by `# @package _global_`.
+
+    Args:
+        library: what there is.
+        defaults: group -> the choice of `config.yaml`.
+        chosen: group -> the choice of the command line.
+        added: the same of groups that only a user has.
+    """
+    if not added and all(
+        stays_in_its_group(library, group, choice) for group, choice in chosen.items()
+    ):
+        return Brought()
+    words = [
+        f"{'' if group in defaults else '+'}{group}='{choice}'" for group, choice in chosen.items()
+    ]
+    words += [f"+{group}='{choice}'" for group, choice in added.items()]
+    without = [f"~{group}" for group in chosen if group in defaults]
+    try:
+        entries, choices = defaults_list(library, CONFIG, words)
+        before, usual = defaults_list(library, CONFIG, without)
+        new = [layer(library, *entry, COMMAND_LINE) for entry in entries if entry not in before]
+    except (NotComposed, ConfigError):
+        return Brought()  # the composition itself reports it
+    groups = {
+        g: c for g, c in choices.items() if g in GROUPS and g not in chosen and usual.get(g) != c
+    }
+    own = {*chosen, *groups}
+    keys = [
+        path for one in new for path, _ in leaves(one.values) if path.partition(".")[0] not in own
+    ]
+    chooser = " ".join(
+        f"{group}={library.written(group, choice)}" for group, choice in {**chosen, **added}.items()
+    )
+    return Brought(groups, dict.fromkeys(keys, chooser))
+
+
+@dataclass
+class Replaced:
+    """Values of a recipe or run file that choices on the command line replace."""
+
+    document: Document
+    values: dict[str, Any]
+    """What is left of the file's values."""
+    gone: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Key -> the choice that replaces it, and its value in the file."""
+
+    def replace(self, choices: Mapping[str, str], keys: Mapping[str, str]) -> None:
+        """Take away the whole group of each choice, and single keys, each with the choice that
+        sets it.
+        """
+        for group, choice in choices.items():
+            if isinstance(self.values.get(group), dict):
+                self.gone |= {
+                    path: (f"{group}={choice}", value)
+                    for path, value in leaves(self.values[group], group)
+                }
+                self.values.pop(group)
+        for key, choice in keys.items():
+            found = dict(leaves(self.values))
+            if key in found:
+                self.gone[key] = choice, found[key]
+                drop(self.values, key)
+
+    def problems(
+        self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
+    ) -> Iterator[Problem]:
+        """Yield a warning for each choice that replaced values, without those that the command line
+        or the result has.
+
+        Args:
+            said: dotted key -> value of the command line.
+            run: the result; None: it was refused.
+            is_set: whether anything in the result sets a key.
+        """
+        here = run.flat() if run is not None else {}
+        set_again = {path for key, value in said.items() for path, _ in leaves(value, key)}
+        by_choice: dict[str, dict[str, Any]] = {}
+        for key, (choice, value) in self.gone.items():
+            kept = key in here and here[key] == value
+            if not kept and key not in set_again and value is not None and value != {}:
+                by_choice.setdefault(choice, {})[key] = value
+        for choice, values in by_choice.items():
+            words = [override(key, value) for key, value in values.items()]
+            more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+            rule = (
+                f"a choice on the command line replaces what {self.document.source} says of its"
+                f" group; dropped: {' '.join(words[:MOST_SHOWN])}{more}"
+            )
+            group, _, name = choice.rpartition(" ")[2].partition("=")
+            # what one kind reads, another one does not
+            other = {"data.path"} if "data.kind" in values else set()
+            lost = [
+                override(key, value)
+                for key, value in values.items()
+                if not is_set(key) and key not in other
+            ]
+            fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
+            yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

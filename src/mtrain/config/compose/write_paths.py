@@ -1,0 +1,91 @@
+"""Where a run writes: a file that somebody else may have written decides it only beneath the
+working folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.paths import RESUME_WORDS, user_path
+from mtrain.config.messages.keys import field_of
+from mtrain.config.messages.suggestions import at_default
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import Problem
+
+RUNS = "log.runs_dir"
+CACHE = "data.cache_dir"
+RESUME = "checkpoint.resume"
+KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
+"""Keys that decide where something is written, and what."""
+TAG_FILE = "CACHEDIR.TAG"
+TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made"
+    " again.\n"
+)
+"""What marks a folder of caches for programs that keep backups (bford.info/cachedir), and for us as
+one of ours.
+"""
+
+
+def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
+    """Return a problem for each place beyond the working folder that only a recipe or a run file
+    names.
+
+    Args:
+        run: the configuration.
+        said: key -> who set it, of the keys that a recipe or a run file set.
+        base: the run file. One in its run folder is where it says that run folders are.
+    """
+    values = run.flat()
+    out = []
+    for key in KEYS:
+        value = values[key]
+        field = field_of(key)
+        if (
+            key not in said
+            or value is None
+            or field is None
+            or value in (field.default, *RESUME_WORDS)
+        ):
+            continue
+        place = _real(value)
+        if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):
+            continue
+        if key == RUNS and base is not None and _beneath(_real(str(base)), place):
+            continue
+        rule = (
+            f"is beyond the working folder; that {KEYS[key]} may be written there, only the command"
+            " line says"
+        )
+        out.append(
+            Problem(
+                "MT019", key, value, rule, f"{at_default(key)} or {override(key, value)}", said[key]
+            )
+        )
+    return out
+
+
+def _real(text: str) -> str:
+    try:
+        return os.path.realpath(user_path(text))
+    except (OSError, ValueError):
+        return ""
+
+
+def _beneath(place: str, folder: str) -> bool:
+    """Return whether a place is in a folder; everything is in the root, which says nothing."""
+    return folder not in ("", "/") and f"{place}/".startswith(f"{folder}/")
+
+
+def _is_ours(place: str) -> bool:
+    """Return whether a folder is a cache that mtrain made."""
+    try:
+        return (
+            os.path.isfile(f"{place}/{TAG_FILE}")
+            and (Path(place) / TAG_FILE).read_bytes()[:200] == TAG.encode()
+        )
+    except (OSError, ValueError):
+        return False

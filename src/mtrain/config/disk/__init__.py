@@ -1,0 +1,1 @@
+"""Files of a user, read within bounds."""

@@ -1,0 +1,331 @@
+"""What lies on the disk, looked at within bounds: files that a user names, text of a corpus, and
+folders to write to.
+
+Pipes, sockets and devices are never opened, so nothing here waits for a writer or reads without an
+end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir
+from mtrain.errors import ConfigError, Problem
+
+MAX_BYTES = 1 << 20
+STDIN = "-"
+YAML_ENDINGS = (".yaml", ".yml")
+SCRIPT_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".args", ".conf", *YAML_ENDINGS)
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+MAX_ENTRIES = 20_000
+MAX_SECONDS = 0.1
+SKIPPED_FOLDERS = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+)
+"""Folders of a Python installation that are not the standard library, or are its tests."""
+PIECE = 16 << 10
+"""A corpus that is one file is cut at blank lines into documents of at least this many characters.
+"""
+PSEUDO = frozenset(
+    (
+        "proc",
+        "sysfs",
+        "cgroup",
+        "cgroup2",
+        "devpts",
+        "debugfs",
+        "tracefs",
+        "securityfs",
+        "bpf",
+        "pstore",
+        "configfs",
+    )
+)
+"""Kinds of file systems that hold no files of users."""
+LOOKED_AT = 1 << 16
+"""Bytes of a file that are looked at to see whether it is text."""
+
+
+def kind_of(path: str | Path) -> str:
+    """What stands at a path where it is no regular file, such as `a named pipe`; empty for a
+    regular file.
+
+    Raises:
+        OSError: nothing is there, or it cannot be asked.
+        ValueError: no path can be spelled so.
+    """
+    return _kind(os.stat(path).st_mode)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return ""
+    return next((name for test, name in _KINDS if test(mode)), "no regular file")
+
+
+def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
+    """`kind_of` what stands at a path, and the first bytes of it where it is a regular file."""
+    if kind := kind_of(path):
+        return kind, b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        # another thing may stand there since it was asked
+        kind = _kind(os.fstat(descriptor).st_mode)
+        return kind, b"" if kind else file.read(limit)
+
+
+def read_bytes(
+    path: Path, source: str, limit: int = MAX_BYTES, endings: Sequence[str] = ()
+) -> bytes:
+    """What is in a regular file.
+
+    Args:
+        path: the file; a symbolic link is followed.
+        source: how problems name it.
+        limit: most bytes that are read.
+        endings: of the names that a file outside of the working folder may have; empty: any. What
+            is wrong with a file is shown with its lines, and a file of another kind may hold what
+            nobody meant to be shown.
+
+    Raises:
+        ConfigError: missing, no regular file, unreadable, too large, or refused by its name.
+    """
+    try:
+        kind = kind_of(path)
+        if not kind:
+            _refuse_foreign(path, source, endings)
+            kind, data = _beginning(path, limit + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError([missing(path, source, error)]) from None
+    if kind:
+        raise ConfigError([_not_regular(path, source, kind)])
+    if len(data) > limit:
+        raise ConfigError(
+            [
+                Problem(
+                    "MT005",
+                    "",
+                    None,
+                    f"larger than the limit of {limit} bytes",
+                    "write less",
+                    source,
+                )
+            ]
+        )
+    return data
+
+
+def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) -> str:
+    """Return the UTF-8 text of `read_bytes`.
+
+    Raises:
+        ConfigError: as there, or it is not UTF-8.
+    """
+    return _decoded(read_bytes(path, source, endings=endings), source)
+
+
+def read_stdin() -> str:
+    """Return the UTF-8 text on standard input, of bounded size.
+
+    Raises:
+        ConfigError: too large, or not UTF-8.
+    """
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        rule = f"larger than the limit of {MAX_BYTES} bytes"
+        raise ConfigError([Problem("MT005", "", None, rule, "write less", "standard input")])
+    return _decoded(data, "standard input")
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
+        raise ConfigError(
+            [
+                Problem(
+                    "MT003",
+                    "",
+                    None,
+                    rule,
+                    "delete it, or save the file as UTF-8",
+                    f"{source}:{line}",
+                )
+            ]
+        ) from None
+
+
+def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
+    """Return the problem of a file that cannot be read, with the names near it."""
+    near = files_near(path)
+    gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
+    rule = "there is no such file" if gone else unreachable(path, error)
+    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    return Problem("MT002", "", None, rule, fix, source)
+
+
+def _not_regular(path: Path, source: str, kind: str) -> Problem:
+    near = (
+        sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
+    )
+    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    return Problem("MT002", "", None, f"is {kind}; a regular file is needed", fix, source)
+
+
+def files_near(path: Path) -> list[str]:
+    """Return regular files beside a path, of names like its own."""
+    return [name for name in names_near(path) if os.path.isfile(name) and name != str(path)]
+
+
+def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
+    """Refuse a file outside of the working folder, and not shipped, whose name has none of the
+    `endings`.
+    """
+    real = os.path.realpath(path)
+    inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
+    if (
+        not endings
+        or real.endswith(tuple(endings))
+        or any(real.startswith(f"{f}/") for f in inside)
+    ):  # never in /
+        return
+    rule = (
+        f"is outside of the working folder, and there only files ending in {', '.join(endings)} are"
+        " read"
+    )
+    fix = f"copy it to a file that ends in {endings[0]}, if it is a configuration"
+    raise ConfigError([Problem("MT002", "", None, rule, fix, source)])
+
+
+@dataclass
+class Bound:
+    """How far a walk through folders may go; `spent` says that it was ended before its end."""
+
+    entries: int = MAX_ENTRIES
+    until: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
+    spent: bool = False
+
+    def step(self) -> bool:
+        """Count an entry; whether the walk may go on."""
+        self.entries -= 1
+        self.spent = self.spent or self.entries < 0 or time.monotonic() > self.until
+        return not self.spent
+
+
+def files_below(
+    root: Path,
+    wanted: Callable[[str], bool],
+    skip: frozenset[str] = frozenset(),
+    bound: Bound | None = None,
+) -> Iterator[Path]:
+    """Yield regular files below a folder whose names are `wanted`, in no order, as far as `bound`
+    lets it go.
+
+    Not those in hidden folders, in folders that are called as one to `skip`, or behind links to
+    folders. Raises OSError for a folder that cannot be read.
+    """
+    waiting = [os.fspath(root)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if bound is not None and not bound.step():
+                    return
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in skip and not entry.name.startswith("."):
+                        waiting.append(entry.path)
+                elif wanted(entry.name) and Path(entry.path).is_file():
+                    yield Path(entry.path)
+
+
+def unreadable(path: Path) -> str | None:
+    """Return why a path cannot be read, or None; it may be a file or a folder, and nothing else."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        return unreachable(path, error)
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        return "is neither a file nor a folder"
+    if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        return "cannot be read: permission denied"
+    return None
+
+
+def unreachable(path: Path, error: OSError | ValueError) -> str:
+    """Return why there is nothing at a path, from the error that looking at it gave."""
+    number = getattr(error, "errno", None)
+    if number == errno.ELOOP:
+        return "a symbolic link leads back to itself"
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        if os.path.islink(path):
+            return "a symbolic link leads nowhere"
+        return "there is no such file or folder"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def no_text(path: Path) -> str | None:
+    """Return why the beginning of a file is no UTF-8 text, or None."""
+    try:
+        kind, head = _beginning(path, LOOKED_AT)
+        if kind:
+            return f"is {kind}"
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < LOOKED_AT)
+    except UnicodeDecodeError as error:
+        return f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def unwritable(path: Path) -> str | None:
+    """Return why no folder can be made at a path, or written to where it is there; None where
+    that works.
+    """
+    for place in (path, *path.parents):
+        try:
+            mode = os.stat(place).st_mode
+        except (OSError, ValueError) as error:
+            if os.path.islink(place) or getattr(error, "errno", None) not in (
+                errno.ENOENT,
+                errno.ENOTDIR,
+            ):
+                return f"{place}: {unreachable(place, error)}"
+            continue
+        if not stat.S_ISDIR(mode):
+            return f"{place} is a file, and a folder is needed"
+        if not os.access(place, os.W_OK | os.X_OK):
+            read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+            return (
+                f"{place} cannot be written:"
+                f" {'its file system is read-only' if read_only else 'permission denied'}"
+            )
+        return f"{place} cannot be written: it is the kernel's" if _is_no_storage(place) else None
+    return None
+
+
+def _is_no_storage(place: Path) -> bool:
+    """Return whether a folder is the kernel's own, such as /proc, in which nobody makes
+    folders (Linux).
+    """
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    path = os.path.realpath(place)
+    over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
+    return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO

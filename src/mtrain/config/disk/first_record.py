@@ -1,0 +1,71 @@
+"""Chats among files: told by the first line of a JSON Lines file, before anything of it is
+prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.compose.paths import user_path
+from mtrain.config.disk.files import unreadable
+from mtrain.config.disk.image_files import ENDING
+
+FIRST_BYTES = 1 << 24
+"""Bytes in which the first line has to end."""
+BLANK = b"\xef\xbb\xbf \t\r\n"
+"""Bytes that may stand before it: a byte order mark, and lines with nothing in them."""
+
+
+def kind_of_chats(path: str | None) -> str | None:
+    """Return the kind of data that a file of chats is, by its first record: sft or preference;
+    None: it is none.
+    """
+    record = _record(path)
+    if "chosen" in record and "rejected" in record:
+        return "preference"
+    if any(isinstance(record.get(key), list) for key in ("messages", "conversations")):
+        return "sft"
+    return None
+
+
+def is_documents(path: str | None) -> bool:
+    """Return whether a file holds a document a line, as `{"text": ...}`, by its first record."""
+    return isinstance(_record(path).get("text"), str)
+
+
+def _record(path: str | None) -> dict[str, Any]:
+    """Return the first record of a JSON Lines file; empty where there is none."""
+    file = user_path(path) if path else None
+    if (
+        file is None
+        or not file.name.endswith(ENDING)
+        or unreadable(file) is not None
+        or not file.is_file()
+    ):
+        return {}
+    try:
+        facts = os.stat(file)
+        return _first(file, facts.st_size, facts.st_mtime_ns)
+    except OSError:
+        return {}
+
+
+@cache
+def _first(file: Path, size: int, changed: int) -> dict[str, Any]:
+    """Return the first record; empty where it is no object.
+
+    A file that was changed is another one.
+    """
+    with file.open("rb") as stream:
+        head = stream.readline(FIRST_BYTES)
+        while head and not head.strip(BLANK) and stream.tell() < FIRST_BYTES:
+            head = stream.readline(FIRST_BYTES)
+    try:
+        found = json.loads(head.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

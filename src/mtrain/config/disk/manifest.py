@@ -1,0 +1,198 @@
+"""The manifest beside `.bin/.idx`: what a corpus was made of, and the hashes of its files.
+
+Read without numpy.
+
+`PREFIX.manifest.json` is written by `data tokenize` and what changes a corpus. A digest over the
+rest of it, and a form in which every value is written in one way, make every changed byte of it
+known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.config.compose.paths import user_path
+from mtrain.config.schema.trainer import DataConfig
+from mtrain.errors import CorruptData
+from mtrain.units import MIB, bytes_
+
+FORMAT = 1
+SUFFIX = ".manifest.json"
+MAX_BYTES = 256 * MIB
+READ_BYTES = 16 * MIB
+"""A manifest up to this size is read in a fraction of a second, and by `check` too."""
+COUNTS = ("documents", "sequences", "tokens", "largest_id", "vocab_size")
+FILES = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus says of itself; see the module."""
+
+    path: Path
+    body: dict[str, Any]
+
+    def count(self, name: str) -> int:
+        """Return one of COUNTS; the largest id of an empty corpus is -1."""
+        return int(self.body[name])
+
+    @property
+    def eod(self) -> int | None:
+        """Return id behind each document; None: there is none."""
+        found = self.body["eod"]
+        return found if isinstance(found, int) else None
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Return hash of the tokenizer.json that made the tokens; None: it was another kind of
+        tokenizer.
+        """
+        tokenizer = self.body["tokenizer"]
+        return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
+
+    def bytes_of(self, suffix: str) -> int:
+        """Return size of one of FILES."""
+        return int(self.body["files"][suffix]["bytes"])
+
+    def sha256_of(self, suffix: str) -> str:
+        """Return hash of one of FILES."""
+        return str(self.body["files"][suffix]["sha256"])
+
+    def sizes_differ(self, prefix: Path, *, remote: bool = False) -> str:
+        """Which file of the corpus has not the size that is said here; empty: none. Reads nothing.
+
+        Of a `remote` one, whose `.bin` lies elsewhere, the index is looked at: opening compares the
+        two.
+
+        Raises:
+            OSError: a file is missing.
+        """
+        for suffix in (".idx",) if remote else FILES:
+            file = prefix.with_name(prefix.name + suffix)
+            if (size := file.stat().st_size) != self.bytes_of(suffix):
+                return f"{file}: {size} bytes, and {self.path.name} says {self.bytes_of(suffix)}"
+        return ""
+
+
+def path_of(prefix: Path) -> Path:
+    """Where the manifest of a corpus lies."""
+    return prefix.with_name(prefix.name + SUFFIX)
+
+
+def dump(body: dict[str, Any]) -> bytes:
+    """Return a manifest as it is written; `body` is without its digest."""
+    return _written(body | {"digest": _digest(body)})
+
+
+def unwatched(data: DataConfig) -> str:
+    """What is to be said of corpora of `data=indexed` without a manifest; empty: there are none."""
+    if data.kind != "indexed":
+        return ""
+    data = data.without_excluded()
+    named = (
+        *(data.blend or (data.path,)),
+        *(data.validation_blend or ()),
+        *(data.test_blend or ()),
+    )
+    bare = [
+        name
+        for name in named
+        if name and "://" not in name and not os.path.lexists(path_of(user_path(name)))
+    ]
+    if not bare:
+        return ""
+    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+    said = f"no manifest beside {bare[0]}{more}: nobody would know of a changed token"
+    return f"{said}; data verify {bare[0]} write=true makes one"
+
+
+def read_manifest(prefix: Path, limit: int = MAX_BYTES) -> Manifest | None:
+    """Return the manifest of a corpus; None where there is none, or where it is larger than
+    `limit`.
+
+    Raises:
+        CorruptData: it is not as it was written.
+        OSError: it cannot be read.
+    """
+    path = path_of(prefix)
+    if not os.path.lexists(path):
+        return None
+    if not path.is_file():
+        raise CorruptData(f"{path}: is no regular file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise CorruptData(f"{path}: {bytes_(size)}; a manifest may have {bytes_(MAX_BYTES)}")
+    return None if size > limit else _parsed(path, path.read_bytes())
+
+
+def _parsed(path: Path, data: bytes) -> Manifest:
+    try:
+        body = json.loads(data.decode())
+        if not isinstance(body, dict):
+            raise ValueError("no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{path}: no manifest: {str(error)[:200]}") from None
+    digest = body.pop("digest", None)
+    if digest != _digest(body) or _written(body | {"digest": digest}) != data:
+        raise CorruptData(
+            f"{path}: its digest is not that of what it says: it was changed, or is not whole",
+            "  fix: copy it again from where the corpus was made, or tokenize again",
+        )
+    if wrong := _wrong(body):
+        raise CorruptData(f"{path}: {wrong}")
+    return Manifest(path, body)
+
+
+def _wrong(body: dict[str, Any]) -> str:
+    """What of a manifest is missing, or is none; empty: nothing."""
+    if body.get("format") != FORMAT:
+        return f"format {str(body.get('format'))[:20]} of the manifest; {FORMAT} is known"
+    missing = [
+        name for name in COUNTS if not _is_count(body.get(name), -1 if name == "largest_id" else 0)
+    ]
+    files = body.get("files")
+    tokenizer = body.get("tokenizer")
+    inputs = body.get("inputs")
+    if missing:
+        return f"{missing[0]} is missing"
+    if not isinstance(files, dict) or not all(_is_file(files.get(suffix)) for suffix in FILES):
+        return "the hashes of .bin and .idx are missing"
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):
+        return "the tokenizer is missing"
+    if not isinstance(inputs, list) or not all(map(_is_input, inputs)):
+        return "the inputs are missing"
+    if "eod" in body and (body["eod"] is None or _is_count(body["eod"])):
+        return ""
+    return "eod is missing"
+
+
+def _is_count(held: Any, least: int = 0) -> bool:
+    return type(held) is int and least <= held < 1 << 63
+
+
+def _is_file(held: Any) -> bool:
+    return (
+        isinstance(held, dict)
+        and _is_count(held.get("bytes"))
+        and isinstance(held.get("sha256"), str)
+    )
+
+
+def _is_input(held: Any) -> bool:
+    """Return a file, and counts of it."""
+    if not isinstance(held, dict) or not isinstance(held.get("file"), str):
+        return False
+    return all(_is_count(value) for name, value in held.items() if name != "file")
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(strict_json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    return (strict_json.dumps(body, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,1 @@
+"""The megatron-core that is installed: its fields, capabilities and kernels."""

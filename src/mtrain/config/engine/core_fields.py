@@ -1,0 +1,402 @@
+"""Which field of megatron-core each key feeds: the tables that `build` fills its configurations
+from.
+
+Most keys feed a field with their value as it is, and say so in the schema (`feeds` of their `Key`).
+Here stand the fields that are computed.
+
+Values are plain: a dtype, an activation and an initialiser are named here and made in `build`. So
+nothing of torch is needed to say what a key reaches: `feeds` watches the tables read a
+configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from mtrain.config.engine.field_versions import is_there
+from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.resolve.stages import stages, uneven
+from mtrain.config.resolve.watch import watched
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.run import RunConfig
+
+Get = Callable[[RunConfig], Any]
+Table = Mapping[str, Get]
+LEFT_OUT = object()
+"""Stands for no value: megatron-core's default stays."""
+_OWNERS = {
+    "model.moe.": "moe.",
+    "model.mla.": "mla.",
+    "model.dsa.": "dsa.",
+    "model.linear_attention.": "linear.",
+    "model.hybrid.": "hybrid.",
+    **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
+}
+"""Sections whose keys feed fields that are only there with them."""
+
+
+def _fed(owner: str = "") -> dict[str, Get]:
+    """Return fields of an owner that get a key's value as it is."""
+    out = {}
+    for path in schema_keys():
+        section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
+        for feed in key_of(path).feeds.split():
+            prefix, _, name = feed.rpartition(".")
+            if (f"{prefix}." if prefix else section) == owner:
+                out[name] = _reader(path)
+    return out
+
+
+def _reader(path: str) -> Get:
+    """Return the value of a key; a list where the schema has a tuple, nothing where a key without
+    effect is null.
+    """
+    read = attrgetter(RESOLVED.get(path, path))
+    null = LEFT_OUT if when_of(path) else None
+
+    def get(run: RunConfig) -> Any:
+        value = read(run)
+        if value is None:
+            return null
+        return list(value) if isinstance(value, tuple) else value
+
+    return get
+
+
+def _unless_none(word: str) -> str | None:
+    return None if word == "none" else word
+
+
+def frees_sent(run: RunConfig) -> bool:
+    """Return whether what a stage has sent on is freed: it is needed no more but for its shape.
+
+    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP
+    hands on is a view, whose memory is not its own to free.
+    """
+    return run.parallel.pp > 1 and run.parallel.vpp == 1 and run.parallel.fsdp != "megatron"
+
+
+def _fuses_activation(run: RunConfig) -> bool:
+    """Return whether megatron-core fuses the activation of the model: plain swiglu, and dense
+    gelu_tanh with its bias.
+    """
+    m = run.model
+    plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
+    fused = m.activation == "swiglu" or (
+        m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None
+    )
+    return run.kernels.linear == "te" and plain and fused and run.kernels.activation != "triton"
+
+
+def _activation(run: RunConfig) -> str:
+    """Return the function's name; megatron-core asks for its fused gelu, which is the tanh form, by
+    the exact one.
+    """
+    fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
+    return "gelu" if fused_gelu else run.model.activation
+
+
+def _output_init_std(run: RunConfig) -> float:
+    """Of what adds to the residual stream, smaller the more there is; where sums are normed,
+    nothing piles up.
+    """
+    m = run.model
+    each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
+    return _init_std(run) / (
+        1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers)
+    )
+
+
+def _init_std(run: RunConfig) -> float:
+    """Of matrices between embedding and output layer: with muP smaller the wider the model is."""
+    return run.model.init_method_std / math.sqrt(run.model.width_mult)
+
+
+def _one_graph(run: RunConfig) -> bool:
+    return run.trainer.cuda_graph_impl == "full_iteration"
+
+
+def _graphs(run: RunConfig) -> str:
+    """Until 0.16 a whole step is a scope of megatron-core's own graphs."""
+    return (
+        "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
+    )
+
+
+def _graph_modules(run: RunConfig) -> list[str]:
+    return list(run.trainer.cuda_graph_modules or ())
+
+
+def _some_layers_in_bf16(run: RunConfig) -> bool:
+    return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
+
+
+FIELDS: dict[str, Get] = {
+    **_fed(),
+    "num_query_groups": lambda r: r.model.query_groups,
+    "kv_channels": lambda r: r.model.head_dim,
+    "gated_linear_unit": lambda r: r.model.gated,
+    "activation_func": _activation,
+    "init_method": _init_std,
+    "softmax_scale": lambda r: r.model.attention_scale if r.model.mla is None else LEFT_OUT,
+    "embedding_init_method_std": lambda r: (
+        r.model.embedding_init_method_std or r.model.init_method_std
+    ),
+    "embedding_init_method": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
+    "output_layer_init_method": _output_init_std,
+    "virtual_pipeline_model_parallel_size": lambda r: (
+        r.parallel.vpp if r.parallel.vpp > 1 else None
+    ),
+    "expert_tensor_parallel_size": lambda r: r.parallel.etp or r.parallel.tp,
+    "pipeline_model_parallel_layout": lambda r: (
+        [s.words() for s in stages(r)] if uneven(r) else None
+    ),
+    "recompute_granularity": lambda r: _unless_none(r.parallel.recompute.granularity),
+    # A window of n keys, the token's own included, reaches n - 1 to the left.
+    "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
+    # megatron-core gives these to TransformerEngine alone; layers of ours are told apart.
+    "fp8": lambda r: None if r.kernels.linear in ("triton", "reference") else r.precision.fp8,
+    "first_last_layers_bf16": _some_layers_in_bf16,
+    # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the
+    # same rank.
+    "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
+    "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
+    "deallocate_pipeline_outputs": frees_sent,
+    # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample
+    # differently.
+    "calculate_per_token_loss": lambda r: True,
+    "fine_grained_activation_offloading": lambda r: bool(r.parallel.activation_offload.modules),
+    "offload_modules": lambda r: list(r.parallel.activation_offload.modules or ()),
+    "cuda_graph_impl": _graphs,
+    "cuda_graph_scope": lambda r: ["full_iteration"] if _one_graph(r) else _graph_modules(r),
+    "cuda_graph_modules": _graph_modules,
+    "transformer_impl": lambda r: "transformer_engine" if r.kernels.linear == "te" else "local",
+    # Fusions of megatron-core need TransformerEngine; without it every one is off.
+    # Its grouped experts refuse this one where layers have biases.
+    "bias_dropout_fusion": lambda r: (
+        r.kernels.linear == "te" and not (r.model.add_bias_linear and r.model.moe is not None)
+    ),
+    "bias_activation_fusion": _fuses_activation,
+}
+"""Of every TransformerConfig."""
+
+
+def _moe(run: RunConfig) -> MoEConfig:
+    assert run.model.moe is not None
+    return run.model.moe
+
+
+def _layers_with_experts(run: RunConfig) -> list[int]:
+    if run.model.family == "hybrid":
+        assert run.model.hybrid is not None
+        return [int(kind == "E") for kind in run.model.hybrid.pattern]
+    return [int(i >= _moe(run).first_dense_layers) for i in range(run.model.num_layers)]
+
+
+MOE_FIELDS: dict[str, Get] = {
+    **_fed("moe."),
+    "moe_layer_freq": _layers_with_experts,
+    "moe_aux_loss_coeff": lambda r: (
+        0.0 if _moe(r).router_load_balancing_type == "none" else _moe(r).aux_loss_coeff
+    ),
+    "moe_router_dtype": lambda r: "fp32",
+    "moe_grouped_gemm": lambda r: True,
+}
+"""And where there are experts."""
+
+MLA_FIELDS: dict[str, Get] = {
+    **_fed("mla."),
+    "multi_latent_attention": lambda r: True,
+}
+"""And with MLA, whose class is MLATransformerConfig."""
+
+
+def _linear_layers(run: RunConfig) -> int | list[int]:
+    m = run.model
+    assert m.linear_attention is not None
+    if m.hybrid is None:
+        return m.linear_attention.freq
+    return [int(m.is_linear(i)) for i in range(m.num_layers)]
+
+
+LINEAR_FIELDS: dict[str, Get] = {
+    **_fed("linear."),
+    "linear_attention_freq": _linear_layers,
+    "experimental_attention_variant": lambda r: "gated_delta_net",
+}
+"""And where some layers are gated delta nets."""
+
+DSA_FIELDS: dict[str, Get] = {
+    **_fed("dsa."),
+    "experimental_attention_variant": lambda r: "dsa",
+}
+"""And with sparse attention."""
+
+HYBRID_FIELDS: dict[str, Get] = {
+    **_fed("hybrid."),
+    "is_hybrid_model": lambda r: True,
+}
+"""And in the family hybrid."""
+
+GPT_FIELDS: dict[str, Get] = {
+    **_fed("gpt."),
+    "vocab_size": lambda r: r.model.padded_vocab_size,
+    "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
+    "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
+}
+"""Of GPTModel."""
+
+WRAP_FIELDS: dict[str, Get] = {
+    **_fed("wrap."),
+    # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
+    "check_for_nan_in_grad": lambda r: False,
+}
+"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig.
+"""
+
+DDP_FIELDS: dict[str, Get] = {
+    **WRAP_FIELDS,
+    **_fed("ddp."),
+}
+"""Of DistributedDataParallelConfig."""
+
+FSDP_FIELDS: dict[str, Get] = {
+    **WRAP_FIELDS,
+    **_fed("fsdp."),
+    "use_megatron_fsdp": lambda r: r.parallel.fsdp == "megatron",
+    "use_distributed_optimizer": lambda r: True,
+    # fp32 weights need no second copy as main weights
+    "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
+    "megatron_fsdp_main_params_dtype": lambda r: None if r.precision.format == "fp32" else "fp32",
+    "megatron_fsdp_main_grads_dtype": lambda r: "fp32" if r.precision.grad_reduce_in_fp32 else None,
+    # a division fused into the sum is NCCL's alone
+    "gradient_reduce_div_fusion": lambda r: False,
+}
+"""Of DistributedDataParallelConfig where megatron-core's FSDP shards the weights."""
+
+OPTIMIZER_FIELDS: dict[str, Get] = {
+    **_fed("optimizer."),
+    "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
+    "min_lr": lambda r: r.optim.min_lr or 0.0,
+    # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
+    "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
+    "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
+    "bf16": lambda r: r.precision.format == "bf16",
+    "fp16": lambda r: r.precision.format == "fp16",
+    "use_distributed_optimizer": lambda r: (
+        r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron"
+    ),
+    "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
+    "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
+    # An optimizer that holds the main weights reads gradients as they were reduced, any other an
+    # fp32 copy of them.
+    "main_grads_dtype": lambda r: (
+        "fp32"
+        if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights
+        else r.precision.format
+    ),
+}
+"""Of OptimizerConfig; dtypes are words."""
+
+OWN_FIELDS: dict[str, dict[str, Get]] = {
+    name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
+}
+"""Optimizer -> those of OptimizerConfig that its own keys feed."""
+
+SCHEDULES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "wsd": "WSD",
+}
+"""Schedule -> megatron-core's word for it."""
+
+
+def _decay(run: RunConfig) -> int:
+    return run.optim.decay_iters or run.trainer.steps
+
+
+SCHEDULE_FIELDS: dict[str, Get] = {
+    **_fed("scheduler."),
+    "init_lr": lambda r: 0.0,
+    "min_lr": lambda r: r.optim.min_lr or 0.0,
+    "lr_warmup_steps": lambda r: r.optim.warmup_iters or 0,
+    "lr_decay_steps": _decay,
+    "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule],
+    "wd_incr_steps": _decay,
+    "wd_incr_style": lambda r: "constant",
+}
+"""Of OptimizerParamScheduler, in steps."""
+
+
+def values(table: Table, run: RunConfig) -> dict[str, Any]:
+    """What a table makes of a resolved configuration for the release that this process loads.
+
+    Fields that keep megatron-core's default are left out.
+    """
+    return {
+        name: value
+        for name, get in table.items()
+        if is_there(name) and (value := get(run)) is not LEFT_OUT
+    }
+
+
+def transformer_values(run: RunConfig) -> dict[str, Any]:
+    """Return every field of the TransformerConfig of a resolved configuration, or of its
+    MLATransformerConfig.
+    """
+    out = values(FIELDS, run)
+    if run.model.moe is not None:
+        out |= values(MOE_FIELDS, run)
+    if run.model.hybrid is not None:
+        out |= values(HYBRID_FIELDS, run)
+    if run.model.mla is not None:
+        out |= values(MLA_FIELDS, run)
+        del out["num_query_groups"]
+    if run.model.linear_attention is not None:
+        out |= values(LINEAR_FIELDS, run)
+    if run.model.dsa is not None:
+        out |= values(DSA_FIELDS, run)
+    return out
+
+
+def feeds(run: RunConfig) -> dict[str, list[str]]:
+    """Return key -> the fields of megatron-core whose value it has a part in, as
+    `TransformerConfig.hidden_size`.
+
+    Fields of experts and of MLA are there only where the model has them.
+    """
+    out: dict[str, list[str]] = {}
+    config = "TransformerConfig" if run.model.mla is None else "MLATransformerConfig"
+    for owner, table in (
+        (config, FIELDS),
+        ("GPTModel", GPT_FIELDS),
+        ("DistributedDataParallelConfig", DDP_FIELDS),
+        ("DistributedDataParallelConfig", FSDP_FIELDS),
+        ("OptimizerConfig", OPTIMIZER_FIELDS),
+        *(("OptimizerConfig", table) for table in OWN_FIELDS.values()),
+        ("OptimizerParamScheduler", SCHEDULE_FIELDS),
+        (config, MOE_FIELDS if run.model.moe is not None else {}),
+        (config, MLA_FIELDS if run.model.mla is not None else {}),
+        (config, LINEAR_FIELDS if run.model.linear_attention is not None else {}),
+        (config, DSA_FIELDS if run.model.dsa is not None else {}),
+        (config, HYBRID_FIELDS if run.model.hybrid is not None else {}),
+    ):
+        for name, get in table.items():
+            for key in sorted(_keys_read(get, run)):
+                fields = out.setdefault(key, [])
+                fields += [f"{owner}.{name}"] if f"{owner}.{name}" not in fields else []
+    return out
+
+
+def _keys_read(get: Get, run: RunConfig) -> set[str]:
+    reads: set[str] = set()
+    get(watched(run, reads))
+    return reads & schema_keys().keys()

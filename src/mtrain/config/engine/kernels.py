@@ -1,0 +1,469 @@
+"""Which implementation of each operation runs where: what there is, what speaks against it, and
+what `auto` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mtrain_kernels.admitted import missing
+
+from mtrain.config.engine.fusions import fusions
+from mtrain.config.machine.devices import facts_of, with_cuda_kernels
+from mtrain.config.messages.problem import problem_of
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.resolve.watch import watched
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import Problem
+
+
+class Facts(Protocol):
+    """What is known of the machine."""
+
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def transformer_engine(self) -> bool: ...
+    @property
+    def triton(self) -> bool: ...
+    @property
+    def triton_interpreted(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a model, under its key in `kernels`."""
+
+    name: str
+    order: tuple[str, ...]
+    """Its implementations in the order in which `auto` tries them."""
+    applies: Callable[[RunConfig], bool] = lambda run: True
+    """Whether a model has it."""
+    needs: str = ""
+    """What a model must have for it, as a user writes it."""
+
+
+def _routes(run: RunConfig) -> bool:
+    return run.model.moe is not None and run.model.moe.router_load_balancing_type != "sinkhorn"
+
+
+def _activates(run: RunConfig) -> bool:
+    m = run.model
+    plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
+    return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")
+
+
+OPERATIONS = (
+    Operation("norm", ("te", "triton", "reference")),
+    Operation(
+        "rope",
+        ("triton", "reference"),
+        lambda r: r.model.mla is not None or r.model.position_embedding_type == "rope",
+        "model.position_embedding_type=rope",
+    ),
+    Operation("attention", ("te", "torch", "triton", "reference")),
+    Operation("linear", ("te", "triton", "reference")),
+    Operation(
+        "activation",
+        ("triton", "reference"),
+        _activates,
+        "model.activation swiglu, geglu, geglu_tanh or squared_relu, without offset and clamp",
+    ),
+    Operation(
+        "experts",
+        ("te", "triton", "torch", "reference"),
+        lambda r: r.model.moe is not None,
+        "a model.moe",
+    ),
+    Operation(
+        "moe_router",
+        ("triton", "reference"),
+        _routes,
+        "a model.moe that is not balanced by sinkhorn",
+    ),
+    Operation(
+        "moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"
+    ),
+    Operation("loss", ("triton", "reference", "megatron")),
+    Operation("optimizer", ("triton", "te", "torch", "reference")),
+)
+"""All of them, in the order of the keys of `kernels`."""
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "linear": ("fp8_linear", "quantize"),
+    "experts": ("grouped_gemm",),
+    "loss": ("cross_entropy", "linear_cross_entropy"),
+}
+"""Ops of `mtrain_kernels` that do an operation by Triton; the others have its name."""
+
+
+def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
+    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this
+    run.
+    """
+    parts = PARTS.get(op, (op,))
+    if op == "experts" and run.precision.quantized in OURS:
+        parts += ("fp8_grouped", "quantize")
+    whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
+    return (*parts, "newton_schulz") if whole else parts
+
+
+OURS = ("tensorwise", "blockwise")
+"""Recipes of precision.fp8 that linear layers and experts of ours know."""
+WIDEST_HEAD = 256
+"""Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
+NO_COUNTS = (
+    "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
+    " none"
+)
+
+
+def routes_by_lists(run: RunConfig) -> bool:
+    """Return whether experts of a resolved run are routed to by lists of them, so that no layer
+    waits for the device.
+
+    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it,
+    no token is dropped, and nobody else needs a map.
+    """
+    moe = run.model.moe
+    k = run.kernels
+    if moe is None or k.experts == "te":
+        return False
+    if "moe_router" in (run.trainer.cuda_graph_modules or ()):
+        return False  # what a captured router leaves to the rest of a layer are maps
+    if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
+        return False
+    dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
+    return (
+        dropless
+        and moe.token_dispatcher_type != "flex"
+        and moe.router_load_balancing_type != "sinkhorn"
+    )
+
+
+def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
+    """What does an operation of the model that nobody named; None: it is named, or the machine that
+    runs it decides.
+
+    What `kernels.default` names is known everywhere; only what `auto` takes depends on the machine.
+    """
+    word = getattr(run.kernels, op.name)
+    default = run.kernels.default
+    device = run.cluster.device
+    if word not in (None, "auto") or not op.applies(run):
+        return None
+    if word is None and default in op.order and not lacks(op.name, default, run):
+        return default
+    return _auto(op, run, device, machine)[0] if facts_of(device).on_host or machine.gpus else None
+
+
+def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
+    """Return why each operation of a resolved run is done by whom it is: key -> a sentence.
+
+    It tells what speaks against those that `auto` would have tried before, or that somebody named
+    it.
+    """
+    out: dict[str, str] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if word is None:
+            continue
+        impl, against = _auto(op, run, run.cluster.device, machine)
+        refused = "; ".join(f"no {name}: {why}" for name, why in against.items())
+        out[op.name] = (refused or "the first that can run") if word == impl else "named"
+    more = fusions(run)
+    return {name: f"{why}; {more[name]}" if name in more else why for name, why in out.items()}
+
+
+def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
+    """Return the operations that `auto` would do by Triton if its kernels had been run on this
+    generation of GPUs.
+    """
+    device = run.cluster.device
+    if not facts_of(device).cuda_kernels:
+        return []
+    found = []
+    for op in OPERATIONS:
+        chosen = stands_for(op, run, machine)
+        if chosen is None:  # it is named, or no operation of this model
+            continue
+        why = _auto(op, run, device, machine)[1].get("triton")
+        if chosen != run.kernels.default and why is not None and why == _not_run(op.name, run):
+            found.append(op.name)
+        run = run.model_copy(update={"kernels": run.kernels.model_copy(update={op.name: chosen})})
+    return found
+
+
+def summary(run: RunConfig) -> str:
+    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te:
+    norm`.
+    """
+    by_word: dict[str, list[str]] = {}
+    for op in OPERATIONS:
+        word = getattr(run.kernels, op.name)
+        if op.applies(run):
+            by_word.setdefault(word or "chosen where it runs", []).append(op.name)
+    if len(by_word) == 1:
+        return next(iter(by_word))
+    return "; ".join(f"{w}: {', '.join(n)}" for w, n in by_word.items())
+
+
+def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
+    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are
+    chosen.
+    """
+    against: dict[str, str] = {}
+    for word in op.order:
+        why = _unwanted(op.name, word, run, device, machine) or obstacle(
+            op.name, word, run, device, machine
+        )
+        if why is None:
+            return word, against
+        against[word] = why
+    return "reference", against
+
+
+def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
+    """Return why an implementation cannot run, or None."""
+    facts = facts_of(device)
+    if word == "te":
+        if not facts.cuda_kernels:
+            return f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device}"
+        if machine.gpus and not machine.transformer_engine:
+            return "TransformerEngine is not installed"
+    if word == "triton":
+        if not machine.triton and (facts.on_host or machine.gpus):
+            return "Triton is not installed"
+        if facts.on_host and not machine.triton_interpreted:
+            return (
+                "Triton runs on a GPU, and on a CPU only in its interpreter, with"
+                " TRITON_INTERPRET=1"
+            )
+    return lacks(op, word, run) or (
+        torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None
+    )
+
+
+def lacks(op: str, word: str, run: RunConfig) -> str | None:
+    """Return why an implementation has not what this run asks of an operation, on any device, or
+    None.
+    """
+    if op == "optimizer":
+        return update_obstacle(word, run)
+    if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
+        return (
+            "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
+            " tensorwise or blockwise"
+        )
+    if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
+        return (
+            f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
+        )
+    if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":
+        return (
+            "TransformerEngine's attention is not asked for the biases of"
+            " model.position_embedding_type relative"
+        )
+    if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
+        return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+    if op == "attention" and word in ("te", "triton") and run.model.dsa is not None:
+        return (
+            f"attention by {word} takes no mask of each pair, in which model.dsa says what was"
+            " chosen"
+        )
+    if (op, word) == ("attention", "triton"):
+        return _fused_attention_lacks(run)
+    if op == "experts" and run.model.moe is not None:
+        return _experts_lack(word, run)
+    return None
+
+
+def _experts_lack(word: str, run: RunConfig) -> str | None:
+    """What a run asks of experts that an implementation has not, or None."""
+    if word == "te" and run.model.moe is not None and run.model.moe.padded:
+        return NO_COUNTS
+    if (
+        word == "te"
+        and run.precision.quantized in OURS
+        and run.kernels.linear in ("triton", "reference")
+    ):
+        return (
+            "TransformerEngine's experts read precision.fp8 beside its linear layers, which are"
+            f" {run.kernels.linear}"
+        )
+    if word == "torch" and run.precision.quantized is not None:
+        return (
+            f"torch's grouped product is in {run.precision.dtype}, and precision is"
+            f" {run.precision.quantized}"
+        )
+    return None
+
+
+def _experts_are_ours(run: RunConfig) -> str | None:
+    """Return why experts in eight bits are not TransformerEngine's, whose linear layers they would
+    be beside, or None.
+    """
+    moe = run.model.moe
+    word = run.kernels.experts
+    if moe is None:
+        return None
+    if word in ("triton", "reference"):
+        return (
+            "experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is"
+            f" {word}"
+        )
+    return NO_COUNTS if word != "te" and moe.padded else None
+
+
+def _fused_attention_lacks(run: RunConfig) -> str | None:
+    """What a model wants of attention that Triton's kernel has not, or None."""
+    m = run.model
+    if m.position_embedding_type == "relative":
+        return "Triton's attention knows no biases of model.position_embedding_type relative"
+    if m.attention_dropout:
+        return (
+            "Triton's attention knows no dropout, and model.attention_dropout is"
+            f" {m.attention_dropout:g}"
+        )
+    latent = m.mla and max(m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim, m.mla.v_head_dim)
+    width = latent or m.head_dim
+    if width > WIDEST_HEAD:
+        return (
+            f"Triton's attention has heads of {WIDEST_HEAD} at most, and those of the model are"
+            f" {width} wide"
+        )
+    return None
+
+
+def update_obstacle(word: str, run: RunConfig) -> str | None:
+    """Return why an implementation does not update what this run trains, or None."""
+    return OPTIMIZERS[run.optim.name].obstacle(word, run)
+
+
+def torch_experts_obstacle(run: RunConfig) -> str | None:
+    """Return why torch's grouped product does not take the experts of this model, or None."""
+    if run.precision.dtype != "bf16":
+        return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
+    if run.model.moe:
+        share = run.model.moe.ffn_hidden_size // (run.parallel.etp or run.parallel.tp)
+    else:
+        share = 8
+    if run.model.hidden_size % 8 or share % 8:
+        return (
+            f"torch's grouped product takes sizes by 8, and experts are {run.model.hidden_size} x"
+            f" {share} on a rank"
+        )
+    return None
+
+
+def te_norm_obstacle(run: RunConfig) -> str | None:
+    """Return why TransformerEngine's norms are not those of this model, or None."""
+    m = run.model
+    if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
+        return None
+    return f"TransformerEngine's norms all have model.layernorm_epsilon, {m.layernorm_epsilon:g}"
+
+
+def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
+    """Return why `auto` passes an implementation over that could run, or None."""
+    facts = facts_of(device)
+    if facts.on_host and word == "triton" and machine.triton_interpreted:
+        return (
+            "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a"
+            " microsecond"
+        )
+    if op == "optimizer" and word == "torch":
+        return None
+    if facts.on_host and word == "torch":
+        if op == "attention":
+            return "the reference calls the same kernels of torch on a CPU"
+        return "measured on no CPU"
+    served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
+    if not facts.on_host and not served:
+        return f"nobody has said that it serves {device}"
+    if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
+        return why
+    if (
+        (op, word) == ("linear", "te")
+        and run.precision.quantized in OURS
+        and (why := _experts_are_ours(run))
+    ):
+        return why
+    if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
+        return (
+            "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue"
+            " 172439)"
+        )
+    triton_could = obstacle(op, "triton", run, device, machine) is None and not _not_run(op, run)
+    if (op, word) == ("attention", "torch") and triton_could:
+        if run.model.softmax_type != "vanilla":
+            what = "sinks"
+        else:
+            if run.model.attn_logit_softcapping:
+                what = "caps"
+            else:
+                what = ""
+        if what:
+            return f"torch's kernels know no {what} of scores but as a number for each pair"
+        return None
+    if op == "activation" and word == "triton" and run.kernels.linear == "te":
+        return "megatron-core's fused activations go with TransformerEngine's layers"
+    return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None
+
+
+def _not_run(op: str, run: RunConfig) -> str | None:
+    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits,
+    or None.
+    """
+    anyway = f"kernels.{op}=triton takes them anyway"
+    if run.cluster.sm is None:
+        return (
+            "auto takes Triton where it has run, and cluster.sm does not say which GPU this is;"
+            f" {anyway}"
+        )
+    new = missing(run.cluster.sm, parts_of(op, run))
+    if not new:
+        return None
+    return (
+        f"Triton's kernels of {' and '.join(new)} have not run on sm_{run.cluster.sm} yet; {anyway}"
+    )
+
+
+KEYS = ("default", *(op.name for op in OPERATIONS))
+"""Keys of `kernels` that name an implementation."""
+
+
+def problems(
+    run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
+) -> Iterator[Problem]:
+    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is
+    a rule's).
+    """
+    for key in keys:
+        yield from _problem(run, machine, origins, key)
+
+
+def _problem(
+    run: RunConfig, machine: Facts, origins: Mapping[str, str], key: str
+) -> Iterator[Problem]:
+    word = getattr(run.kernels, key)
+    device = run.cluster.device
+    if word not in ("triton", "te") or (word == "te" and not facts_of(device).cuda_kernels):
+        return
+    if key != "default" and word == run.kernels.default:
+        return
+    reads: set[str] = set()
+    why = obstacle("norm" if key == "default" else key, word, watched(run, reads), device, machine)
+    if why is not None:
+        path = f"kernels.{key}"
+        fix = f"{path}=reference"
+        if machine.triton and word == "triton":
+            fix += " or TRITON_INTERPRET=1 in the environment (slow, for tests)"
+        elif word == "triton":
+            fix += " or pip install 'mtrain[triton]'"
+        named = sorted(read for read in reads if read in why and not read.endswith("."))
+        related = ["cluster.device", *(read for read in named if read != "cluster.device")]
+        yield problem_of(run, origins, "MT407", path, why, fix, related=related)

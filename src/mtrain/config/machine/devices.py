@@ -1,0 +1,80 @@
+"""What a configuration needs to know of a device before torch is there: facts, by the name that a
+user writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from mtrain.config.machine import plug_ins
+
+GROUP = "mtrain.devices"
+"""Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
+FACTS_GROUP = "mtrain.device_facts"
+"""Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
+torch.
+"""
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What is known of a device; of a plug-in that says nothing, nothing is taken for granted."""
+
+    name: str
+    on_host: bool = False
+    """Ranks are processes on the cores and in the memory of their machine, as many as a layout
+    needs.
+    """
+    counted: bool = False
+    """`Machine.gpus` counts those of this machine, and `auto` takes them where there are enough."""
+    cuda_kernels: bool = False
+    """What is written for CUDA runs on it: TransformerEngine, DeepEP, HybridEP.
+
+    `cluster.sm` is about it.
+    """
+    triton: bool = False
+    """Triton compiles for it."""
+    torch_kernels: bool = False
+    """torch's own fused kernels are the better choice on it."""
+    fused_adam: bool = False
+    """torch's Adam updates a weight of it in one pass."""
+    fork_safe: bool = False
+    """Ranks may be forked from a process that has imported torch; elsewhere each has an interpreter
+    of its own.
+    """
+
+
+CPU = DeviceFacts(name="cpu", on_host=True, fused_adam=True, fork_safe=True)
+CUDA = DeviceFacts(
+    name="cuda", counted=True, cuda_kernels=True, triton=True, torch_kernels=True, fused_adam=True
+)
+SHIPPED = {facts.name: facts for facts in (CPU, CUDA)}
+
+
+def facts_of(name: str) -> DeviceFacts:
+    """Return the facts of a device; those of a plug-in from its entry point, where it has one.
+
+    Raises:
+        BadEnvironment: the entry point does not load, or is something else.
+    """
+    return SHIPPED.get(name) or _of_plug_in(name)
+
+
+@cache
+def _of_plug_in(name: str) -> DeviceFacts:
+    entry = plug_ins.found(FACTS_GROUP).get(name)
+    if entry is None:
+        return DeviceFacts(name=name)
+    return plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
+
+
+def names() -> list[str]:
+    """Return every device that can be named: those that ship, then those of plug-ins."""
+    return [*SHIPPED, *sorted(plug_ins.found(GROUP).keys() - SHIPPED.keys())]
+
+
+def with_cuda_kernels() -> str:
+    """Return the devices that what is written for CUDA runs on, as words."""
+    return " and ".join(name for name, facts in SHIPPED.items() if facts.cuda_kernels)

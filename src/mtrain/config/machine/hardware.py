@@ -1,0 +1,198 @@
+"""What this process may use of its machine: cores and memory within the limits of its control
+group, and GPUs.
+
+Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of
+NVIDIA's GPUs the driver's own library knows more (`config/machine/nvml.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from mtrain.config.machine.nvml import Driver
+from mtrain.config.machine.visible import Seen, counted, shown
+
+ROOT = Path("/")
+GROUPS = "sys/fs/cgroup"
+MOST_NODES = 1 << 20
+"""Nodes that are taken from one entry of a list of SLURM's."""
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 of control groups says a number near 2^63 where there is no limit."""
+AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def cpu_cores(root: Path = ROOT) -> int:
+    """Cores that this process may run on, by its affinity and by the cpuset and the quota of its
+    control group.
+
+    A quota of part of a core counts as one more: 2.5 cores are 3.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    quotas = [
+        math.ceil(quota) for folder in _groups("cpu", root) if (quota := _quota(folder)) is not None
+    ]
+    sets = [_listed(_text(folder / name)) for folder in _groups("cpuset", root) for name in _CPUSET]
+    return max(1, min([cores, *quotas, *(count for count in sets if count)]))
+
+
+def memory_bytes(root: Path = ROOT) -> int:
+    """Return bytes of main memory, or of what the control group leaves of it; 0 where neither is
+    known.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        memory = 0
+    limits = [_number(folder / name) for folder in _groups("memory", root) for name in _MEMORY]
+    known = [limit for limit in limits if limit is not None and limit < UNLIMITED_BYTES]
+    return int(min([*([memory] if memory > 0 else []), *known], default=0))
+
+
+_MEMORY = ("memory.max", "memory.limit_in_bytes")
+_CPUSET = ("cpuset.cpus.effective", "cpuset.cpus")
+
+
+def nvidia_gpus(
+    environment: Mapping[str, str], root: Path = ROOT, driver: Driver | None = None
+) -> Seen:
+    """Return NVIDIA's GPUs that CUDA shows this process: those that CUDA_VISIBLE_DEVICES leaves of
+    the driver's.
+
+    Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or
+    `/dev/dxg` of WSL2, which stands for one GPU or several.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if driver is not None:
+        return replace(shown(driver.gpus, visible), driver=driver)
+    files = len(list((root / "dev").glob("nvidia[0-9]*")))
+    in_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    gpus = files or int(in_wsl)
+    return counted(gpus, visible)
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Return the number of tasks of this SLURM step on this machine where each is shown one GPU of
+    its own, else 0.
+
+    `--gpus-per-task=1` and `--ntasks-per-gpu=1` show each task one GPU. A process then counts one
+    GPU for each task.
+    """
+    alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
+    if not alone or "SLURM_LOCALID" not in environment:
+        return 0
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = environment.get("SLURM_NODEID", "0")
+    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else 1
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the tasks of each node of a list of SLURM's, such as `4(x3),2`; empty where the text
+    is no such list.
+    """
+    counts: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            return []
+        counts += [int(match[1])] * min(int(match[2] or 1), MOST_NODES)
+    return counts
+
+
+def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
+    """AMD's GPUs that this process sees: nodes of the driver's topology with vector units, and what
+    HIP's and CUDA's variables leave of them. torch presents them as devices of type cuda.
+    """
+    if not (root / "dev/kfd").exists():
+        return 0
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    gpus = sum(bool(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE)) for node in nodes)
+    for name in (*AMD_VISIBLE, "CUDA_VISIBLE_DEVICES"):
+        if name in environment:
+            gpus = counted(gpus, environment[name]).count
+    return gpus
+
+
+def torch_is_for_amd() -> bool:
+    """Return whether the torch that is installed was built for ROCm; it is not imported."""
+    return bool(_built_for("hip"))
+
+
+def cuda_of_torch() -> str | None:
+    """Return the CUDA that the installed torch was built for, such as 13.0; empty: for none; None:
+    there is no torch.
+
+    torch is not imported.
+    """
+    return _built_for("cuda")
+
+
+def _built_for(platform: str) -> str | None:
+    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for
+    another one.
+    """
+    spec = find_spec("torch")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        text = _text(Path(place) / "version.py")
+        found = re.search(rf"^{platform}\b[^=\n]*=\s*['\"]([^'\"]*)", text, re.MULTILINE)
+        return found[1] if found else ""
+    return None
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield folders of the control groups that this process is in, from its own to the root of all
+    that it sees.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            top = root / GROUPS
+        elif controller in names.split(","):
+            top = next(
+                (root / GROUPS / n for n in (names, controller) if (root / GROUPS / n).is_dir()),
+                root / GROUPS,
+            )
+        else:
+            continue
+        here = Path(path.lstrip("/"))
+        # in a container the path may be that of the host, and its group is mounted at the top
+        for folder in (here, *here.parents):
+            if ".." not in folder.parts:
+                yield top / folder
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that a control group may use up in the mean; None: no limit."""
+    words = _text(folder / "cpu.max").split()  # version 2: "quota period" or "max period"
+    if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+        return int(words[0]) / int(words[1])
+    quota = _number(folder / "cpu.cfs_quota_us")
+    period = _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _listed(text: str) -> int:
+    """Return how many numbers a list such as `0-3,8` has."""
+    runs = [run.partition("-") for run in text.strip().split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in runs if first.isdigit())
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

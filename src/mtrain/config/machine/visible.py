@@ -1,0 +1,163 @@
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA
+passes over.
+
+The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all.
+Of a partitioned GPU (MIG), CUDA shows a process one instance, and then nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain.config.machine.nvml import Driver, Gpu
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+NONE = ("", "-1", "none", "void", "NoDevFiles")
+"""First entries by which users, schedulers and container runtimes hide every GPU on purpose."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The GPUs that CUDA shows a process."""
+
+    count: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    """As the driver describes them; empty where its library does not answer."""
+    fault: str = ""
+    """A sentence about the GPUs that the variable hides, and why; empty: it hides none."""
+    fix: str = ""
+    """The value to set instead, in words."""
+    on_purpose: bool = True
+    """True where the variable was meant to hide what it hides."""
+    driver: Driver | None = None
+
+    @property
+    def kind(self) -> Gpu | None:
+        """Return one of the GPUs where all have the same name, else None."""
+        return self.gpus[0] if len({gpu.name for gpu in self.gpus}) == 1 else None
+
+
+def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
+    """Return those of a driver's GPUs that CUDA shows.
+
+    `visible` is the variable; None: it is not set.
+    """
+    if visible is None:
+        known = [gpu for gpu in map(_device, gpus) if gpu is not None]
+        return _seen(known, "", "", True)
+    places, fault, on_purpose = _listed(visible, _Named(gpus))
+    found = [device for place in places if (device := _device_at(gpus, place)) is not None]
+    return _seen(found, fault, _fix(range(len(gpus))) if fault else "", on_purpose)
+
+
+def counted(gpus: int, visible: str | None) -> Seen:
+    """Count the GPUs that CUDA shows of `gpus` whose number alone is known; every UUID counts as
+    one of them.
+    """
+    if visible is None:
+        return Seen(gpus)
+    places, fault, on_purpose = _listed(visible, _Named([Gpu("")] * gpus, anonymous=True))
+    return Seen(min(gpus, len(places)), (), fault, _fix(range(gpus)) if fault else "", on_purpose)
+
+
+def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
+    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the
+    first alone.
+    """
+    instance = next((gpu for gpu in found if _is_instance(gpu)), None)
+    gpus = tuple(found) if instance is None else (instance,)
+    if len(gpus) < len(found) and not fault:
+        others = (
+            f"of {len(found)} GPUs and instances, CUDA shows a process one instance of a"
+            " partitioned GPU (MIG)"
+        )
+        return Seen(len(gpus), gpus, others, "one rank, or GPUs that are not partitioned", True)
+    return Seen(len(gpus), gpus, fault, fix, on_purpose)
+
+
+def _is_instance(gpu: Gpu) -> bool:
+    return gpu.uuid.startswith("MIG-")
+
+
+def _device(gpu: Gpu) -> Gpu | None:
+    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is
+    partitioned.
+    """
+    if not gpu.partitioned:
+        return gpu
+    return gpu.instances[0] if gpu.instances else None
+
+
+Place = tuple[int, int]
+"""A GPU, and one of its instances; -1: the GPU itself."""
+
+
+def _device_at(gpus: Sequence[Gpu], place: Place) -> Gpu | None:
+    gpu, instance = place
+    return _device(gpus[gpu]) if instance < 0 else gpus[gpu].instances[instance]
+
+
+class _Named:
+    """The places that entries of the variable name."""
+
+    def __init__(self, gpus: Sequence[Gpu], *, anonymous: bool = False) -> None:
+        self.gpus = gpus
+        self.anonymous = anonymous
+        self.unknown: list[str] = []
+
+    def place(self, entry: str) -> Place | None:
+        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
+        names none.
+        """
+        number = re.match(r"\+?\d+", entry)
+        if number:
+            index = int(number[0])
+            return (index, -1) if index < len(self.gpus) else None
+        if not entry.startswith(("GPU-", "MIG-")):
+            return None
+        if self.anonymous:
+            self.unknown = [*self.unknown, entry] if entry not in self.unknown else self.unknown
+            return (self.unknown.index(entry), 0)
+        found = [(i, -1) for i, gpu in enumerate(self.gpus) if gpu.uuid.startswith(entry)]
+        inner = [(i, j) for i, gpu in enumerate(self.gpus) for j, one in enumerate(gpu.instances)]
+        found += [(i, j) for i, j in inner if self.gpus[i].instances[j].uuid.startswith(entry)]
+        return found[0] if len(found) == 1 else None
+
+
+def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
+    """Return the places that the variable lists, what is wrong with it, and whether
+    that was meant.
+    """
+    places: list[Place] = []
+    entries = [entry.strip() for entry in text.split(",")]
+    written = f"{VARIABLE}={text}"
+    if entries[0] in NONE:
+        said = f"{VARIABLE} is empty" if not text.strip() else f"{written} begins with no GPU"
+        return [], f"{said}: every GPU is hidden" if named.gpus else "", True
+    for entry in entries:
+        place = named.place(entry)
+        if place in places:
+            fault = f"{written} names {entry} twice, and CUDA then shows no GPU"
+            return [], fault if named.gpus else "", False
+        if place is None:
+            which = (
+                f"{entry or 'an empty entry'} is no GPU of this machine, which has"
+                f" {_have(named.gpus)}"
+            )
+            fault = f"{written}: {which}: the list ends there"
+            return places, fault if named.gpus else "", False
+        places.append(place)
+    return places, "", True
+
+
+def _have(gpus: Sequence[Gpu]) -> str:
+    if len(gpus) == 1:
+        return "number 0"
+    return f"numbers 0 to {len(gpus) - 1}"
+
+
+def _fix(numbers: range) -> str:
+    """Return the advice that makes the variable show every GPU."""
+    return f"unset {VARIABLE}, or list each GPU once: {VARIABLE}={','.join(map(str, numbers))}"

@@ -1,0 +1,169 @@
+"""A key in words, from the schema alone: what it may be, its default, what it means
+beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from mtrain.config.compose.dump import spell
+from mtrain.config.messages.docs import documented
+from mtrain.config.messages.keys import field_of, key_of, schema_keys
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import GROUPS, RunConfig
+
+EFFECTS = {
+    Effect.ARCHITECTURE: (
+        "architecture: what the weights are; no checkpoint of another value can go on"
+    ),
+    Effect.NUMERICS: "numerics: the weights that come out",
+    Effect.CONTENTS: (
+        "contents: the weights that come out, by what lies there; a resume compares that, not the"
+        " name"
+    ),
+    Effect.PARALLELISM: (
+        "parallelism: how the work is sharded or how fast it is, and no number but its last digits"
+    ),
+    Effect.RUNTIME: "runtime: no weight; names, places, limits, output",
+}
+"""Effect -> what changing a key changes, in words."""
+
+_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_BOUNDS = {
+    "ge": "at least",
+    "gt": "more than",
+    "le": "at most",
+    "lt": "less than",
+    "pattern": "matching",
+}
+
+
+def type_of(path: str) -> str:
+    """What a key may be: `a whole number, at least 1, or null`; empty where there is no
+    such key.
+    """
+    field = field_of(path)
+    if field is None:
+        return ""
+    null, words = _split(field.annotation)
+    bounds = [*_bounds(field.metadata), *_bounds(_annotated(field.annotation))]
+    unit = f" ({unit})" if (unit := key_of(path).unit) else ""
+    return ", ".join([words + unit, *dict.fromkeys(bounds)]) + (", or null" if null else "")
+
+
+def default_of(path: str) -> str:
+    """Return the default as YAML; `(required)` where there is none."""
+    field = field_of(path)
+    value = field.get_default(call_default_factory=True) if field is not None else PydanticUndefined
+    return "(required)" if value is PydanticUndefined else spell(_as_data(value))
+
+
+def section_of(path: str) -> type[BaseModel] | None:
+    """Return the section class of a group or of a section inside one, such as `model.moe`."""
+    section: Any = RunConfig
+    for name in path.split("."):
+        info = section.model_fields.get(name)
+        if info is None:
+            return None
+        found = [a for a in (info.annotation, *get_args(info.annotation)) if isinstance(a, type)]
+        section = next((a for a in found if issubclass(a, BaseModel)), None)
+        if section is None:
+            return None
+    kept: type[BaseModel] = section
+    return kept
+
+
+def keys_of(path: str) -> list[str]:
+    """Return every key of a group or section."""
+    return [key for key in schema_keys() if key.startswith(f"{path}.")]
+
+
+def meaning(path: str) -> str:
+    """What a key's documentation says, in one line; empty where there is no such key."""
+    documented()
+    field = field_of(path)
+    return " ".join((field.description or "").split()) if field is not None else ""
+
+
+def summary(path: str) -> str:
+    """Return the first sentence that a key's documentation says."""
+    text = meaning(path)
+    head, dot, _ = text.partition(". ")
+    return head + "." if dot else text
+
+
+def example_section(section: type[BaseModel]) -> dict[str, Any]:
+    """Return the smallest values of a section: what is required, at 1."""
+    return {name: 1 for name, info in section.model_fields.items() if info.is_required()}
+
+
+def groups() -> Mapping[str, str]:
+    """group -> what its section says of itself."""
+    out = {}
+    for group in GROUPS:
+        text = " ".join((getattr(section_of(group), "__doc__", "") or "").split())
+        out[group] = text.partition(": ")[2] or text
+    return out
+
+
+def _split(annotation: Any) -> tuple[bool, str]:
+    parts = list(_alternatives(annotation))
+    words = [_words(part) for part in parts if part is not NoneType]
+    return NoneType in parts, " or ".join(dict.fromkeys(words))
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _alternatives(part)
+    else:
+        yield annotation
+
+
+def _words(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, inside))
+    if origin is tuple:
+        items = [_split(part)[1] for part in inside if part is not Ellipsis]
+        many = "any number of" if Ellipsis in inside else str(len(items))
+        return f"a list of {many} values, each {items[0]}"
+    if origin is dict:
+        return (
+            f"a mapping from {_words(inside[0]).removeprefix('one of ')} to {_split(inside[1])[1]}"
+        )
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a mapping of keys"
+    return _PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _annotated(annotation: Any) -> list[Any]:
+    """Limits that stand inside the annotation."""
+    out: list[Any] = []
+    if get_origin(annotation) is Annotated:
+        out += get_args(annotation)[1:]
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            out += _annotated(part)
+    return out
+
+
+def _bounds(metadata: Any) -> Iterator[str]:
+    for item in metadata:
+        for name, words in _BOUNDS.items():
+            if getattr(item, name, None) is not None:
+                yield f"{words} {getattr(item, name)}"
+        yield from _bounds(getattr(item, "metadata", ()))
+
+
+def _as_data(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

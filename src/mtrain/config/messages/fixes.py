@@ -1,0 +1,193 @@
+"""The fixes of what the schema refuses, tried against the rules before they are shown."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.grammar import parse_value
+from mtrain.config.compose.layout_string import parse_layout
+from mtrain.config.compose.paths import find_config
+from mtrain.config.compose.yaml_reader import load
+from mtrain.config.messages.keys import field_of, is_content
+from mtrain.config.messages.suggestions import NEAREST, is_number
+from mtrain.config.rules import Answers, apply, findings
+from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.errors import Problem
+
+PROPOSED = ("MT013", "MT014", "MT007")
+"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that
+was written, or what is nearest to it.
+"""
+KEPT = ("MT010", "MT012", "MT013")
+"""Codes whose fix is what was written in other words, whatever it breaks beside the rest."""
+
+
+def with_fixes(
+    problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
+) -> list[Problem]:
+    """`problems` with fixes that break no rule; `partial` is the configuration with each refused
+    key as it would be if nobody had set it.
+
+    A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys:
+    then the fix is the value that the key had before it was set, unless that would throw away a
+    text, a list or a path.
+    """
+    trial = _Trial(partial, resolve)
+    return [
+        _with_fix(problem, trial) if problem.code not in ("MT003", "MT004", "MT018") else problem
+        for problem in problems
+    ]
+
+
+def _with_fix(problem: Problem, trial: _Trial) -> Problem:
+    keep = problem.code in KEPT or problem.rule.endswith(NEAREST)
+    if problem.fix:
+        fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep)
+    else:
+        fix = ""
+    return replace(problem, fix=fix or trial.before_it(problem.path, problem.value))
+
+
+def _is_meant(problem: Problem) -> bool:
+    """Return whether the fix is what was written, in other words."""
+    return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
+
+
+class _Trial:
+    """Tries settings of one key beside those that were not refused."""
+
+    def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
+        self.partial = partial
+        self.resolve = resolve
+        self.held = partial.flat()
+        self.answers = Answers()
+        self.before = self._said(partial, unusual=False)
+
+    def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
+        """Those alternatives of a fix that work; empty where the first does not.
+
+        What is to `keep` stays where the rest is broken already, for it may fit once that is
+        corrected; else it comes with the change of another key that lets it fit, where there is
+        one.
+        """
+        changes = [_change(text) for text in fix.split(" or ")]
+        known = [change for change in changes if change is not None]
+        if len(known) < len(changes):  # words, or several keys at once
+            return fix
+        good = [change for change in known if self._fits(*change, unusual=unusual)]
+        if known[0] not in good and keep and self.before:
+            return fix
+        if known[0] not in good and keep and (together := self._with_another(*known[0])):
+            return together
+        of_layouts = bool(good) and isinstance(known[0][1], Layout)
+        if (
+            known[0] not in good and not of_layouts
+        ):  # another key that takes the value is no suggestion for this one
+            return fix if keep else ""
+        return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
+
+    def before_it(self, path: str, value: object) -> str:
+        """Return the value that a key held before one that says nothing: a number out of any range,
+        and no text or list.
+
+        Null is no such value for a number: no minutes are not the usual minutes.
+        """
+        said = (isinstance(value, (str, list)) and len(value) > 0) or (
+            is_number(value) and self.held.get(path) is None
+        )
+        if (
+            said
+            or path not in self.held
+            or is_content(path)
+            or not self._fits(path, self.held[path], unusual=True)
+        ):
+            return ""
+        return override(path, self.held[path])
+
+    def _with_another(self, key: str, value: Any) -> str:
+        """Return a setting together with the first change of other keys that lets it break no rule;
+        empty: there is none.
+        """
+        try:
+            run = self.resolve(apply(self.partial, {key: value}))
+        except (ValidationError, KeyError, TypeError):
+            return ""
+        broken = [
+            f
+            for f in findings(run)
+            if f.severity == "error" and (f.code, f.path) not in self.before
+        ]
+        changes = [
+            {key: value, **change}
+            for f in broken[:1]
+            for change in f.fixes[:4]
+            if key not in change
+        ]
+        works = next((c for c in changes if self._all_fit(c)), {})
+        return " ".join(override(*change) for change in works.items())
+
+    def _all_fit(self, changes: Mapping[str, Any]) -> bool:
+        try:
+            return self._said(apply(self.partial, changes), unusual=False) <= self.before
+        except (ValidationError, KeyError, TypeError):
+            return False
+
+    def _fits(self, key: str, value: Any, *, unusual: bool) -> bool:
+        try:
+            value = value.values if isinstance(value, Layout) else value
+            return self._said(apply(self.partial, {key: value}), unusual=unusual) <= self.before
+        except (ValidationError, KeyError, TypeError):
+            return False
+
+    def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
+        """What the rules say of a run; warnings, and inputs that lack, only where nothing `unusual`
+        may be.
+        """
+        found = findings(self.resolve(run), self.answers)
+        return {
+            (f.code, f.path)
+            for f in found
+            if not unusual or (f.severity == "error" and f.lacks != "input")
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout in one word, and the values of the parallel group that it stands for."""
+
+    word: str
+    values: dict[str, Any]
+
+
+def _layout(word: str) -> dict[str, Any]:
+    """Return the values of a named layout, or of one in a word.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    file = find_config(f"parallel/{word}")
+    return load(file).values if file is not None else parse_layout(word)
+
+
+def _spelled(key: str, value: Any) -> str:
+    return f"{key}={value.word}" if isinstance(value, Layout) else override(key, value)
+
+
+def _change(text: str) -> tuple[str, Any] | None:
+    """Return the key and value of an override of one key that exists; None for any other text."""
+    try:
+        words = shlex.split(text)
+        key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        if key in ("recipe", "run", *GROUPS) and key != "parallel":
+            return None
+        if key == "parallel":
+            return key, Layout(value, _layout(value))
+        return (key, parse_value(value)) if field_of(key) is not None else None
+    except ValueError:
+        return None

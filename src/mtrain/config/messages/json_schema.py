@@ -1,0 +1,163 @@
+"""The schema for editors: JSON Schema draft-07, which yaml-language-server reads, of a group, a
+recipe or a run file.
+
+Made from the pydantic schemas alone, so a new key is completed and documented in an editor as soon
+as it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from mtrain.config.compose.layout_string import GRAMMAR
+from mtrain.config.compose.paths import choices_of_group
+from mtrain.config.messages.docs import documented
+from mtrain.config.schema.run import GROUPS, RunConfig
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+COMMENT = "made by `mtrain schema`; make it again after an update"
+KINDS = ("run", "recipe", *GROUPS)
+"""What there is a schema of."""
+
+LAYOUT = r"^((vpp|etp|tp|pp|cp|ep|dp)[1-9][0-9]{0,5}|sp)+$"
+REFERENCE = {
+    "type": "string",
+    "pattern": r"^\$\{[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\}$",
+    "description": "The value of another key, as in ${trainer.train_iters}.",
+}
+
+Json = dict[str, Any]
+
+
+def json_schema(kind: str) -> Json:
+    """Return the draft-07 schema of `run`, `recipe` or a group.
+
+    A run file says every group; a recipe says any keys of any group, choices, and words about
+    itself; a file of a group says the keys of the group.
+
+    Raises:
+        KeyError: there is no such kind.
+    """
+    if kind == "recipe":
+        return _finished(_recipe(), "A recipe of mtrain: choices, values, and words about itself.")
+    model: Any = RunConfig if kind == "run" else RunConfig.model_fields[kind].annotation
+    words = "A resolved run of mtrain: run=FILE repeats it." if kind == "run" else ""
+    return _finished(_lowered_schema(model), words)
+
+
+def _finished(schema: Json, words: str) -> Json:
+    head = {"$schema": DRAFT, "$comment": COMMENT}
+    return {**head, **schema, "description": words or schema.get("description", "")}
+
+
+def _lowered_schema(model: type[BaseModel]) -> Json:
+    """pydantic's schema (2020-12) as draft-07."""
+    documented()
+    lowered: Json = _lowered(model.model_json_schema())
+    if "$defs" in lowered:
+        lowered["definitions"] = dict(sorted(lowered.pop("$defs").items()))
+    return lowered
+
+
+def _lowered(node: Any, *, named: bool = False) -> Any:
+    """Return a part of a schema in the older draft.
+
+    `$ref` hides its neighbours there, so they go around it; a list of positions is `items`; a title
+    that only repeats the key's name is left out. `named` parts are mappings from names, not
+    schemas.
+    """
+    if isinstance(node, list):
+        return [_lowered(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if named:
+        return {name: _lowered(part) for name, part in node.items()}
+    out: Json = {}
+    for key, value in node.items():
+        if key == "title":
+            continue
+        if key == "description":
+            out[key] = " ".join(value.split())
+        elif key == "prefixItems":
+            out |= {"items": [_lowered(item) for item in value], "additionalItems": False}
+        elif key == "$ref":
+            out[key] = value.replace("#/$defs/", "#/definitions/")
+        elif key in ("default", "enum", "const"):
+            out[key] = value
+        else:
+            out[key] = _lowered(value, named=key in ("properties", "$defs"))
+    if "$ref" in out and len(out) > 1:
+        out = {"allOf": [{"$ref": out.pop("$ref")}], **out}
+    return out
+
+
+def _recipe() -> Json:
+    """Return a recipe: nothing is required, and a value may be a reference to another key."""
+    whole = _lowered_schema(RunConfig)
+    definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
+    definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "recipe": {"$ref": "#/definitions/RecipeConfig"},
+            "defaults": _choices(),
+            **_groups(whole),
+        },
+        "definitions": definitions,
+    }
+
+
+def _groups(whole: Mapping[str, Any]) -> Json:
+    return {group: whole["properties"][group] for group in GROUPS}
+
+
+def _partial(section: Mapping[str, Any]) -> Json:
+    """Return a section of which a file may say any part."""
+    out = {key: value for key, value in section.items() if key != "required"}
+    out["properties"] = {
+        name: _or_reference(part) for name, part in section.get("properties", {}).items()
+    }
+    return out
+
+
+def _or_reference(part: Json) -> Json:
+    """Return a value, or `${another.key}`; sections stay sections, and text may be anything
+    already.
+    """
+    inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
+    if any(
+        "$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner
+    ):
+        return part
+    words: Json = {key: part[key] for key in ("description", "default") if key in part}
+    rest = {key: value for key, value in part.items() if key not in words}
+    kinds = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
+    return {"anyOf": [*kinds, {"$ref": "#/definitions/Reference"}], **words}
+
+
+def _choices() -> Json:
+    """Return the list `defaults`: which file of each group."""
+    properties: Json = {}
+    for group in GROUPS:
+        files: Json = {"enum": choices_of_group(group)}
+        layout = {"type": "string", "pattern": LAYOUT, "description": GRAMMAR}
+        properties[f"override /{group}"] = (
+            {"anyOf": [files, layout]} if group == "parallel" else files
+        )
+    entry = {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+        "properties": properties,
+        "patternProperties": {f"^override +({'|'.join(GROUPS)})$": {"type": "string"}},
+    }
+    return {
+        "type": "array",
+        "items": entry,
+        "description": "Which file of a group: `- override /model: llama3_8b`.",
+    }

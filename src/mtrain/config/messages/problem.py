@@ -1,0 +1,58 @@
+"""A problem of a run, with the values of its keys and who set them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mtrain.config.schema.base import Section
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import Problem, Related, Severity
+
+
+def value_at(run: RunConfig, path: str) -> Any:
+    """Return the value of a dotted key; None where its section is null."""
+    node: Any = run
+    for name in path.split("."):
+        node = getattr(node, name, None)
+    return node
+
+
+def problem_of(
+    run: RunConfig,
+    origins: Mapping[str, str],
+    code: str,
+    path: str,
+    rule: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    related: Iterable[str] = (),
+) -> Problem:
+    """Return the problem `code` of the key `path`; `related` are the other keys that its rule is
+    about.
+    """
+    others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
+    return Problem(
+        code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML has it."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def distinct(problems: Sequence[Problem]) -> list[Problem]:
+    """`problems` without repetitions; a refused reference is not validated by its type as well."""
+    seen: dict[tuple[str, str, str, str], Problem] = {}
+    refused_at: set[str] = set()
+    for problem in problems:
+        if problem.path in refused_at:
+            continue
+        if problem.code == "MT007":
+            refused_at.add(problem.path)
+        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
+    return list(seen.values())

@@ -1,0 +1,1 @@
+"""Values that follow from others: defaults, batches, stages and the machine's."""

@@ -1,0 +1,177 @@
+"""Keys that mean something only beside another: what they are by default then, and what they wait
+for.
+
+Most say so in the schema (`when` and `null` of their `Key`); here stand conditions and defaults
+that are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mtrain.config.engine.kernels import OPERATIONS
+from mtrain.config.hybrid import MAMBA
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
+from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.resolve.condition import condition
+from mtrain.config.schema.peft import TARGETS
+from mtrain.config.schema.precision import LOW_PRECISION
+from mtrain.config.schema.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A key that is off, at its schema's default, unless `active` says that it reaches
+    something.
+    """
+
+    path: str
+    active: Callable[[RunConfig], bool]
+    needs: str
+    """The condition as a user writes it."""
+    default: Callable[[RunConfig], Any] = lambda run: None
+    """The value that null stands for where the key is active."""
+    off: Any = None
+
+    def value(self, run: RunConfig) -> Any:
+        """Return the key's value; `off` where its section is null."""
+        return _inside(run, self.path, self.off)
+
+
+def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
+    """Return the value at a path; `absent` where its section is null."""
+    node: Any = run
+    for name in _names(path):
+        if node is None:
+            return absent
+        node = getattr(node, name)
+    return node
+
+
+@cache
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
+def _meant(run: RunConfig, path: str) -> Any:
+    """What a condition sees of a key: what null stands for, and the default of a key that has no
+    effect itself.
+    """
+    key = _BY_PATH.get(path)
+    value = _inside(run, RESOLVED.get(path, path))
+    if key is None:
+        return value
+    if not key.active(run):
+        return key.off
+    return key.default(run) if value is None else value
+
+
+def _context_exchange(run: RunConfig) -> str | None:
+    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the
+    attention.
+    """
+    attention = run.kernels.attention
+    return {"te": "p2p", "auto": None, None: None}.get(attention, "all_gather")
+
+
+def chunks_of_a_document(run: RunConfig) -> int:
+    """Chunks that a document may be split into, so that each is whole."""
+    p = run.parallel
+    if p.hybrid_context_parallel:
+        return 2 * p.dp * (p.tp if p.sequence_parallel else 1)
+    return 2 * p.cp if p.cp > 1 else 1
+
+
+def takes_experts(run: RunConfig) -> bool:
+    """Return whether there are experts, and adapters of this kind can be theirs: those of `peft`
+    know neither of the two.
+    """
+    return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
+
+
+def _adapted(run: RunConfig) -> tuple[str, ...]:
+    """Return the kinds of layers that a model has, and its adapters take here and in `peft`."""
+    without = {"out_proj"} if takes_experts(run) else {"out_proj", "experts"}
+    without |= (
+        {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()
+    )
+    return tuple(target for target in TARGETS if target not in without)
+
+
+def _layers_may_differ(run: RunConfig) -> bool:
+    return run.precision.quantized not in (None, "delayed")
+
+
+_LAYERS = (_layers_may_differ, "a precision.fp8 whose recipe is not delayed, or a precision.fp4")
+_COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    "precision.num_layers_at_start_in_bf16": _LAYERS,
+    "precision.num_layers_at_end_in_bf16": _LAYERS,
+    "parallel.cp_comm_type": (
+        lambda r: r.parallel.cp > 1 or r.parallel.hybrid_context_parallel,
+        "parallel.cp above 1",
+    ),
+    "model.moe.router_padding_for_quantization": (
+        lambda r: (
+            r.precision.quantized is not None and r.kernels.experts not in ("triton", "reference")
+        ),
+        "a precision.fp8 or precision.fp4, and kernels.experts=te",
+    ),
+    "trainer.sync_debug": (lambda r: not facts_of(r.cluster.device).on_host, "cluster.device=cuda"),
+    "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
+    **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
+}
+"""Conditions that are more than words: the check, and how a user writes it."""
+
+_DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
+    "parallel.cp_comm_type": _context_exchange,
+    "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(1, r.data.length // r.parallel.dp),
+    "data.packed_multiple": chunks_of_a_document,
+    "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
+    **{
+        f"optim.{name}.{key}": get
+        for name, spec in OPTIMIZERS.items()
+        for key, get in spec.defaults.items()
+    },
+    "peft.target": _adapted,
+    "model.rope_scaling.original_max_position_embeddings": lambda r: (
+        r.model.max_position_embeddings
+    ),
+    "model.moe.router_group_score_topk": lambda r: (
+        r.model.moe.group_score_topk if r.model.moe else None
+    ),
+}
+"""What null means where that follows from other keys."""
+
+
+def _conditionals() -> Iterator[Conditional]:
+    for path, field in schema_keys().items():
+        default = _DEFAULTS.get(path) or _always(key_of(path).null)
+        if path in _COMPUTED:
+            active, needs = _COMPUTED[path]
+            yield Conditional(path, active, needs, default, field.default)
+        elif text := when_of(path):
+            needed = condition(text)
+            yield Conditional(path, _check(needed.holds), str(needed), default, field.default)
+
+
+def _always(value: Any) -> Callable[[RunConfig], Any]:
+    return lambda run: value
+
+
+def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[RunConfig], bool]:
+    return lambda run: holds(lambda path: _meant(run, path))
+
+
+CONDITIONAL = tuple(_conditionals())
+"""All of them, in the order of the schema; `resolve` fills their defaults in, and a rule refuses
+one that is set and has no effect.
+"""
+_BY_PATH = {key.path: key for key in CONDITIONAL}
+QUANTIZED = tuple(
+    key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION)
+)
+"""Those of products in low precision."""

@@ -1,0 +1,87 @@
+"""The tokenizer that a model has: that of the run or the Hugging Face folder whose weights a run
+goes on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
+from mtrain.config.schema.run import RunConfig
+
+TOKENIZER = "tokenizer.json"
+KEPT = "hf"
+"""The file of a folder, and the folder of a run with what came beside imported weights."""
+OTHERS = (
+    *(
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tekken.json",
+    ),
+    *("tiktoken.model", "qwen.tiktoken"),
+)
+"""Files of tokenizers that are not read as those of a model."""
+
+
+def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
+    """Return the folder that the weights of a run come from: that of `checkpoint`, else what the
+    configuration names by its path; None: the weights are drawn. A run that `auto` or `latest` goes
+    on with began with `checkpoint.init_from`.
+    """
+    resumed = run.checkpoint.resume
+    named = run.checkpoint.init_from if resumed is None or resumed in RESUME_WORDS else resumed
+    if checkpoint is None and named is None:
+        return None
+    path = checkpoint if checkpoint is not None else user_path(named or "")
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path
+
+
+def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
+    """Return the `tokenizer.json` of the model whose weights a run goes on from; None:
+    it has none.
+    """
+    folder = folder_of_the_model(run, checkpoint)
+    return None if folder is None else tokenizer_of(folder)
+
+
+def tokenizer_of(folder: Path) -> Path | None:
+    """Return the `tokenizer.json` of a run or Hugging Face folder; None: it has none."""
+    file = folder / TOKENIZER
+    return file if os.path.isfile(file) else None
+
+
+def unread_tokenizer(folder: Path) -> Path | None:
+    """Return a file of a folder, or of what a run kept of one, that holds a tokenizer in a form
+    that is not read here.
+    """
+    found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
+    return next((file for file in found if os.path.isfile(file)), None)
+
+
+def is_from_elsewhere(folder: Path) -> bool:
+    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that
+    imported one.
+    """
+    return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
+
+
+def sha256_of(file: Path) -> str:
+    """Return the hash of a file, which is computed again when the file changes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    stamp = file.stat()
+    return _sha256(file, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ino))
+
+
+@lru_cache(maxsize=16)
+def _sha256(file: Path, stamp: tuple[int, ...]) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

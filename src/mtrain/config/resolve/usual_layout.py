@@ -1,0 +1,46 @@
+"""The layout of a CPU where nobody names one: sharded, so that what runs on a laptop is what runs
+on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtrain.config.compose.origins import DEFAULT
+from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
+from mtrain.config.rules import findings
+from mtrain.config.schema.run import RunConfig
+
+AUTO_LAYOUT = "parallel.auto"
+
+
+def on_a_cpu(
+    raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
+) -> tuple[RunConfig, dict[str, str]]:
+    """`raw` on a CPU with the layout that `parallel.auto` null leaves open, and why: tensor
+    parallel 2.
+
+    One process where the number of processes, or the model, does not admit that; what is said of
+    the layout is kept.
+    """
+    said = [axis for axis in ("tp", "fsdp") if origins.get(f"parallel.{axis}", DEFAULT) != DEFAULT]
+    plain = _changed(raw, auto=False)
+    device = f"cluster.device {resolve(plain, machine, world_size).cluster.device}"
+    why = {AUTO_LAYOUT: f"answered for {device}"}
+    ranks = raw.parallel.ranks or world_size
+    sharded = _changed(plain, tp=2)
+    if said or (ranks is not None and ranks % smallest_world(sharded.parallel)):
+        return plain, why
+
+    def broken(run: RunConfig) -> set[tuple[str, str]]:
+        found = findings(resolve(run, machine, world_size))
+        return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
+
+    if new := sorted(broken(sharded) - broken(plain)):
+        return plain, {**why, "parallel.tp": f"resolved from {device}: 2 is refused ({new[0][0]})"}
+    return sharded, {**why, "parallel.tp": f"resolved from {device}: two processes"}
+
+
+def _changed(run: RunConfig, **keys: Any) -> RunConfig:
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update=keys)})

@@ -1,0 +1,71 @@
+"""Which keys a function reads of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from mtrain.config.schema.base import Section
+from mtrain.config.schema.run import RunConfig
+
+
+def watched(run: RunConfig, reads: set[str]) -> RunConfig:
+    """`run` as it is, for a function that only looks at keys: each key that it reads is added to
+    `reads`.
+
+    Keys are dotted; a section that is looked at itself, as in `model.moe is None`, ends in a dot
+    where it is there.
+    """
+    return cast("RunConfig", _Watched(run, "", reads))
+
+
+class _Watched:
+    """Stands in front of one section, or of another that stands in front of it."""
+
+    def __init__(self, section: Section | _Watched, path: str, reads: set[str]) -> None:
+        self._section = section
+        self._path = path
+        self._reads = reads
+        self._kind: type[Section] = (
+            section._kind if isinstance(section, _Watched) else type(section)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self._kind
+        if name not in kind.model_fields:
+            made = getattr(kind, name, None)
+            if isinstance(made, property) and made.fget is not None:
+                return made.fget(self)
+            return getattr(self._section, name)
+        value = getattr(self._section, name)
+        path = f"{self._path}{name}"
+        if isinstance(value, Section | _Watched):
+            self._reads.add(f"{path}.")
+            return _Watched(value, f"{path}.", self._reads)
+        self._reads.add(path)
+        return value
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return ((name, getattr(self, name)) for name in self._kind.model_fields)
+
+
+def read_from(reads: Iterable[str], made_from: Mapping[str, frozenset[str]]) -> set[str]:
+    """`reads`, and every key that one of them was made from, and so on."""
+    out: set[str] = set()
+    waiting = list(reads)
+    while waiting:
+        key = waiting.pop()
+        if key not in out:
+            out.add(key)
+            waiting += made_from.get(key, ())
+    return out
+
+
+def touches(reads: Iterable[str], keys: Iterable[str]) -> bool:
+    """Return whether any of `reads` is one of `keys`, a part of one, or holds one."""
+    wanted = tuple(keys)
+    return any(
+        read == key or read.startswith(f"{key}.") or key.startswith(f"{read}.")
+        for read in reads
+        for key in wanted
+    )

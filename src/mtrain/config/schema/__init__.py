@@ -1,0 +1,1 @@
+"""The sections of a configuration: one file per section of the YAML."""

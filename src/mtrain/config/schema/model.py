@@ -1,0 +1,506 @@
+"""`model`: the shape of the network. Keys carry megatron-core's names."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.bert import BertConfig
+from mtrain.config.hybrid import DELTA, HybridConfig
+from mtrain.config.llava import LlavaConfig
+from mtrain.config.schema.base import (
+    MOST,
+    NAME,
+    Effect,
+    Flag,
+    Key,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    Width,
+)
+from mtrain.config.schema.dsa import SparseAttentionConfig
+from mtrain.config.schema.linear_attention import LinearAttentionConfig
+from mtrain.config.schema.mla import MLAConfig
+from mtrain.config.schema.moe import MoEConfig
+from mtrain.config.schema.mup import MupConfig
+from mtrain.config.schema.published import PublishedConfig
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
+from mtrain.config.t5 import T5Config
+
+VOCAB_MULTIPLE = 128
+GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
+"""The condition of keys that only an MLP with a gate reads."""
+
+
+class ModelConfig(Section):
+    """`model`: a transformer, decoder-only unless `family` says otherwise."""
+
+    name: Annotated[str, Field(pattern=NAME, max_length=100), Key(effect=Effect.RUNTIME)] = "custom"
+    """Name used in run folders and reports."""
+    family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is
+    trained on masked tokens, t5, an encoder-decoder, whose num_layers are those of the encoder,
+    llava, a decoder-only transformer that reads images, hybrid, a decoder of Mamba-2 layers,
+    attention and MLPs, or a family that a plug-in adds.
+    """
+    builder: Annotated[
+        Literal["gpt", "hybrid"], Key(when="model.family=gpt", effect=Effect.PARALLELISM)
+    ] = "gpt"
+    """The model of megatron-core that the layers are built into: gpt, its GPTModel, or hybrid, its
+    HybridModel (MambaModel before 0.19), in which attention and MLP are a layer each. Weights,
+    their names and the numbers that come out are the same.
+    """
+    num_layers: Annotated[
+        Width,
+        Key(
+            feeds="num_layers",
+            flag=Flag("--num-layers", also=("--encoder-num-layers",)),
+            hf="num_hidden_layers n_layer",
+            aka="n_layers",
+        ),
+    ]
+    """Transformer layers."""
+    hidden_size: Annotated[
+        Width,
+        Key(
+            feeds="hidden_size",
+            flag="--hidden-size",
+            hf="hidden_size n_embd",
+            aka="d_model",
+            unit="channels",
+        ),
+    ]
+    """Width of the residual stream."""
+    ffn_hidden_size: Annotated[
+        Width, Key(feeds="ffn_hidden_size", hf="intermediate_size", unit="channels")
+    ]
+    """Width of the MLP (of each half for gated activations)."""
+    num_attention_heads: Annotated[
+        Width,
+        Key(
+            feeds="num_attention_heads",
+            flag="--num-attention-heads",
+            hf="num_attention_heads n_head",
+            aka="n_heads num_heads",
+        ),
+    ]
+    """Query heads."""
+    num_query_groups: Annotated[Width | None, Key(hf="num_key_value_heads", aka="n_kv_heads")] = (
+        None
+    )
+    """Key/value heads (grouped-query attention); null: as many as query heads."""
+    kv_channels: Annotated[Width | None, Key(hf="head_dim", unit="channels")] = None
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    vocab_size: Annotated[Width, Key(hf="vocab_size", aka="padded_vocab_size", unit="token ids")]
+    """Token ids; the embedding is padded up to a multiple of 128."""
+    mask_padded_vocab: Annotated[bool, Key(effect=Effect.NUMERICS)] = True
+    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in
+    training, evaluation and MTP layers. false: over all rows of the embedding, as in Megatron-LM.
+    """
+    max_position_embeddings: Annotated[
+        PositiveInt,
+        Key(
+            feeds="gpt.max_sequence_length", hf="max_position_embeddings n_positions", unit="tokens"
+        ),
+    ]
+    """Longest sequence that the positions are made for."""
+    normalization: Annotated[
+        Literal["RMSNorm", "LayerNorm"],
+        Key(feeds="normalization", flag=Flag("--normalization", absent="LayerNorm")),
+    ] = "RMSNorm"
+    """Norm of every layer."""
+    layernorm_epsilon: Annotated[
+        NonNegativeFloat,
+        Key(
+            feeds="layernorm_epsilon",
+            flag=Flag("--norm-epsilon", also=("--layernorm-epsilon",)),
+            hf="rms_norm_eps layer_norm_eps",
+            aka="norm_eps",
+        ),
+    ] = 1e-5
+    """Added to the variance in a norm."""
+    layernorm_zero_centered_gamma: Annotated[
+        bool, Key(feeds="layernorm_zero_centered_gamma", flag="--apply-layernorm-1p")
+    ] = False
+    """A norm's weight is kept as its distance from 1, which half precision rounds less."""
+    norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
+    """Where the norms of a layer are: before attention and MLP (pre), on what they add to the
+    residual stream (post, OLMo 2), both (Gemma), or on the sum with the residual stream
+    (post_residual, BERT). One with pre is Megatron's: no norm is on its embeddings, and one is
+    behind its last layer.
+    """
+    activation: Annotated[
+        Literal[
+            "swiglu",
+            "geglu",
+            "geglu_tanh",
+            "quick_geglu",
+            "gelu",
+            "gelu_tanh",
+            "relu",
+            "squared_relu",
+        ],
+        Key(hf="hidden_act", aka="activation_func"),
+    ] = "swiglu"
+    """MLP activation; those in glu are gated.
+
+    gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh their tanh approximation
+    (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the gate.
+    Whatever implements a layer computes the form that is named.
+    """
+    glu_linear_offset: Annotated[
+        float,
+        Field(ge=-10, le=10),
+        Key(feeds="glu_linear_offset", when=GATED, effect=Effect.NUMERICS),
+    ] = 0.0
+    """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
+    activation_func_clamp_value: Annotated[
+        PositiveFloat | None,
+        Key(
+            feeds="activation_func_clamp_value",
+            when=GATED,
+            effect=Effect.NUMERICS,
+            flag="--activation-func-clamp-value",
+        ),
+    ] = None
+    """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
+    parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
+    """Attention and MLP of a layer read the same input, each behind its norm, and are added
+    together (GPT-NeoX).
+    """
+    add_bias_linear: Annotated[
+        bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))
+    ] = False
+    """Biases in all linear layers."""
+    add_qkv_bias: Annotated[
+        bool, Key(feeds="add_qkv_bias", flag="--add-qkv-bias", hf="attention_bias")
+    ] = False
+    """Biases in the query/key/value projection only (Qwen2)."""
+    add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = (
+        False
+    )
+    """A bias in the output projection of attention; with add_qkv_bias, attention alone has biases
+    (Llama's attention_bias).
+    """
+    add_mlp_bias: Annotated[
+        bool, Key(when="model.add_bias_linear=false and model.moe=null", hf="mlp_bias")
+    ] = False
+    """Biases in the MLP."""
+    qk_layernorm: Annotated[
+        bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")
+    ] = False
+    """Norm on queries and keys (Qwen3)."""
+    qk_layernorm_across_heads: Annotated[
+        bool, Key(when="model.qk_layernorm and model.mla=null and model.normalization=RMSNorm")
+    ] = False
+    """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false:
+    a norm of each head.
+    """
+    qk_l2_norm: Annotated[bool, Key(feeds="qk_l2_norm")] = False
+    """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
+    softmax_scale: Annotated[
+        Annotated[float, Field(gt=0, le=100)] | None,
+        Key(when="model.mla=null and model.mup=null", effect=Effect.NUMERICS),
+    ] = None
+    """Factor on attention logits; null: 1 / sqrt(width of a head)."""
+    attn_logit_softcapping: Annotated[
+        PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="attn_logit_softcapping")
+    ] = None
+    """Bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
+    position_embedding_type: Annotated[
+        Literal["rope", "learned_absolute", "relative", "none"],
+        Key(feeds="gpt.position_embedding_type"),
+    ] = "rope"
+    """How positions enter; relative: as a learned bias of attention by distance (T5)."""
+    rotary_base: Annotated[
+        float,
+        Field(gt=1),
+        Key(
+            feeds="mla.rotary_base gpt.rotary_base",
+            when="model.position_embedding_type=rope",
+            flag="--rotary-base",
+            hf="rope_theta",
+        ),
+    ] = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_base_local: Annotated[
+        Annotated[float, Field(gt=1)] | None,
+        Key(
+            when="model.window_size and model.position_embedding_type=rope and model.mla=null",
+            effect=Effect.NUMERICS,
+            hf="rope_local_base_freq",
+        ),
+    ] = None
+    """Base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in all
+    other layers.
+    """
+    rotary_percent: Annotated[
+        float,
+        Field(gt=0, le=1),
+        Key(
+            feeds="mla.rotary_percent gpt.rotary_percent",
+            when="model.position_embedding_type=rope",
+            flag="--rotary-percent",
+            hf="partial_rotary_factor",
+        ),
+    ] = 1.0
+    """Share of a head that rotates."""
+    rotary_interleaved: Annotated[
+        bool,
+        Key(
+            feeds="rotary_interleaved",
+            when="model.position_embedding_type=rope",
+            flag="--rotary-interleaved",
+        ),
+    ] = False
+    """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """Llama-3.1 frequency scaling (low 1, high 4, original 8192), as rope_scaling of llama3; null:
+    off.
+    """
+    rotary_seq_len_interpolation_factor: Annotated[
+        PositiveFloat | None,
+        Key(
+            feeds="gpt.seq_len_interpolation_factor",
+            when="model.position_embedding_type=rope and model.mla=null",
+            effect=Effect.NUMERICS,
+            flag="--rotary-seq-len-interpolation-factor",
+        ),
+    ] = None
+    """Rotary positions are divided by this, also called linear scaling (Chen et al.
+
+    2023); null: by 1.
+    """
+    rope_scaling: RopeScalingConfig | None = None
+    """Rotary frequencies for longer sequences: yarn, longrope and others; null: as they are."""
+    no_rope_freq: Annotated[
+        Annotated[int, Field(ge=2, le=MOST)] | None,
+        Key(feeds="no_rope_freq", when="model.position_embedding_type=rope and model.mla=null"),
+    ] = None
+    """Every n-th layer has no rotary positions (Llama 4); null: every layer has them."""
+    window_size: Annotated[
+        Annotated[int, Field(ge=2, le=MOST)] | None, Key(effect=Effect.NUMERICS, unit="tokens")
+    ] = None
+    """Sliding-window attention: a token sees this many keys, itself included; null: all before it.
+    """
+    window_attn_skip_freq: Annotated[
+        Annotated[int, Field(ge=2, le=MOST)] | None,
+        Key(
+            feeds="window_attn_skip_freq",
+            when="model.window_size",
+            effect=Effect.NUMERICS,
+            flag="--window-attn-skip-freq",
+        ),
+    ] = None
+    """window_size: every n-th layer sees all keys; null: every layer has the window."""
+    softmax_type: Annotated[
+        Literal["vanilla", "off-by-one", "learnable"],
+        Key(feeds="softmax_type", flag="--softmax-type"),
+    ] = "vanilla"
+    """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit
+    of 0, learnable: a weight.
+    """
+    attention_output_gate: Annotated[
+        bool,
+        Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate"),
+    ] = False
+    """What attention gives is multiplied with the sigmoid of a gate, which a wider query projection
+    makes (Qwen3-Next).
+    """
+    mtp_num_layers: Annotated[
+        Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))
+    ] = None
+    """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null:
+    none.
+    """
+    mtp_loss_scaling_factor: Annotated[
+        PositiveFloat | None,
+        Key(
+            feeds="mtp_loss_scaling_factor",
+            when="model.mtp_num_layers",
+            null=0.1,
+            effect=Effect.NUMERICS,
+            flag=Flag("--mtp-loss-scaling-factor", absent=0.1),
+        ),
+    ] = None
+    """mtp_num_layers: weight of their mean loss; null: 0.1."""
+    mtp_detach_heads: Annotated[
+        bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
+    ] = False
+    """mtp_num_layers: their loss trains their own layers alone, with a gradient norm of their own.
+
+    In 0.19.
+    """
+    mtp_use_repeated_layer: Annotated[
+        bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
+    ] = False
+    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the
+    same weights.
+    """
+    final_logit_softcapping: Annotated[
+        PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
+    ] = None
+    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma
+    2); null: none.
+    """
+    tie_word_embeddings: Annotated[
+        bool,
+        Key(
+            feeds="gpt.share_embeddings_and_output_weights",
+            flag=Flag("--untie-embeddings-and-output-weights", off=True),
+            hf="tie_word_embeddings",
+        ),
+    ] = False
+    """The output layer shares the embedding's weights."""
+    scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
+    """The embeddings of tokens are multiplied by sqrt(hidden_size), rounded to the dtype of the
+    weights (Gemma).
+    """
+    attention_dropout: Annotated[
+        Probability,
+        Key(
+            feeds="attention_dropout",
+            effect=Effect.NUMERICS,
+            flag=Flag("--attention-dropout", absent=0.1),
+            hf="attention_dropout",
+        ),
+    ] = 0.0
+    """Dropout on attention probabilities."""
+    hidden_dropout: Annotated[
+        Probability,
+        Key(
+            feeds="hidden_dropout",
+            effect=Effect.NUMERICS,
+            flag=Flag("--hidden-dropout", absent=0.1),
+        ),
+    ] = 0.0
+    """Dropout on what each block adds to the residual stream."""
+    init_method_std: Annotated[
+        float,
+        Field(gt=0, le=20),
+        Key(
+            feeds="init_method_std",
+            effect=Effect.NUMERICS,
+            flag="--init-method-std",
+            hf="initializer_range",
+        ),
+    ] = 0.02
+    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers),
+    except with norm_placement post_residual."""
+    embedding_init_method_std: Annotated[
+        Annotated[float, Field(gt=0, le=10)] | None,
+        Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std"),
+    ] = None
+    """Standard deviation of the initial embeddings, of tokens and learned positions; null:
+    init_method_std.
+    """
+    moe: MoEConfig | None = None
+    """Mixture of experts; null: dense."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention (MLA); null: standard attention."""
+    dsa: SparseAttentionConfig | None = None
+    """Sparse attention over MLA (DSA): each query to the keys that an indexer chooses; null: to
+    all.
+    """
+    mup: MupConfig | None = None
+    """Rates, deviations and factors by width (muP); null: the usual ones."""
+    linear_attention: LinearAttentionConfig | None = None
+    """Layers that are gated delta nets; null: every layer has softmax attention."""
+    bert: BertConfig | None = None
+    """What the family bert has beside its layers; null: another family."""
+    t5: T5Config | None = None
+    """An encoder-decoder (T5), of the family t5; null: another family."""
+    llava: LlavaConfig | None = None
+    """Vision tower and projector of the family llava; null: another family."""
+    hybrid: HybridConfig | None = None
+    """Layers of the family hybrid, and its Mamba-2 mixers; null: another family."""
+    published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
+    """How the model was trained; null: unknown."""
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP has a gate beside its up projection."""
+        return "glu" in self.activation
+
+    @property
+    def head_dim(self) -> int:
+        """Return width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on attention logits, outside MLA; None: 1 / sqrt(head_dim)."""
+        return self.softmax_scale if self.mup is None else self.mup.softmax_scale(self.head_dim)
+
+    @property
+    def width_mult(self) -> float:
+        """Return how many times as wide as the base of muP it is; 1 without."""
+        return 1.0 if self.mup is None else self.mup.width_mult(self.hidden_size)
+
+    @property
+    def mtp_held(self) -> int:
+        """Return MTP layers with weights of their own."""
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return channels of a head that rotate; yarn of MLA turns all of the part that MLA has for
+        positions.
+        """
+        width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
+        if self.mla is not None and self.mla.rope_type == "yarn":
+            return width
+        return int(width * self.rotary_percent)
+
+    @property
+    def rotary_constant_to(self) -> float:
+        """Return tokens up to which rotary frequencies do not depend on the length of a
+        sequence.
+        """
+        if (scaling := self.rope_scaling) is None or scaling.rope_type not in (
+            "dynamic",
+            "longrope",
+        ):
+            return math.inf
+        known = (
+            scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
+        )
+        return known or self.max_position_embeddings
+
+    @property
+    def query_groups(self) -> int:
+        """Return key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    def softmax_among(self, first: int) -> int:
+        """Of the first so many layers, those with softmax attention."""
+        return first if self.linear_attention is None else first // self.linear_attention.freq
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether layer `index` (from 0) is a gated delta net."""
+        if self.hybrid is not None:
+            return self.linear_attention is not None and self.hybrid.kind(index) == DELTA
+        return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Return rows of the embedding: `vocab_size` rounded up, the same for every layout."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def loss_vocab_size(self) -> int:
+        """Return token ids that have a probability in a loss."""
+        return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
+
+    @property
+    def padding_in_words(self) -> str:
+        """Return the ids that losses are over, and what becomes of padding; empty where the
+        vocabulary has none.
+        """
+        if self.padded_vocab_size == self.vocab_size:
+            return ""
+        kept = "masked" if self.mask_padded_vocab else "in the softmax"
+        return f"vocabulary {self.vocab_size} padded to {self.padded_vocab_size}, padding {kept}"

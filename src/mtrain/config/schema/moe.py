@@ -1,0 +1,289 @@
+"""`model.moe`: a mixture of experts. Keys carry megatron-core's names without `moe_`."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema.base import (
+    Effect,
+    Flag,
+    Key,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SquareWeight,
+    Width,
+)
+
+
+class MoEConfig(Section):
+    """`model.moe`: a mixture of experts in place of the dense MLP."""
+
+    num_experts: Annotated[
+        Width,
+        Key(
+            feeds="num_moe_experts",
+            flag=Flag("--num-experts", none=(0,)),
+            hf="num_local_experts n_routed_experts",
+        ),
+    ]
+    """Routed experts per layer."""
+    router_topk: Annotated[
+        Width, Key(feeds="moe_router_topk", flag="--moe-router-topk", hf="num_experts_per_tok")
+    ] = 2
+    """Experts that each token visits."""
+    ffn_hidden_size: Annotated[
+        Width, Key(feeds="moe_ffn_hidden_size", hf="moe_intermediate_size", unit="channels")
+    ]
+    """Width of one expert's MLP."""
+    shared_expert_intermediate_size: Annotated[
+        Width | None,
+        Key(
+            feeds="moe_shared_expert_intermediate_size",
+            flag=Flag("--moe-shared-expert-intermediate-size", none=(0,)),
+            unit="channels",
+        ),
+    ] = None
+    """Total width of the shared experts that every token visits; null: none."""
+    first_dense_layers: Annotated[NonNegativeInt, Key(hf="first_k_dense_replace")] = 0
+    """How many of the first layers keep the dense MLP of `model.ffn_hidden_size`."""
+    router_score_function: Annotated[
+        Literal["softmax", "sigmoid"],
+        Key(feeds="moe_router_score_function", flag="--moe-router-score-function"),
+    ] = "softmax"
+    """How router logits become scores."""
+    router_pre_softmax: Annotated[
+        bool, Key(feeds="moe_router_pre_softmax", flag="--moe-router-pre-softmax")
+    ] = False
+    """Softmax before the top-k choice rather than over the chosen ones."""
+    router_load_balancing_type: Annotated[
+        Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"],
+        Key(feeds="moe_router_load_balancing_type"),
+    ] = "aux_loss"
+    """How the load of the experts is balanced."""
+    aux_loss_coeff: Annotated[
+        NonNegativeFloat,
+        Key(effect=Effect.NUMERICS, hf="router_aux_loss_coef", aka="moe_aux_loss_coeff"),
+    ] = 0.01
+    """Weight of the balancing loss of each layer with experts.
+
+    That is E sum_i f_i P_i, summed over the layers: E experts, f_i the share of the choices that
+    fell on expert i (by scores alone, without groups and bias; the shares add up to 1), P_i the
+    mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
+    Padding has no part in it, and a step averages it over tokens. As in megatron-core; it is
+    alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P averaged
+    over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk
+    / L.
+    """
+    z_loss_coeff: Annotated[
+        SquareWeight | None,
+        Key(feeds="moe_z_loss_coeff", effect=Effect.NUMERICS, flag="--moe-z-loss-coeff"),
+    ] = None
+    """Weight of the router's z-loss, a mean over tokens without padding; null: off."""
+    router_enable_expert_bias: Annotated[
+        bool, Key(feeds="moe_router_enable_expert_bias", flag="--moe-router-enable-expert-bias")
+    ] = False
+    """Balance by a bias on the scores that is moved after each step (DeepSeek-V3), not by a loss.
+    """
+    router_num_groups: Annotated[
+        Width | None,
+        Key(feeds="moe_router_num_groups", flag="--moe-router-num-groups", hf="n_group"),
+    ] = None
+    """Groups of experts for group-limited routing; null: off."""
+    router_group_topk: Annotated[
+        Width | None,
+        Key(feeds="moe_router_group_topk", flag="--moe-router-group-topk", hf="topk_group"),
+    ] = None
+    """Groups that a token may choose from."""
+    router_group_score_topk: Annotated[
+        PositiveInt | None, Key(when="model.moe.router_num_groups")
+    ] = None
+    """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2
+    in DeepSeek-V3; null: 2, or 1 where a group is one expert. Megatron-LM takes router_topk //
+    router_group_topk.
+    """
+    router_topk_scaling_factor: Annotated[
+        Annotated[float, Field(gt=0, le=100)] | None,
+        Key(
+            feeds="moe_router_topk_scaling_factor",
+            flag="--moe-router-topk-scaling-factor",
+            hf="routed_scaling_factor",
+        ),
+    ] = None
+    """Factor on the chosen scores."""
+    router_bias_update_rate: Annotated[
+        NonNegativeFloat | None,
+        Key(
+            feeds="moe_router_bias_update_rate",
+            when="model.moe.router_enable_expert_bias=true",
+            null=0.001,
+            effect=Effect.NUMERICS,
+            flag=Flag("--moe-router-bias-update-rate", absent=0.001),
+        ),
+    ] = None
+    """router_enable_expert_bias: how far the bias of an expert moves in a step; 0: biases are
+    frozen, null: 0.001.
+    """
+    router_padding_for_quantization: Annotated[
+        bool,
+        Key(
+            feeds="moe_router_padding_for_quantization",
+            effect=Effect.NUMERICS,
+            aka="moe_router_padding_for_fp8",
+        ),
+    ] = False
+    """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its products
+    take, instead of TransformerEngine's experts copying them; kernels of ours need neither.
+    """
+    router_force_load_balancing: Annotated[
+        bool,
+        Key(
+            feeds="moe_router_force_load_balancing",
+            effect=Effect.NUMERICS,
+            flag="--moe-router-force-load-balancing",
+        ),
+    ] = False
+    """For benchmarks of speed: tokens go to random experts, all with the same load; the model
+    learns no routing.
+    """
+    input_jitter_eps: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        Key(feeds="moe_input_jitter_eps", effect=Effect.NUMERICS, flag="--moe-input-jitter-eps"),
+    ] = None
+    """The router sees its input times a random number between 1 - this and 1 + this; null: as it
+    is. Random as dropout: other layouts draw other numbers.
+    """
+    apply_probs_on_input: Annotated[
+        bool,
+        Key(
+            feeds="moe_apply_probs_on_input",
+            when="model.moe.router_topk=1",
+            flag="--moe-apply-probs-on-input",
+        ),
+    ] = False
+    """router_topk=1: what goes into an expert is weighed, not what comes out (Llama 4)."""
+    shared_expert_gate: Annotated[
+        bool,
+        Key(
+            feeds="moe_shared_expert_gate",
+            when="model.moe.shared_expert_intermediate_size",
+            flag="--moe-shared-expert-gate",
+        ),
+    ] = False
+    """The output of the shared experts is weighed by a learnt gate for each token (Qwen2-MoE)."""
+    token_dispatcher_type: Annotated[
+        Literal["alltoall", "allgather", "flex"],
+        Key(
+            feeds="moe_token_dispatcher_type",
+            effect=Effect.PARALLELISM,
+            flag=Flag("--moe-token-dispatcher-type", absent="allgather"),
+        ),
+    ] = "alltoall"
+    """How tokens travel to the ranks of their experts; flex: by the kernels of
+    `flex_dispatcher_backend`, on GPUs. With kernels.moe_router and moe_permute triton, alltoall
+    tells the host how many rows go where, once in a layer, unless `pad_alltoall` says that they are
+    as many, and allgather tells it nothing, with room for the most rows that a rank can get.
+    """
+    flex_dispatcher_backend: Annotated[
+        Literal["deepep", "hybridep", "ncclep"] | None,
+        Key(
+            feeds="moe_flex_dispatcher_backend",
+            when="model.moe.token_dispatcher_type=flex",
+            null="deepep",
+            effect=Effect.PARALLELISM,
+        ),
+    ] = None
+    """token_dispatcher_type=flex: whose kernels; null: deepep.
+
+    ncclep: NCCL's, through TransformerEngine, with megatron-core 0.19.
+    """
+    expert_capacity_factor: Annotated[
+        PositiveFloat | None,
+        Key(
+            feeds="moe_expert_capacity_factor",
+            effect=Effect.NUMERICS,
+            flag="--moe-expert-capacity-factor",
+        ),
+    ] = None
+    """Tokens that an expert takes of a rank's micro-batch, over the even share of those that are no
+    padding; others are dropped; null: none is.
+    """
+    pad_expert_input_to_capacity: Annotated[
+        bool,
+        Key(
+            feeds="moe_pad_expert_input_to_capacity",
+            when="model.moe.expert_capacity_factor",
+            effect=Effect.PARALLELISM,
+            flag="--moe-pad-expert-input-to-capacity",
+        ),
+    ] = False
+    """Experts always compute their whole capacity: one shape in every step."""
+    token_drop_policy: Annotated[
+        Literal["probs", "position"] | None,
+        Key(
+            feeds="moe_token_drop_policy",
+            when="model.moe.expert_capacity_factor",
+            null="probs",
+            effect=Effect.NUMERICS,
+            flag=Flag("--moe-token-drop-policy", absent="probs"),
+        ),
+    ] = None
+    """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs.
+    """
+    pad_alltoall: Annotated[
+        bool, Key(when="model.moe.token_dispatcher_type=alltoall", effect=Effect.PARALLELISM)
+    ] = False
+    """token_dispatcher_type=alltoall: every rank sends every other one a buffer of one size, with
+    room for the most rows that there can be, or for those of `alltoall_capacity_factor`: no layer
+    tells the host anything, and shapes are the same in every step, as CUDA graphs want them. No
+    token is dropped; experts are not TransformerEngine's.
+    """
+    alltoall_capacity_factor: Annotated[
+        PositiveFloat | None, Key(when="model.moe.pad_alltoall=true", effect=Effect.PARALLELISM)
+    ] = None
+    """pad_alltoall: rows that a rank has room for of every other one, over the even share; a step
+    of training in which there are more ends the run. null: for all that one rank's experts can get.
+    Where nothing is trained, rows are not padded; in a graph of whole steps there is room for all.
+    """
+    shared_expert_overlap: Annotated[
+        bool,
+        Key(
+            feeds="moe_shared_expert_overlap",
+            when="model.moe.shared_expert_intermediate_size",
+            effect=Effect.PARALLELISM,
+            flag="--moe-shared-expert-overlap",
+        ),
+    ] = False
+    """Shared experts compute while tokens travel; needs the alltoall dispatcher."""
+
+    @property
+    def padded(self) -> bool:
+        """Return whether expert-parallel ranks send each other as many rows in every step, and
+        experts are routed to by lists.
+        """
+        return self.pad_alltoall and self.token_dispatcher_type == "alltoall"
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """Return how many of its best scores a group of experts is worth; None: there are no
+        groups.
+        """
+        if self.router_num_groups is None:
+            return None
+        return self.router_group_score_topk or min(
+            2, max(1, self.num_experts // self.router_num_groups)
+        )
+
+
+def room_of(tokens: int, topk: int, local: int, ranks: int, factor: float | None) -> int:
+    """Return rows that go from one rank to each of `ranks` where exchanges are padded:
+    `model.moe.pad_alltoall`.
+
+    `tokens` of the sender take `topk` experts each, of which a rank has `local`; `factor` is over
+    the even share.
+    """
+    most = tokens * min(topk, local)
+    return most if factor is None else min(most, math.ceil(factor * tokens * topk / ranks))

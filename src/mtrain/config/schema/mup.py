@@ -1,0 +1,67 @@
+"""`model.mup`: maximal update parametrization. Keys carry megatron-core's names, without `mup_`.
+
+It is ours, as megatron-core 0.19 defines it, and so the same in every release.
+"""
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from mtrain.config.schema.base import Effect, Flag, Key, PositiveFloat, Section, Width
+
+
+class MupConfig(Section):
+    """`model.mup`: what is tuned at one width holds at others (muP, Yang et al.
+
+    2022, arXiv 2203.03466).
+
+    With m = hidden_size / base_hidden_size, matrices between embedding and output layer start with
+    1 / sqrt(m) of their deviation, adamw and lion take 1 / m of the learning rate (and adamw of
+    eps) for them, sgd m times the rate for all others, and logits are divided by m. All widths of a
+    layer have to grow with hidden_size.
+    """
+
+    base_hidden_size: Annotated[
+        Width | None,
+        Key(
+            flag=Flag("--mup-base-hidden-size", absent=None),
+            effect=Effect.NUMERICS,
+            unit="channels",
+        ),
+    ] = None
+    """The width that learning rate and deviations were tuned at; null: model.hidden_size."""
+    embedding_mult: Annotated[
+        PositiveFloat, Key(flag=Flag("--mup-embedding-mult", absent=1.0), effect=Effect.NUMERICS)
+    ] = 1.0
+    """Factor on the embeddings of tokens."""
+    output_mult: Annotated[
+        PositiveFloat | None, Key(flag=Flag("--mup-output-mult", none=(1,)), effect=Effect.NUMERICS)
+    ] = None
+    """Factor on logits, before model.final_logit_softcapping; null: base_hidden_size / hidden_size.
+    """
+    base_head_dim: Annotated[
+        PositiveFloat | None,
+        Key(flag=Flag("--mup-base-head-dim"), effect=Effect.NUMERICS, unit="channels"),
+    ] = None
+    """Attention logits are multiplied by its root too, so that heads of this width have the usual
+    factor; null: 1.
+    """
+    attn_scale_power: Annotated[
+        float,
+        Field(ge=0, le=4),
+        Key(flag=Flag("--mup-attn-scale-power", absent=1.0), effect=Effect.NUMERICS),
+    ] = 1.0
+    """Attention logits are divided by the width of a head to this power: 1 in muP, 0.5 as usual."""
+
+    def width_mult(self, hidden_size: int) -> float:
+        """Return how many times as wide as the base a model is."""
+        return hidden_size / (self.base_hidden_size or hidden_size)
+
+    def logit_mult(self, hidden_size: int) -> float:
+        """Return the factor on logits."""
+        return self.output_mult or 1 / self.width_mult(hidden_size)
+
+    def softmax_scale(self, head_dim: int) -> float:
+        """Return the factor on attention logits."""
+        return math.sqrt(self.base_head_dim or 1.0) / math.pow(head_dim, self.attn_scale_power)

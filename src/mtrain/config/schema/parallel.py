@@ -1,0 +1,283 @@
+"""`parallel`: how model and batch are sharded over ranks.
+
+The data-parallel size is derived, never written.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema.activation_offload import ActivationOffloadConfig
+from mtrain.config.schema.base import Degree, Effect, Flag, Key, PositiveInt, Section
+
+RecomputeModule = Literal[
+    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
+]
+
+
+class RecomputeConfig(Section):
+    """`parallel.recompute`: activations that the backward computes again instead of keeping.
+
+    Changes no number.
+    """
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    """selective: the named modules of every layer; full: whole layers, only their inputs are kept.
+    """
+    modules: Annotated[
+        tuple[RecomputeModule, ...] | None,
+        Key(
+            feeds="recompute_modules",
+            when="parallel.recompute.granularity=selective",
+            null=("core_attn",),
+        ),
+    ] = Field(default=None, strict=False)
+    """selective: what is computed again; null: core_attn."""
+    method: Annotated[
+        Literal["uniform", "block"] | None,
+        Key(feeds="recompute_method", when="parallel.recompute.granularity=full", null="uniform"),
+    ] = None
+    """full: uniform keeps the input of every group of num_layers layers; block recomputes the first
+    num_layers layers of each (virtual) stage, one by one; null: uniform.
+    """
+    num_layers: Annotated[
+        PositiveInt | None,
+        Key(feeds="recompute_num_layers", when="parallel.recompute.granularity=full", null=1),
+    ] = None
+    """full: layers of a group (uniform) or of a stage (block); null: 1."""
+    distribute_saved_activations: Annotated[
+        bool,
+        Key(
+            feeds="distribute_saved_activations",
+            when=(
+                "parallel.recompute.granularity=full and parallel.tp>1 and"
+                " parallel.sequence_parallel=false"
+            ),
+            flag="--distribute-saved-activations",
+        ),
+    ] = False
+    """full, tp without sequence_parallel: the inputs that are kept are sharded over the tp ranks.
+    """
+
+
+class ParallelConfig(Section):
+    """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
+
+    auto: bool | None = False
+    """What nobody says of the layout, the micro-batch and the offload is chosen as `tune` chooses
+    it, the fastest by the plan that fits the device. null, which `parallel=default` says: so on
+    GPUs, and tensor parallel 2 on a CPU. A resolved run has the choice, and false here.
+    """
+    tp: Annotated[
+        Degree,
+        Key(
+            feeds="tensor_model_parallel_size",
+            flag=Flag("--tensor-model-parallel-size", always=True),
+            aka="tensor_parallel tensor_parallel_size",
+        ),
+    ] = 1
+    """Tensor parallel: each layer's matrices are sharded over this many ranks."""
+    pp: Annotated[
+        Degree,
+        Key(
+            feeds="pipeline_model_parallel_size",
+            flag=Flag("--pipeline-model-parallel-size", always=True),
+            aka="pipeline_parallel pipeline_parallel_size",
+        ),
+    ] = 1
+    """Pipeline parallel: stages of consecutive layers."""
+    vpp: Annotated[
+        Degree, Key(aka="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
+    ] = 1
+    """Virtual stages per rank (interleaved schedule)."""
+    cp: Annotated[
+        Degree,
+        Key(feeds="context_parallel_size", flag="--context-parallel-size", aka="context_parallel"),
+    ] = 1
+    """Context parallel: the sequence is sharded over this many ranks."""
+    ep: Annotated[
+        Degree,
+        Key(
+            feeds="expert_model_parallel_size",
+            flag="--expert-model-parallel-size",
+            aka="expert_parallel",
+        ),
+    ] = 1
+    """Expert parallel: the experts are sharded over this many ranks."""
+    expert_imbalance: Annotated[
+        float, Field(ge=1, le=1024), Key(when="parallel.ep>1", effect=Effect.RUNTIME)
+    ] = 1.0
+    """What a plan takes the busiest rank of experts to get, against the average of them; 1: all get
+    as much, as in published benchmarks. It changes nothing in a run.
+    """
+    etp: Annotated[Degree | None, Key(flag="--expert-tensor-parallel-size")] = None
+    """Tensor parallel inside experts; null: as `tp`."""
+    sequence_parallel: Annotated[bool | None, Key(feeds="sequence_parallel")] = None
+    """Norms and residuals are sharded over the tp ranks along the sequence; null: true where tp is
+    above 1 on GPUs and the sequence divides. On a CPU only with experts, which train with a tp
+    above 1 only so.
+    """
+    ranks: Annotated[Degree | None, Key(aka="world_size num_gpus", unit="processes")] = None
+    """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a
+    CPU.
+    """
+    cp_comm_type: Annotated[
+        Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None, Key(feeds="cp_comm_type")
+    ] = None
+    """How attention sees the whole sequence under `cp`: all_gather gathers keys and values, p2p
+    passes them around a ring, a2a exchanges the sequence for heads (Ulysses), a2a+p2p does the
+    second inside groups and the first between them; null: p2p with TransformerEngine's attention,
+    else all_gather.
+    """
+    hierarchical_cp_sizes: Annotated[
+        tuple[PositiveInt, PositiveInt] | None,
+        Key(
+            feeds="hierarchical_context_parallel_sizes",
+            when="parallel.cp>1 and parallel.cp_comm_type=a2a+p2p",
+        ),
+    ] = Field(default=None, strict=False)
+    """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is
+    `cp`.
+    """
+    hybrid_context_parallel: Annotated[
+        bool, Key(feeds="hybrid_context_parallel", flag="--hybrid-context-parallel")
+    ] = False
+    """Dynamic context parallelism: each packed document of a batch is sharded over as many
+    data-parallel ranks (1, 2, 4, ...) as its length needs, so that documents of very different
+    lengths train together; `cp` stays 1.
+    """
+    max_seqlen_per_dp_cp_rank: Annotated[
+        PositiveInt | None,
+        Key(
+            feeds="max_seqlen_per_dp_cp_rank",
+            when="parallel.hybrid_context_parallel=true",
+            flag="--max-seqlen-per-dp-cp-rank",
+            unit="tokens",
+        ),
+    ] = None
+    """hybrid_context_parallel: tokens of a document that one rank takes; null: data.seq_length /
+    dp.
+    """
+    pipeline_layout: str | None = None
+    """What each stage holds, as `Et*3|(tt|)*29,m|L`: E embedding, t layer, m multi-token
+    prediction, L loss, | between the pp * vpp stages; null: equal stages.
+    """
+    layers_per_stage: tuple[int, ...] | None = Field(default=None, strict=False)
+    """Layers of each of the pp * vpp stages, in the order of the model; null: equal stages."""
+    account_for_embedding_in_pipeline_split: Annotated[
+        bool, Key(flag="--account-for-embedding-in-pipeline-split")
+    ] = False
+    """The embedding counts as a layer: the first stage holds one layer fewer than the others."""
+    account_for_loss_in_pipeline_split: Annotated[
+        bool, Key(flag="--account-for-loss-in-pipeline-split")
+    ] = False
+    """The output layer and loss count as a layer: the last stage holds one layer fewer than the
+    others.
+    """
+    distributed_optimizer: Annotated[
+        bool | None, Key(feeds="ddp.use_distributed_optimizer", aka="zero_stage")
+    ] = None
+    """Optimizer state and main weights are sharded over the data-parallel ranks (ZeRO-1); null:
+    true on GPUs with data or context parallelism, for optimizers that can, without fsdp.
+    """
+    microbatch_group_size_per_vp_stage: Annotated[
+        PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
+    ] = None
+    """vpp: micro-batches that a virtual stage takes in turn before the next one does; null: pp."""
+    overlap_p2p_comm_warmup_flush: Annotated[
+        bool,
+        Key(
+            feeds="overlap_p2p_comm_warmup_flush",
+            when="parallel.vpp>1",
+            flag="--overlap-p2p-communication-warmup-flush",
+        ),
+    ] = False
+    """vpp: what stages send each other overlaps with work also while the pipeline fills and drains.
+    """
+    overlap_grad_reduce: Annotated[bool | None, Key(feeds="ddp.overlap_grad_reduce")] = None
+    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context
+    parallelism, without fsdp and hybrid_context_parallel.
+    """
+    overlap_param_gather: Annotated[
+        bool | None, Key(feeds="ddp.overlap_param_gather optimizer.overlap_param_gather")
+    ] = None
+    """Weights are gathered while the forward already runs; needs `distributed_optimizer`; null:
+    true on GPUs where that and overlap_grad_reduce are.
+    """
+    ddp_bucket_size: Annotated[
+        PositiveInt | None,
+        Key(
+            feeds="ddp.bucket_size",
+            when="parallel.overlap_grad_reduce=true and parallel.fsdp=none",
+            flag="--ddp-bucket-size",
+            unit="elements",
+        ),
+    ] = None
+    """overlap_grad_reduce: gradients, counted in elements, that are reduced in one call; null: the
+    larger of 40 million and a million per data-parallel rank.
+    """
+    ddp_pad_buckets_for_high_nccl_busbw: Annotated[
+        bool,
+        Key(
+            feeds="ddp.pad_buckets_for_high_nccl_busbw",
+            when="parallel.distributed_optimizer=true",
+            flag="--ddp-pad-buckets-for-high-nccl-busbw",
+        ),
+    ] = False
+    """distributed_optimizer: what is reduced in one call is padded to a multiple of 65,536 elements
+    per rank.
+    """
+    ddp_reduce_scatter_with_fp32_accumulation: Annotated[
+        bool, Key(feeds="ddp.reduce_scatter_with_fp32_accumulation", effect=Effect.NUMERICS)
+    ] = False
+    """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: gradients travel in
+    half precision and are added up in fp32.
+    """
+    fsdp: Literal["none", "fsdp2", "megatron"] = "none"
+    """Weights themselves are sharded over the data-parallel ranks and gathered layer by layer: by
+    torch's FSDP2, or by megatron-core's own FSDP.
+    """
+    fsdp_sharding: Annotated[
+        Literal["optim", "optim_grads", "optim_grads_params"] | None,
+        Key(
+            feeds="fsdp.data_parallel_sharding_strategy",
+            when="parallel.fsdp=megatron",
+            null="optim_grads_params",
+        ),
+    ] = None
+    """megatron: what is sharded (ZeRO-1, 2, 3); null: optim_grads_params.
+
+    FSDP2 always shards all three.
+    """
+    hsdp_replicas: Annotated[
+        Degree,
+        Key(
+            feeds="wrap.num_distributed_optimizer_instances",
+            flag="--num-distributed-optimizer-instances",
+        ),
+    ] = 1
+    """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole sharded
+    copy (HSDP); gradients are reduced inside a group and then between groups.
+    """
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    """Activations computed again in the backward."""
+    activation_offload: ActivationOffloadConfig = Field(default_factory=ActivationOffloadConfig)
+    """Activations that wait for the backward in host memory."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Return ranks that hold one copy of the model: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Return data-parallel size of a resolved run, at least 1 so that rules can go on where the
+        layout is broken.
+        """
+        return max(1, (self.ranks or 1) // self.model_ranks)
+
+    @property
+    def frees_weights(self) -> bool:
+        """Return whether weights of a layer are freed between its forward and its backward."""
+        whole = self.fsdp == "megatron" and self.fsdp_sharding in ("optim", "optim_grads")
+        return self.fsdp != "none" and not whole

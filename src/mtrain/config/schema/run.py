@@ -1,0 +1,130 @@
+"""The whole configuration of a run, its canonical text and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from mtrain.config.schema.activation_offload import ActivationOffloadConfig
+from mtrain.config.schema.base import Effect, Key, Section
+from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.precision import PrecisionConfig
+from mtrain.config.schema.trainer import (
+    CheckpointConfig,
+    DataConfig,
+    KernelsConfig,
+    LogConfig,
+    OptimConfig,
+    TrainerConfig,
+)
+
+GROUPS = (
+    "model",
+    "peft",
+    "parallel",
+    "precision",
+    "data",
+    "optim",
+    "trainer",
+    "kernels",
+    "checkpoint",
+    "log",
+    "cluster",
+)
+
+
+class RecipeConfig(Section):
+    """`recipe`: what a recipe file says of itself. No key of it changes a run."""
+
+    title: str = ""
+    """One line."""
+    purpose: str = ""
+    """When to pick this recipe."""
+    hardware: str = ""
+    """What it was made for."""
+    source: str = ""
+    """Where its hyperparameters come from."""
+    verified: str = ""
+    """How it was verified, or that it was not."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run. The file `run.yaml` in a run folder is exactly this."""
+
+    model: Annotated[ModelConfig, Key(effect=Effect.ARCHITECTURE)]
+    peft: Annotated[PeftConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PeftConfig)
+    parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(
+        default_factory=ParallelConfig
+    )
+    precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=PrecisionConfig
+    )
+    data: Annotated[DataConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=DataConfig)
+    optim: Annotated[OptimConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=OptimConfig)
+    trainer: Annotated[TrainerConfig, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=TrainerConfig
+    )
+    kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
+        default_factory=KernelsConfig
+    )
+    checkpoint: Annotated[CheckpointConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=CheckpointConfig
+    )
+    log: Annotated[LogConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=LogConfig)
+    cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=ClusterConfig
+    )
+    recipe: RecipeConfig = Field(default_factory=RecipeConfig)
+
+    def on_any_device(self) -> RunConfig:
+        """Without what a GPU alone does beside its kernels and changes no number: graphs, copies to
+        host memory.
+        """
+        graphs = {
+            "cuda_graph_impl": "none",
+            "cuda_graph_modules": None,
+            "cuda_graph_warmup_steps": None,
+        }
+        update = {
+            "trainer": self.trainer.model_copy(update=graphs),
+            "parallel": self.parallel.model_copy(
+                update={"activation_offload": ActivationOffloadConfig()}
+            ),
+        }
+        return self.model_copy(update=update)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-like values of every key."""
+        return self.model_dump(mode="json")
+
+    def flat(self) -> dict[str, Any]:
+        """Return every leaf by its dotted key, without the recipe's words about itself."""
+        out: dict[str, Any] = {}
+
+        def walk(prefix: str, value: Any) -> None:
+            if isinstance(value, dict) and value:
+                for key, inner in value.items():
+                    walk(f"{prefix}.{key}" if prefix else key, inner)
+            else:
+                out[prefix] = value
+
+        walk("", {k: v for k, v in self.to_dict().items() if k != "recipe"})
+        return out
+
+    def recorded(self) -> RunConfig:
+        """Return the run as it is written down: without the words that chose what to go on from."""
+        choice = {"resume": None, "accept_changes": False}
+        return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
+
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of all keys but how to resume and the recipe's words about
+        itself.
+        """
+        text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
