@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for

@@ -139,7 +139,7 @@ def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
         from mtrain.assembly.model import build_model
         from mtrain.ckpt.state import load_model
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.world.init import joined
 
         run = read_run_file(tmp_path / "run/run.yaml")
@@ -292,7 +292,7 @@ def test_imported_weights_compute_what_megatron_core_computes_with_them(
     )
 
     def compute() -> None:
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.launching import local
 
         run = read_run_file(tmp_path / "run/run.yaml")

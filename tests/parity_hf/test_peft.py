@@ -194,7 +194,7 @@ def trained(run_folder: Path) -> None:
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.config.compose.run_file import read_run_file
+    from mtrain.config.compose.lock_file import read_run_file
     from mtrain.world.init import joined
 
     run = read_run_file(run_folder / "run.yaml")
@@ -371,7 +371,7 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
     def stepped() -> dict[str, Tensor]:
         from mtrain.ckpt import state as ckpt_state
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.train.step import train_step
         from mtrain.world.init import joined
 

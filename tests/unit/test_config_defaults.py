@@ -8,8 +8,8 @@ import pytest
 
 from mtrain.cli.setup import Loaded, load
 from mtrain.config.compose.composer import compose
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import choices_of_group
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.defaults import nearest_gpt3
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.grammar import parse_value
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.yaml_reader import parse
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, MOE, tiny

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.yaml_reader import MAX_NODES, load, parse
 from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from mtrain.config.machine import devices, plug_ins
+from mtrain.config.machine import devices, installed
 from mtrain.config.machine.hardware import memory_bytes
 from mtrain.devices import cpu_namespace, registry
 from mtrain.errors import BadEnvironment, ConfigError
@@ -55,7 +55,7 @@ def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> N
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.GROUP)
     monkeypatch.setattr(
-        plug_ins, "entry_points", lambda group: [entry] if group == devices.GROUP else []
+        installed, "entry_points", lambda group: [entry] if group == devices.GROUP else []
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mtrain.config.disk.image_files import records_of
+from mtrain.config.disk.files import records_of
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare, same_data

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.models import registry
@@ -53,7 +53,7 @@ def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
         looked.append(group)
         return [entry] if group == registry.GROUP else []
 
-    monkeypatch.setattr(plug_ins, "entry_points", entry_points)
+    monkeypatch.setattr(installed, "entry_points", entry_points)
     monkeypatch.setattr(registry, "_load", functools.cache(registry._load.__wrapped__))
     return looked
 

@@ -13,7 +13,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.engine import formats
 from mtrain.config.engine.kernels import update_obstacle
-from mtrain.config.machine import devices, plug_ins
+from mtrain.config.machine import devices, installed
 from mtrain.config.messages.keys import choices_of, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import resolve
@@ -93,7 +93,7 @@ no_facts = object()
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.FACTS_GROUP)
     monkeypatch.setattr(
-        plug_ins, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else []
+        installed, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else []
     )
     devices._of_plug_in.cache_clear()
 

@@ -13,7 +13,7 @@ from mtrain.cli.combinations import Report
 from mtrain.cli.main import main
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import download_of
 from mtrain.config.messages.suggestions import near_choice
 
 

@@ -17,7 +17,7 @@ import torch
 from mtrain.ckpt import folder, shards
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.dump import run_yaml
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.merging import Whole, is_adapter, merged, names_beside, one_hot_of

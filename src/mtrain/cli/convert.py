@@ -14,8 +14,8 @@ from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.peft import PeftConfig

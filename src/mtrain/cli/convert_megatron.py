@@ -10,8 +10,8 @@ from mtrain.cli.export import newest
 from mtrain.cli.resume import beneath, target_of
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.models.registry import family_of

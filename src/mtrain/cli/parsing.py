@@ -243,7 +243,7 @@ def _unknown_flag(flag: str, fix: str) -> Problem:
 
 def _unknown_verb(word: str) -> Problem:
     from mtrain.config.compose.paths import program
-    from mtrain.config.messages.intended import plain
+    from mtrain.config.messages.keys import plain
     from mtrain.config.messages.suggestions import bare_word
 
     verbs = difflib.get_close_matches(plain(word).lower(), [*VERBS, *WORDS], n=1, cutoff=0.6)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.installed import cache_folder, version_of
 from mtrain.config.schema.run import RunConfig

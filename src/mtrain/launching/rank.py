@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching.environment import verify
 from mtrain.launching.start import PARENT, read_start

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.messages.keys import effect_of
 from mtrain.config.resolve.rates import LENGTH, goes_on_alike, new_curve
 from mtrain.config.schema.base import Effect

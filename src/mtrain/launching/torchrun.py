@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.ckpt.folder import is_checkpoint
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
@@ -27,7 +27,7 @@ _SHIPPED = {family.name: family for family in (GPT, BERT, T5, LLAVA, HYBRID)}
 
 def names() -> tuple[str, ...]:
     """Return every family that can be asked for, shipped ones first."""
-    return (*_SHIPPED, *sorted(plug_ins.found(GROUP).keys() - _SHIPPED.keys()))
+    return (*_SHIPPED, *sorted(installed.found(GROUP).keys() - _SHIPPED.keys()))
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -76,10 +76,10 @@ def probed(
 
 @cache
 def _load(name: str) -> Family:
-    entry = plug_ins.found(GROUP).get(name)
+    entry = installed.found(GROUP).get(name)
     if entry is None:
         raise ConfigError([_unknown(name)])
-    return plug_ins.load(entry, f"model family {name!r}", Family)
+    return installed.load(entry, f"model family {name!r}", Family)
 
 
 def _unknown(name: str) -> Problem:

@@ -15,8 +15,7 @@ from mtrain.cli.recipe.capture import TIMEOUT_S, capture
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
-from mtrain.config.disk.files import STDIN, read_stdin
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import STDIN, download_of, read_stdin
 from mtrain.config.messages.validate import MISSING, OPEN, unfilled
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import read_from, touches

@@ -33,7 +33,7 @@ from mtrain.config.messages.keys import is_under_a_value
 from mtrain.config.messages.problem import distinct
 from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
-from mtrain.config.resolve.start import at, describes_a_model, start_of
+from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem

@@ -15,7 +15,7 @@ from typing import Any
 from mtrain.config.compose.interpolate import refused
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.recipe import reserved_keys
-from mtrain.config.compose.yaml_reader import parse
+from mtrain.config.compose.yaml_reader import load, parse
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.validate import validate
 from mtrain.config.schema.run import RunConfig
@@ -144,3 +144,16 @@ def _said(values: Any, key: str) -> bool:
             return False
         values = values[name]
     return True
+
+
+def read_run_file(path: Path) -> RunConfig:
+    """Return the configuration that a resolved file such as `run.yaml` holds.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no complete configuration.
+    """
+    document = load(path)
+    run, problems = validate(document.values, document.where)
+    if run is None:
+        raise ConfigError(problems)
+    return run

@@ -16,8 +16,7 @@ from mtrain.config.compose.interpolate import KEY, leaves
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import is_group
 from mtrain.config.messages import unread
-from mtrain.config.messages.intended import as_key, plain
-from mtrain.config.messages.keys import field_of, suggest
+from mtrain.config.messages.keys import as_key, field_of, plain, suggest
 from mtrain.config.messages.suggestions import (
     NOTHING,
     SWEPT,

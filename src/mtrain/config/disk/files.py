@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 import stat
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir
+from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir, user_path
 from mtrain.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
@@ -329,3 +330,61 @@ def _is_no_storage(place: Path) -> bool:
     path = os.path.realpath(place)
     over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
     return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = (".json", ".jsonl", ".yaml", ".yml", ".safetensors", ".model", ".txt")
+
+
+def download_of(text: str, files: str = "") -> tuple[str, str] | None:
+    """Return the command that downloads `files` (all if that is empty) of the model that `text` may
+    name on the hub, and the folder where they are then. Return None for the path of a file, and
+    where the path or its folder exists.
+    """
+    if _NAME.fullmatch(text) is None or text.endswith(_FILES):
+        return None
+    if Path(user_path(text)).exists() or Path(user_path(text.partition("/")[0])).is_dir():
+        return None
+    folder = text.rpartition("/")[2]
+    words = ["hf download", text, *([files] if files else []), "--local-dir", folder]
+    return " ".join(words), folder
+
+
+ENDING = ".jsonl"
+MOST_ENTRIES = 100_000
+"""Entries of a folder that are looked at for the file: it stands beside folders of images, or among
+few images.
+"""
+
+
+WHICH = "which text belongs to which image"
+
+
+def records_of(path: Path, what: str) -> tuple[Path | None, str]:
+    """Return the JSON Lines file that a folder holds, or that a path names, and else why there is
+    none; `what` one says.
+    """
+    rule = unreadable(path)
+    if rule is not None:
+        return None, rule
+    if path.is_file():
+        if path.name.endswith(ENDING):
+            return (path, "")
+        return (None, f"is a file that does not end in {ENDING}")
+    found = []
+    with os.scandir(path) as entries:
+        for number, entry in enumerate(entries):
+            if number >= MOST_ENTRIES:
+                return None, f"holds more than {MOST_ENTRIES} entries: name its {ENDING} file"
+            if (
+                entry.name.endswith(ENDING)
+                and not entry.name.startswith(".")
+                and Path(entry.path).is_file()
+            ):
+                found.append(entry.name)
+    if len(found) == 1:
+        file = path / found[0]
+        rule = unreadable(file)
+        return (file, "") if rule is None else (None, f"{found[0]} {rule}")
+    said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
+    return None, f"holds {said} that ends in {ENDING}, and one says {what}"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.files import unreadable
-from mtrain.config.disk.image_files import ENDING
+from mtrain.config.disk.files import ENDING, unreadable
 
 FIRST_BYTES = 1 << 24
 """Bytes in which the first line has to end."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 
 GROUP = "mtrain.devices"
 """Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
@@ -64,15 +64,15 @@ def facts_of(name: str) -> DeviceFacts:
 
 @cache
 def _of_plug_in(name: str) -> DeviceFacts:
-    entry = plug_ins.found(FACTS_GROUP).get(name)
+    entry = installed.found(FACTS_GROUP).get(name)
     if entry is None:
         return DeviceFacts(name=name)
-    return plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
+    return installed.load(entry, f"facts of device {name!r}", DeviceFacts)
 
 
 def names() -> list[str]:
     """Return every device that can be named: those that ship, then those of plug-ins."""
-    return [*SHIPPED, *sorted(plug_ins.found(GROUP).keys() - SHIPPED.keys())]
+    return [*SHIPPED, *sorted(installed.found(GROUP).keys() - SHIPPED.keys())]
 
 
 def with_cuda_kernels() -> str:

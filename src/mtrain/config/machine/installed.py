@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TypeVar
 
 import mtrain
+from mtrain.errors import BadEnvironment
 
 CACHE = "MTRAIN_CACHE"
 
@@ -34,3 +37,33 @@ def cache_folder() -> Path | None:
         return Path(named or "~/.cache/mtrain").expanduser()
     except RuntimeError:  # a user without an entry in the table of users, and without HOME
         return None
+
+
+Kind = TypeVar("Kind")
+
+
+def found(group: str) -> dict[str, EntryPoint]:
+    """Return the plug-ins of a group by their names; none is loaded."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
+    """What an entry point stands for.
+
+    Args:
+        entry: the entry point.
+        what: what it provides, for messages: `device 'tpu'`.
+        kind: the class that it must be of.
+
+    Raises:
+        BadEnvironment: it does not load, or is something else.
+    """
+    try:
+        part = entry.load()
+    except Exception as error:
+        raise BadEnvironment(f"{what}: its plug-in {entry.value} does not load: {error}") from error
+    if not isinstance(part, kind):
+        raise BadEnvironment(
+            f"{what}: its plug-in {entry.value} is no {kind.__module__}.{kind.__qualname__}"
+        )
+    return part

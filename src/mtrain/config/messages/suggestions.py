@@ -24,8 +24,15 @@ from mtrain.config.compose.paths import (
 )
 from mtrain.config.compose.yaml_reader import load, scalar
 from mtrain.config.engine.formats import FORMATS, WeightFormat
-from mtrain.config.messages.intended import as_key, is_nothing, plain, readings
-from mtrain.config.messages.keys import field_of, opposites, suggest
+from mtrain.config.messages.keys import (
+    as_key,
+    field_of,
+    is_nothing,
+    opposites,
+    plain,
+    readings,
+    suggest,
+)
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 

@@ -16,12 +16,14 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.compose.dump import override, spell
 from mtrain.config.compose.interpolate import leaves
 from mtrain.config.compose.paths import choices_of_group
-from mtrain.config.messages.intended import as_key, as_name, is_nothing
 from mtrain.config.messages.keys import (
     MERGE,
+    as_key,
+    as_name,
     choices_of,
     field_of,
     is_content,
+    is_nothing,
     schema_keys,
     section_in,
     suggest,

@@ -17,8 +17,7 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import fine_tuning, run_length
 from mtrain.config.resolve.batches import stages
-from mtrain.config.resolve.fine_tuning import CHATS
-from mtrain.config.resolve.sizes import nearest
+from mtrain.config.resolve.fine_tuning import CHATS, nearest
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.config.t5 import lengths, padded, spans

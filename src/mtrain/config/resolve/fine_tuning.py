@@ -7,14 +7,15 @@ docs/defaults.md has the sources beside each other.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.image_files import records_of
-from mtrain.config.resolve.sizes import nearest
+from mtrain.config.disk.files import records_of
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 
 CHATS = ("sft", "preference")
@@ -147,3 +148,38 @@ def _count(file: Path, size: int, changed: int) -> int:
     if read < size:
         return max(1, round(lines * size / read))
     return lines + (last != b"\n")
+
+
+class Sized(Protocol):
+    """A row of a table."""
+
+    @property
+    def parameters(self) -> float:
+        """Return parameters of its model."""
+        ...
+
+
+Row = TypeVar("Row", bound=Sized)
+
+
+def nearest(rows: Sequence[Row], model: ModelConfig) -> Row:
+    """Return the row whose size is the nearest by its ratio to the parameters that a
+    token visits.
+    """
+    size = visited_parameters(model)
+    return min(rows, key=lambda row: max(row.parameters / size, size / row.parameters))
+
+
+def visited_parameters(model: ModelConfig) -> int:
+    """Return the weights of the matrices that a token visits: near enough to find a row
+    of a table.
+    """
+    m = model
+    width = m.ffn_hidden_size
+    if m.moe is not None:
+        width = m.moe.router_topk * m.moe.ffn_hidden_size + (
+            m.moe.shared_expert_intermediate_size or 0
+        )
+    attention = 2 * m.head_dim * (m.num_attention_heads + m.query_groups)
+    layer = m.hidden_size * (attention + (3 if m.gated else 2) * width)
+    return m.num_layers * layer + m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)

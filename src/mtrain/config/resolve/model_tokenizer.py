@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
@@ -85,3 +87,33 @@ def sha256_of(file: Path) -> str:
 def _sha256(file: Path, stamp: tuple[int, ...]) -> str:
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+KEY = "checkpoint.init_from"
+
+
+def at(values: Mapping[str, Any], path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    node: Any = values
+    for name in path.split(".") if path else ():
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def start_of(
+    settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
+) -> str | None:
+    """Return the folder that the command line names, else the recipe, else the choice of
+    `checkpoint`; None: none does.
+    """
+    if KEY in settings:
+        found = settings[KEY]
+    else:
+        found = at(recipe, KEY) or choice.get("init_from")
+    return found if isinstance(found, str) and found else None
+
+
+def describes_a_model(recipe: Mapping[str, Any], needed: Collection[str]) -> bool:
+    """Return whether a recipe states every key that a model cannot be without."""
+    stated = recipe.get("model")
+    return isinstance(stated, Mapping) and stated.keys() >= set(needed)

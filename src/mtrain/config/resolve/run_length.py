@@ -9,7 +9,7 @@ from typing import Any
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve import fine_tuning
 from mtrain.config.resolve.batches import samples_of, stages, steps_within
-from mtrain.config.resolve.sizes import visited_parameters
+from mtrain.config.resolve.fine_tuning import visited_parameters
 from mtrain.config.schema.run import RunConfig
 from mtrain.units import count
 

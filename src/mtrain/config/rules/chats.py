@@ -11,9 +11,8 @@ from pathlib import Path, PurePath
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import kind_of, unreadable
+from mtrain.config.disk.files import kind_of, records_of, unreadable
 from mtrain.config.disk.first_record import is_documents, kind_of_chats
-from mtrain.config.disk.image_files import records_of
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule

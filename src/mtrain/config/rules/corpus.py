@@ -14,8 +14,15 @@ from contextlib import closing
 from pathlib import Path
 
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import (
+    PIECE,
+    SKIPPED_FOLDERS,
+    Bound,
+    download_of,
+    files_below,
+    no_text,
+    unreadable,
+)
 from mtrain.config.disk.manifest import READ_BYTES, Manifest, read_manifest
 from mtrain.config.disk.token_files import (
     READ_TOKENIZER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.image_files import WHICH, records_of
+from mtrain.config.disk.files import WHICH, records_of
 from mtrain.config.llava import LlavaConfig
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
 from mtrain.config.rules.rule import Code, rule

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
-from mtrain.config.disk.files import unreadable, unwritable
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule

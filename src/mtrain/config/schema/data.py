@@ -14,7 +14,6 @@ from mtrain.config.schema.base import (
     PositiveInt,
     Section,
 )
-from mtrain.config.schema.fim import FimConfig
 
 WEIGHTS_OF = {
     "blend": "blend_weights",
@@ -35,6 +34,21 @@ def read_corpora(
 
 def _where(shares: tuple[float, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value for share, value in zip(shares, values, strict=False) if share)
+
+
+class FimConfig(Section):
+    """`data.fim`: documents whose middle is read behind their end, so that a model learns to fill
+    it in.
+    """
+
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the documents of a sample that are read so; 0: none."""
+    spm_rate: Annotated[Annotated[float, Field(ge=0, le=1)], Key(when="data.fim.rate")] = 0.5
+    """Share of those in which the suffix stands before the prefix (SPM), not behind it (PSM)."""
+    ids: Annotated[
+        tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None, Key(when="data.fim.rate")
+    ] = Field(default=None, strict=False)
+    """Ids of the tokens that mark prefix, suffix and middle."""
 
 
 class DataConfig(Section):

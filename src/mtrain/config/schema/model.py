@@ -26,13 +26,25 @@ from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
-from mtrain.config.schema.published import PublishedConfig
 from mtrain.config.schema.rope_scaling import RopeScalingConfig
 from mtrain.config.t5 import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
 """The condition of keys that only an MLP with a gate reads."""
+
+
+class PublishedConfig(Section):
+    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size`
+    that are null.
+    """
+
+    peak_lr: PositiveFloat | None = None
+    """Largest learning rate; null: not published."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step; null: not published."""
+    source: Annotated[str, Field(max_length=200)]
+    """Where that is said."""
 
 
 class ModelConfig(Section):
