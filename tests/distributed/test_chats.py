@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import run_ranks

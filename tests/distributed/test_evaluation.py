@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.bpe import train as train_bpe
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError

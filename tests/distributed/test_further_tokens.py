@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 

@@ -12,8 +12,8 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some

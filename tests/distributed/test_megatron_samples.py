@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.megatron_order import MegatronSamples
 from tests.support.forked import run_alone

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedWriter
 from tests.distributed.test_chats import apart, computed

@@ -11,11 +11,14 @@ from mtrain.config.engine.kernels import OPERATIONS, update_obstacle
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
+from mtrain.config.schema.trainer import TrainerConfig
 from tests.support.forked import run_ranks
 
 TINY: dict[str, Any] = {

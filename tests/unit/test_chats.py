@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtrain.config.rules import apply
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import chat_writers, open_splits, prepare, same_data
 from mtrain.data.batch import MicroBatch, averaged
 from mtrain.data.chat_batch import of_chats

@@ -22,8 +22,8 @@ from mtrain.config.resolve.resolution import (
     smallest_world,
     world_size_of,
 )
+from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import KernelsConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from mtrain.cli.main import main
 from mtrain.config.rules import apply
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes

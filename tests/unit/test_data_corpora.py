@@ -17,7 +17,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData

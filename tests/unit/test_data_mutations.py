@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData

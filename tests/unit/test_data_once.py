@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.indexed import IndexedWriter

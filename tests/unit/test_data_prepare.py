@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import cache, open_splits, prepare, verify
 from mtrain.data.corpus import TextCorpus, cut, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
@@ -214,7 +214,7 @@ BUILDER = """
 import json, os, sys, time
 import mtrain.data.tokenize as t
 from mtrain.data import bpe
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
 data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
@@ -277,7 +277,7 @@ def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
 
 FORKING = """
 import os, signal, sys
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
 first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
@@ -475,7 +475,7 @@ def test_a_missing_tokenizer_is_a_bad_input(tmp_path: Path) -> None:
 def test_preparing_does_not_import_torch(folder: Path) -> None:
     code = """
 import sys
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 data = DataConfig(kind='mock')
 open_splits(data, 99, 1, prepare(data))

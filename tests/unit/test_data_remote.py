@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, remote, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches, next_token
 from mtrain.data.indexed import IndexedDataset, IndexedWriter

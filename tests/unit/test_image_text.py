@@ -16,7 +16,7 @@ from PIL import Image
 
 from mtrain.config.disk.files import records_of
 from mtrain.config.llava import LlavaConfig
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.images import MEAN, STD, inside, load

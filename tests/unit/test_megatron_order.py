@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, orders, prepare, same_data
 from mtrain.data.blend import Blend
 from mtrain.data.greedy import BLOCK, Greedy

@@ -4,11 +4,12 @@ import pytest
 
 from mtrain.cli.setup import load
 from mtrain.config.compose.composer import compose
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.model import ModelConfig, MoEConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, OptimConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan import count
 from mtrain.plan.weights import stage_weights

@@ -17,7 +17,7 @@ from mtrain.config.machine import devices, installed
 from mtrain.config.messages.keys import choices_of, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import resolve
-from mtrain.config.schema.trainer import OptimConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.errors import BadEnvironment
 from tests.support.configs import LAPTOP
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, document_fit, open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat_batch import of_documents

@@ -18,9 +18,11 @@ from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
+from mtrain.config.schema.checkpoint import CheckpointConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import CheckpointConfig, DataConfig, LogConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters

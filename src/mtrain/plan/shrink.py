@@ -14,10 +14,11 @@ from mtrain.config.resolve.batches import NO_RAMP
 from mtrain.config.resolve.batches import stages as batch_stages
 from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
 from mtrain.config.resolve.stages import Stage, stages
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.optimizer import Rotated
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, OptimConfig
 from mtrain.models.registry import family_of
 from mtrain.plan.weights import matrices, update_of
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.errors import CorruptData
 from mtrain.units import MIB, bytes_
 

@@ -33,9 +33,8 @@ from mtrain.config.disk.token_files import (
 )
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.schema.data import WEIGHTS_OF, read_corpora
+from mtrain.config.schema.data import WEIGHTS_OF, DataConfig, read_corpora
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 

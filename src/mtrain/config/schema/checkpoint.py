@@ -1,13 +1,9 @@
-"""The keys of the groups `checkpoint` and `log`: what a run keeps and shows."""
+"""The section `checkpoint`: what a run saves, where, and what it starts from."""
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Annotated
 
 from mtrain.config.schema.base import (
-    NAME,
     Effect,
-    Flag,
     Key,
     NonNegativeInt,
     PositiveFloat,
@@ -56,22 +52,3 @@ class CheckpointConfig(Section):
     def saves(self) -> bool:
         """Return whether a run that ends by itself leaves a checkpoint."""
         return bool(self.save_interval) or self.save_minutes is not None or self.save_final
-
-
-class LogConfig(Section):
-    """`log`: where a run is written and what is shown."""
-
-    runs_dir: str = "runs"
-    """Folder of run folders."""
-    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
-    """Name of the run folder; null: made from the date, the model and the layout."""
-    interval: Annotated[
-        PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
-    ] = 10
-    """Steps between progress lines; the metrics file has every step."""
-    token_accuracy: Annotated[bool, Key(effect=Effect.RUNTIME)] = False
-    """Log token_accuracy: the share of the predictions that count whose token has the largest
-    logit.
-    """
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -10,19 +10,17 @@ from pydantic import Field
 
 from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.base import Effect, Key, Section
+from mtrain.config.schema.checkpoint import CheckpointConfig
 from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.kernels import KernelsConfig
+from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.trainer import (
-    CheckpointConfig,
-    DataConfig,
-    KernelsConfig,
-    LogConfig,
-    OptimConfig,
-    TrainerConfig,
-)
+from mtrain.config.schema.trainer import TrainerConfig
 
 GROUPS = (
     "model",
