@@ -1,6 +1,4 @@
-"""The files that a configuration is composed of, in Hydra's order, each as a layer of values with
-their origins.
-"""
+"""The files of a configuration in Hydra's order, each a layer of values with their origins."""
 
 from __future__ import annotations
 
@@ -22,16 +20,16 @@ Entries = list[tuple[str, str]]
 def entries_of(
     library: Library, usual: Entries, arguments: Sequence[str]
 ) -> tuple[Entries, dict[str, str]]:
-    """What is composed, of rising precedence, and group -> choice as far as files have changed it.
+    """Return the composed configurations in rising precedence, and group -> choice.
 
     Args:
-        library: what there is.
-        usual: what is composed where no file has a defaults list, or a place for its values, of its
-            own; the first is the primary configuration.
-        arguments: those that choose, for Hydra.
+        library: everything that can be composed.
+        usual: the configurations of files that have neither a defaults list nor a package of their
+            own; the first is the primary one.
+        arguments: the arguments that choose, for Hydra.
 
     Raises:
-        ConfigError: with all that is wrong with any of the files.
+        ConfigError: some files are invalid; the error holds every problem.
         NotComposed: Hydra refuses.
     """
     primary = usual[0][0]
@@ -52,7 +50,7 @@ def entries_of(
 
 
 class _NotPlain(Exception):
-    """A file has a defaults list that only Hydra reads."""
+    """A file has a defaults list that only Hydra can expand."""
 
 
 def _added(arguments: Sequence[str]) -> list[str]:
@@ -62,13 +60,12 @@ def _added(arguments: Sequence[str]) -> list[str]:
 
 
 def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
-    """Return a file with those of its group that its defaults list names, which is all that most
-    files have.
+    """Return a file together with the files of its group that its defaults list names.
 
-    Hydra makes the same list; to ask it takes as long as to compose once more.
+    Hydra builds the same list, but asking it takes as long as another composition.
 
     Raises:
-        _NotPlain: there is more in the list, or another place for the values.
+        _NotPlain: the list has other entries, or the values have another package.
         ConfigError: a file cannot be read as data.
     """
     if name in (RUN, RECIPE_FILE) or library.layout(name) is not None:
@@ -108,9 +105,7 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
 
 
 def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
-    """Return whether a choice is a file, or a layout, that fills its own group and nothing else;
-    False where it is none.
-    """
+    """Return whether a choice is a file or a layout that fills only its own group."""
     try:
         _expanded(library, f"{group}/{choice}", group)
     except (_NotPlain, ConfigError):
@@ -119,7 +114,9 @@ def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
 
 
 def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
-    """What a file says at the key that it fills; what a layout says is said by its `chooser`."""
+    """Return the values of a file at the key that it fills; `chooser` is the origin of a layout's
+    values.
+    """
     layout = library.layout(name)
     if layout is not None:
         return Layer(_nested(package, layout), lambda _: chooser)
@@ -129,7 +126,7 @@ def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
 
 
 def _nested(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` at a dotted key."""
+    """Return `values` nested at a dotted key."""
     out = dict(values)
     for name in reversed(package.split(".") if package else []):
         out = {name: out}

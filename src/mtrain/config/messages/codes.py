@@ -1,5 +1,5 @@
-"""What each code of a problem means and what to do: those of the rules, and a table of
-all others.
+"""The meaning of each problem code and what to do: the codes of the rules, and a table of all
+others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILIES = {
     "MT6": "the corpus, found when it is opened",
     "MT7": "recipes, locks and imports",
 }
-"""Begin of a code -> what codes of that kind are about."""
+"""Prefix of a code -> the subject of such codes."""
 
 OTHERS = (
     Code(
@@ -326,7 +326,7 @@ def codes() -> dict[str, Code]:
 
 
 def family(code: str) -> str:
-    """What codes of this kind are about."""
+    """Return the subject of a code."""
     return next((words for begin, words in FAMILIES.items() if code.startswith(begin)), "")
 
 
@@ -336,5 +336,5 @@ def rules_of(code: str) -> list[Rule]:
 
 
 def validating(key: str) -> list[str]:
-    """Return codes of the rules that read `key`."""
+    """Return the codes of the rules that read `key`."""
     return sorted({code.code for rule in RULES if key in rule.reads for code in rule.codes})

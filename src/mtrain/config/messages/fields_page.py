@@ -1,4 +1,4 @@
-"""The page of all keys and the fields of megatron-core that they feed, and of all fields without a
+"""The page of all keys with the fields of megatron-core that they feed, and of all fields without a
 key.
 """
 
@@ -48,8 +48,8 @@ def fed() -> dict[str, list[str]]:
 
 
 def _owned(field: str) -> str:
-    """Return the field under the class that declares it: MLA's has all fields of the other, and
-    more.
+    """Return a field under the class that declares it, because the MLA configuration inherits all
+    fields of the other.
     """
     owner, _, name = field.partition(".")
     inherited = owner == unmapped.LATENT and (
@@ -93,5 +93,5 @@ def _fields() -> Iterator[str]:
 
 
 def _named(field: str) -> str:
-    """Return a field, and the releases of megatron-core that have it where not all do."""
+    """Return a field with the releases of megatron-core that have it, if not all do."""
     return f"`{field}` ({FIELD_VERSIONS[field]})" if field in FIELD_VERSIONS else f"`{field}`"

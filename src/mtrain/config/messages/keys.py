@@ -1,4 +1,6 @@
-"""Every key there is, the ones near a misspelt one, and the names other systems use for them."""
+"""Every key, suggestions for misspelt keys, the names that other systems use, and texts read as
+values.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, RunConfig
 
 PLUG_INS = ("cluster.device", "model.family")
-"""Keys whose words are those that ship, and those of installed plug-ins."""
+"""Keys whose values are the shipped names plus those of installed plug-ins."""
 
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}
-"""How a foreign name's value differs from that of the key here."""
+"""Differences between the value of a foreign name and that of our key."""
 
 DERIVED = {
     "data_parallel_size": "the data-parallel size is derived: ranks / (tp * pp * cp)",
@@ -55,7 +57,7 @@ DERIVED = {
     ),
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
-"""Names that have no key here, and why."""
+"""Names without a key here, and the reason."""
 
 
 RESOLVED = {
@@ -63,9 +65,9 @@ RESOLVED = {
     "data.seq_length": "data.length",
     "optim.lr": "optim.rate",
 }
-"""Keys that are null until they are resolved -> the property that has a value at any time."""
+"""Keys that are null until they are resolved -> the property that always has a value."""
 MERGE = "<<"
-"""YAML's key for a mapping that is merged into another one. It is not read."""
+"""YAML's merge key, which mtrain does not read."""
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
@@ -80,7 +82,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
-    """Return every leaf key by its dotted path, the recipe's words about itself included."""
+    """Return every leaf key by its dotted path, including the metadata of a recipe."""
     return {
         path: field for path, field in _all_keys().items() if section_in(field.annotation) is None
     }
@@ -109,7 +111,7 @@ def field_of(path: str) -> FieldInfo | None:
 
 @cache
 def keys() -> dict[str, Key]:
-    """What the schema says of each key, and of sections, in its annotation."""
+    """Return the schema's annotation of each key and section."""
     none = Key()
     return {
         path: next((item for item in field.metadata if isinstance(item, Key)), none)
@@ -118,14 +120,12 @@ def keys() -> dict[str, Key]:
 
 
 def key_of(path: str) -> Key:
-    """What the schema says of the key at `path` in its annotation; nothing where it
-    says nothing.
-    """
+    """Return the annotation of the key at `path`; an empty one if it has none."""
     return keys().get(path) or Key()
 
 
 def effect_of(path: str) -> Effect:
-    """What changing the key at `path` changes: what is said of it, else of its section."""
+    """Return the effect of changing the key at `path`: its own, or that of its section."""
     while path:
         effect = key_of(path).effect
         if effect is not None:
@@ -135,9 +135,7 @@ def effect_of(path: str) -> Effect:
 
 
 def when_of(path: str) -> str:
-    """Return the condition of a key, or of the section that it stands in; empty where it always has
-    an effect.
-    """
+    """Return the condition of a key or of its section; empty if it always has an effect."""
     while path and not key_of(path).when:
         path = path.rpartition(".")[0]
     return key_of(path).when
@@ -145,8 +143,8 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Return names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face
-    -> the key here.
+    """Return the key for each name of megatron-core's fields, Megatron-LM's flags and Hugging
+    Face's configs.
     """
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
@@ -161,7 +159,7 @@ def foreign() -> dict[str, str]:
 
 @cache
 def opposites() -> frozenset[str]:
-    """Return names of flags that make a key false: what they say is the opposite of it."""
+    """Return the names of flags that set a key to false."""
     flags = [flag for path in keys() if (flag := flag_of(path)) is not None and flag.off]
     return frozenset(name for flag in flags for name in _words_of_flag(flag))
 
@@ -171,16 +169,14 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 
 
 def flag_of(path: str) -> Flag | None:
-    """Return the flag of Megatron-LM that says the key at `path` alone; None where
-    there is none.
-    """
+    """Return the Megatron-LM flag that sets only the key at `path`; None if there is none."""
     flag = key_of(path).flag
     return Flag(flag) if isinstance(flag, str) and flag else flag or None
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """Return the words that a key, an item of its list or a name in its table may be, where they
-    are few; else empty.
+    """Return the choices of a key, of the items of its list or of the names in its table; empty for
+    an open set.
     """
     field = field_of(path) or (
         field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
@@ -196,9 +192,7 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def suggest(path: str) -> tuple[list[str], str]:
-    """Return keys that `path` may have meant, best first, and a sentence about it where there is
-    something to say.
-    """
+    """Return the keys that `path` may have meant, best first, and a sentence about it or ""."""
     near, why = _suggested(path)
     return list(near), why
 
@@ -245,7 +239,7 @@ def _suggested(path: str) -> tuple[list[str], str]:
 
 
 def is_under_a_value(path: str) -> bool:
-    """Return whether a dotted key goes on behind one that holds a plain value, as in
+    """Return whether a dotted key continues below a key with a plain value, as in
     `model.num_layers.x`.
     """
     names = path.split(".")
@@ -258,8 +252,8 @@ def is_under_a_value(path: str) -> bool:
 
 @cache
 def is_content(key: str) -> bool:
-    """Return whether a key takes text of the user's own, a list or a mapping: no number, no switch,
-    no word of a few.
+    """Return whether a key takes free text, a list or a mapping instead of a number, a switch or a
+    choice.
     """
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)
@@ -283,9 +277,7 @@ _DASHES = dict.fromkeys("‐‑‒–—―−", "-")
 LOOKALIKES = str.maketrans(
     {**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'}
 )
-"""Letters of other alphabets that look like ours (Unicode's confusables, those of whole words), and
-typeset signs.
-"""
+"""Letters of other alphabets that look like ours (Unicode's confusables) and typographic signs."""
 TRUE = ("true", "yes", "y", "on", "t", "1", "enabled")
 FALSE = ("false", "no", "n", "off", "f", "0", "disabled")
 NULL = ("null", "none", "nil", "~", "", "undefined")
@@ -296,34 +288,34 @@ _TIMES = {"ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "360
 _SIZES = {"m": "0.0009765625", "g": "1", "t": "1024"}
 _COUNTS = {"k": "1e3", "m": "1e6", "g": "1e9", "b": "1e9", "t": "1e12", "%": "0.01"}
 _OF_TOKENS = re.compile(r"(_size|_length|_embeddings|_rank|_dim|_channels)\Z")
-"""Keys of which a k is 1024: a sequence of 4k has 4096 tokens."""
+"""Keys for which k means 1,024: a sequence of 4k has 4,096 tokens."""
 
 
 def plain(text: str) -> str:
-    """`text` with the letters that it seems to have."""
+    """Return `text` with confusable letters replaced."""
     return unicodedata.normalize("NFKC", text).translate(LOOKALIKES)
 
 
 def as_key(text: str) -> str:
-    """`text` as a dotted key is spelled: small letters, underscores, no dashes before it."""
+    """Return `text` in the spelling of a dotted key: lower case, underscores, no leading dashes."""
     return re.sub(r"[-\s]+", "_", plain(text).strip().lstrip("-").lower())
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value says that there is none: null, an empty text, `none`."""
+    """Return whether a value means "nothing": null, an empty text, `none`."""
     return value is None or (isinstance(value, str) and plain(value).strip().lower() in NULL)
 
 
 def as_name(value: Any) -> str:
-    """Return a value as the text that it is in a file."""
+    """Return a value as the text in a file."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return plain(str(value)).strip()
 
 
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
-    """Yield values of other types that `value` may have been meant as at the key `path`: likely
-    ones before less likely.
+    """Yield values of other types that `value` at the key `path` may have meant, most
+    likely first.
     """
     if isinstance(value, list) and len(value) == 1:
         yield [value[0]]
@@ -353,14 +345,14 @@ def readings(path: str, value: Any) -> Iterator[list[Any]]:
 
 
 def _kinds(number: Decimal) -> Iterator[Any]:
-    """Yield a number as a whole one where it is one, and as one with a fraction."""
+    """Yield a number as an integer, if it is integral, and as a float."""
     if number == number.to_integral_value() and abs(number) < 1 << 63:
         yield int(number)
     yield float(number)
 
 
 def _numbers(path: str, text: str) -> Iterator[Decimal]:
-    """Yield the numbers that a text with separators, a unit or a letter too many may stand for."""
+    """Yield the numbers that a text with separators, a unit or a stray letter may stand for."""
     match = _NUMBER.match(text)
     if match is None or len(text) > 64:
         return

@@ -1,4 +1,4 @@
-"""The codes of what runs, files and data are refused for, which no rule of a configuration says."""
+"""Codes of problems outside of the rules: with running, files and data."""
 
 from __future__ import annotations
 
