@@ -81,7 +81,7 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
     `glob(...)` chooses from `names`.
 
     Raises:
-        ValueError: not in the grammar, more than `limit` values, or a sweep that cannot be enumerated.
+        ValueError: not in the grammar, more than `limit` values, or a sweep without an end.
     """
     from hydra.core.override_parser.types import Glob, RangeSweep
     from hydra.errors import HydraException

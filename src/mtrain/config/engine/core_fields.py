@@ -1,12 +1,8 @@
-"""Which field of megatron-core each key feeds: the tables that `build` fills its configurations
-from.
+"""The fields of megatron-core that each key feeds, and the tables that fill its configurations.
 
-Most keys feed a field with their value as it is, and say so in the schema (`feeds` of their `Key`).
-Here stand the fields that are computed.
-
-Values are plain: a dtype, an activation and an initialiser are named here and made in `build`. So
-nothing of torch is needed to say what a key reaches: `feeds` watches the tables read a
-configuration.
+Most keys feed a field with their value unchanged, and state it in the schema (`feeds` of their
+`Key`). This module has the computed fields. Values are plain: it names dtypes, activations and
+initialisers, and `assembly` makes them. So `explain` and `plan` need no torch to read the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from mtrain.config.schema.run import RunConfig
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
 LEFT_OUT = object()
-"""Stands for no value: megatron-core's default stays."""
+"""A marker of no value: megatron-core's default stays."""
 _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
@@ -36,11 +32,11 @@ _OWNERS = {
     "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
 }
-"""Sections whose keys feed fields that are only there with them."""
+"""Sections whose keys feed fields that only exist with them."""
 
 
 def _fed(owner: str = "") -> dict[str, Get]:
-    """Return fields of an owner that get a key's value as it is."""
+    """Return the fields of an owner that get a key's value unchanged."""
     out = {}
     for path in schema_keys():
         section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
@@ -52,8 +48,8 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """Return the value of a key; a list where the schema has a tuple, nothing where a key without
-    effect is null.
+    """Return a reader of a key: a list in place of a tuple, nothing for a null key
+    without effect.
     """
     read = attrgetter(RESOLVED.get(path, path))
     null = LEFT_OUT if when_of(path) else None
@@ -72,17 +68,17 @@ def _unless_none(word: str) -> str | None:
 
 
 def frees_sent(run: RunConfig) -> bool:
-    """Return whether what a stage has sent on is freed: it is needed no more but for its shape.
+    """Return whether a stage frees what it has sent: only its shape is still needed.
 
-    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP
-    hands on is a view, whose memory is not its own to free.
+    Not if sends overlap, because they may still be reading it (Megatron-LM #4047), and not with
+    megatron-core's FSDP, whose outputs are views.
     """
     return run.parallel.pp > 1 and run.parallel.vpp == 1 and run.parallel.fsdp != "megatron"
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Return whether megatron-core fuses the activation of the model: plain swiglu, and dense
-    gelu_tanh with its bias.
+    """Return whether megatron-core fuses the model's activation: plain swiglu, and dense gelu_tanh
+    with its bias.
     """
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
@@ -93,16 +89,16 @@ def _fuses_activation(run: RunConfig) -> bool:
 
 
 def _activation(run: RunConfig) -> str:
-    """Return the function's name; megatron-core asks for its fused gelu, which is the tanh form, by
-    the exact one.
+    """Return the function's name; megatron-core expects the exact gelu for its fused one, which is
+    the tanh form.
     """
     fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
     return "gelu" if fused_gelu else run.model.activation
 
 
 def _output_init_std(run: RunConfig) -> float:
-    """Of what adds to the residual stream, smaller the more there is; where sums are normed,
-    nothing piles up.
+    """Return the initial deviation of matrices that add to the residual stream: smaller with depth,
+    unless sums are normed.
     """
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
@@ -112,7 +108,9 @@ def _output_init_std(run: RunConfig) -> float:
 
 
 def _init_std(run: RunConfig) -> float:
-    """Of matrices between embedding and output layer: with muP smaller the wider the model is."""
+    """Return the initial deviation of matrices between embedding and output layer; with muP smaller
+    with width.
+    """
     return run.model.init_method_std / math.sqrt(run.model.width_mult)
 
 
@@ -121,7 +119,9 @@ def _one_graph(run: RunConfig) -> bool:
 
 
 def _graphs(run: RunConfig) -> str:
-    """Until 0.16 a whole step is a scope of megatron-core's own graphs."""
+    """Return the scopes of CUDA graphs; up to 0.16 a whole step is one of megatron-core's own
+    scopes.
+    """
     return (
         "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
     )
@@ -184,7 +184,7 @@ FIELDS: dict[str, Get] = {
     ),
     "bias_activation_fusion": _fuses_activation,
 }
-"""Of every TransformerConfig."""
+"""Fields of every TransformerConfig."""
 
 
 def _moe(run: RunConfig) -> MoEConfig:
@@ -208,13 +208,13 @@ MOE_FIELDS: dict[str, Get] = {
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
 }
-"""And where there are experts."""
+"""Fields for models with experts."""
 
 MLA_FIELDS: dict[str, Get] = {
     **_fed("mla."),
     "multi_latent_attention": lambda r: True,
 }
-"""And with MLA, whose class is MLATransformerConfig."""
+"""Fields for MLA, whose class is MLATransformerConfig."""
 
 
 def _linear_layers(run: RunConfig) -> int | list[int]:
@@ -230,19 +230,19 @@ LINEAR_FIELDS: dict[str, Get] = {
     "linear_attention_freq": _linear_layers,
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
-"""And where some layers are gated delta nets."""
+"""Fields for models with gated delta nets."""
 
 DSA_FIELDS: dict[str, Get] = {
     **_fed("dsa."),
     "experimental_attention_variant": lambda r: "dsa",
 }
-"""And with sparse attention."""
+"""Fields for sparse attention."""
 
 HYBRID_FIELDS: dict[str, Get] = {
     **_fed("hybrid."),
     "is_hybrid_model": lambda r: True,
 }
-"""And in the family hybrid."""
+"""Fields of the family hybrid."""
 
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
@@ -250,21 +250,20 @@ GPT_FIELDS: dict[str, Get] = {
     "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
 }
-"""Of GPTModel."""
+"""Arguments of GPTModel."""
 
 WRAP_FIELDS: dict[str, Get] = {
     **_fed("wrap."),
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
-"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig.
-"""
+"""Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig."""
 
 DDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("ddp."),
 }
-"""Of DistributedDataParallelConfig."""
+"""Fields of DistributedDataParallelConfig."""
 
 FSDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
@@ -278,7 +277,7 @@ FSDP_FIELDS: dict[str, Get] = {
     # a division fused into the sum is NCCL's alone
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Of DistributedDataParallelConfig where megatron-core's FSDP shards the weights."""
+"""Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
@@ -302,12 +301,12 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
         else r.precision.format
     ),
 }
-"""Of OptimizerConfig; dtypes are words."""
+"""Fields of OptimizerConfig; dtypes are words."""
 
 OWN_FIELDS: dict[str, dict[str, Get]] = {
     name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
 }
-"""Optimizer -> those of OptimizerConfig that its own keys feed."""
+"""Optimizer -> the fields of OptimizerConfig that its own keys feed."""
 
 SCHEDULES = {
     "constant": "constant",
@@ -333,13 +332,12 @@ SCHEDULE_FIELDS: dict[str, Get] = {
     "wd_incr_steps": _decay,
     "wd_incr_style": lambda r: "constant",
 }
-"""Of OptimizerParamScheduler, in steps."""
+"""Fields of OptimizerParamScheduler, in steps."""
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
-    """What a table makes of a resolved configuration for the release that this process loads.
-
-    Fields that keep megatron-core's default are left out.
+    """Return the values of a table for a resolved configuration and the loaded release, without
+    fields that keep megatron-core's default.
     """
     return {
         name: value
@@ -349,8 +347,8 @@ def values(table: Table, run: RunConfig) -> dict[str, Any]:
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:
-    """Return every field of the TransformerConfig of a resolved configuration, or of its
-    MLATransformerConfig.
+    """Return every field of the TransformerConfig or MLATransformerConfig of a resolved
+    configuration.
     """
     out = values(FIELDS, run)
     if run.model.moe is not None:
@@ -368,10 +366,10 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
 
 
 def feeds(run: RunConfig) -> dict[str, list[str]]:
-    """Return key -> the fields of megatron-core whose value it has a part in, as
+    """Return key -> the fields of megatron-core that depend on it, as
     `TransformerConfig.hidden_size`.
 
-    Fields of experts and of MLA are there only where the model has them.
+    Fields of experts and of MLA only exist for models that have them.
     """
     out: dict[str, list[str]] = {}
     config = "TransformerConfig" if run.model.mla is None else "MLATransformerConfig"

@@ -1,5 +1,5 @@
-"""Which implementation of each operation runs where: what there is, what speaks against it, and
-what `auto` takes.
+"""The implementation of each operation: what exists, what speaks against it, and the choice of
+`auto`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtrain.errors import Problem
 
 
 class Facts(Protocol):
-    """What is known of the machine."""
+    """Facts of the machine."""
 
     @property
     def gpus(self) -> int: ...
@@ -42,7 +42,7 @@ class Operation:
     applies: Callable[[RunConfig], bool] = lambda run: True
     """Whether a model has it."""
     needs: str = ""
-    """What a model must have for it, as a user writes it."""
+    """The condition on the model, as a user writes it."""
 
 
 def _routes(run: RunConfig) -> bool:
@@ -89,7 +89,7 @@ OPERATIONS = (
     Operation("loss", ("triton", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
-"""All of them, in the order of the keys of `kernels`."""
+"""All operations, in the order of the keys of `kernels`."""
 
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -97,12 +97,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("grouped_gemm",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
-"""Ops of `mtrain_kernels` that do an operation by Triton; the others have its name."""
+"""Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name."""
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this
-    run.
+    """Return the ops of `mtrain_kernels` whose kernels run if Triton implements an operation of
+    this run.
     """
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
@@ -112,9 +112,9 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
 
 
 OURS = ("tensorwise", "blockwise")
-"""Recipes of precision.fp8 that linear layers and experts of ours know."""
+"""Recipes of precision.fp8 that our linear layers and experts support."""
 WIDEST_HEAD = 256
-"""Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
+"""Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 NO_COUNTS = (
     "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
     " none"
@@ -122,11 +122,10 @@ NO_COUNTS = (
 
 
 def routes_by_lists(run: RunConfig) -> bool:
-    """Return whether experts of a resolved run are routed to by lists of them, so that no layer
-    waits for the device.
+    """Return whether a resolved run routes tokens by lists, so that no layer waits for the device.
 
-    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it,
-    no token is dropped, and nobody else needs a map.
+    It does if routing and permutation are kernels, or `model.moe.pad_alltoall` is set, no token is
+    dropped, and nothing else needs a map.
     """
     moe = run.model.moe
     k = run.kernels
@@ -145,10 +144,10 @@ def routes_by_lists(run: RunConfig) -> bool:
 
 
 def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
-    """What does an operation of the model that nobody named; None: it is named, or the machine that
-    runs it decides.
+    """Return the implementation of an operation that no key names; None if one does, or if the
+    machine that runs it decides.
 
-    What `kernels.default` names is known everywhere; only what `auto` takes depends on the machine.
+    `kernels.default` holds everywhere; only `auto` depends on the machine.
     """
     word = getattr(run.kernels, op.name)
     default = run.kernels.default
@@ -161,10 +160,9 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 
 
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
-    """Return why each operation of a resolved run is done by whom it is: key -> a sentence.
+    """Return key -> a sentence with the reason for its implementation in a resolved run.
 
-    It tells what speaks against those that `auto` would have tried before, or that somebody named
-    it.
+    It names the obstacles of those that `auto` would have preferred, or the key that set it.
     """
     out: dict[str, str] = {}
     for op in OPERATIONS:
@@ -179,8 +177,8 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Return the operations that `auto` would do by Triton if its kernels had been run on this
-    generation of GPUs.
+    """Return the operations for which `auto` would choose Triton if its kernels had been run on
+    this generation of GPUs.
     """
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
@@ -198,9 +196,7 @@ def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
 
 
 def summary(run: RunConfig) -> str:
-    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te:
-    norm`.
-    """
+    """Return the operations of a resolved run by implementation: `triton: rope, loss; te: norm`."""
     by_word: dict[str, list[str]] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)
@@ -212,8 +208,8 @@ def summary(run: RunConfig) -> str:
 
 
 def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
-    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are
-    chosen.
+    """Return the choice of `auto` and the obstacles of each preferred one; earlier OPERATIONS are
+    chosen already.
     """
     against: dict[str, str] = {}
     for word in op.order:
@@ -248,9 +244,7 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
-    """Return why an implementation has not what this run asks of an operation, on any device, or
-    None.
-    """
+    """Return what an implementation lacks for this run on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:

@@ -1,6 +1,4 @@
-"""The tokenizer that a model has: that of the run or the Hugging Face folder whose weights a run
-goes on from.
-"""
+"""The tokenizer of a model: that of the run or Hugging Face folder that its weights come from."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from mtrain.config.schema.run import RunConfig
 
 TOKENIZER = "tokenizer.json"
 KEPT = "hf"
-"""The file of a folder, and the folder of a run with what came beside imported weights."""
+"""The file in such a folder, and the folder of a run with the files of its imported weights."""
 OTHERS = (
     *(
         "tokenizer.model",
@@ -28,13 +26,14 @@ OTHERS = (
     ),
     *("tiktoken.model", "qwen.tiktoken"),
 )
-"""Files of tokenizers that are not read as those of a model."""
+"""Tokenizer files in formats that mtrain does not read as a model's tokenizer."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the folder that the weights of a run come from: that of `checkpoint`, else what the
-    configuration names by its path; None: the weights are drawn. A run that `auto` or `latest` goes
-    on with began with `checkpoint.init_from`.
+    """Return the folder of a run's starting weights; None if they are drawn at random.
+
+    It is that of `checkpoint`, else the one that the configuration names by path. A run that `auto`
+    or `latest` resumes started from `checkpoint.init_from`.
     """
     resumed = run.checkpoint.resume
     named = run.checkpoint.init_from if resumed is None or resumed in RESUME_WORDS else resumed
@@ -45,39 +44,39 @@ def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path 
 
 
 def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the `tokenizer.json` of the model whose weights a run goes on from; None:
-    it has none.
+    """Return the `tokenizer.json` of the model whose weights a run starts from; None if it has
+    none.
     """
     folder = folder_of_the_model(run, checkpoint)
     return None if folder is None else tokenizer_of(folder)
 
 
 def tokenizer_of(folder: Path) -> Path | None:
-    """Return the `tokenizer.json` of a run or Hugging Face folder; None: it has none."""
+    """Return the `tokenizer.json` of a run or Hugging Face folder; None if it has none."""
     file = folder / TOKENIZER
     return file if os.path.isfile(file) else None
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a file of a folder, or of what a run kept of one, that holds a tokenizer in a form
-    that is not read here.
+    """Return a tokenizer file in a folder, or in what a run kept of one, whose format mtrain does
+    not read.
     """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that
-    imported one.
+    """Return whether the weights of a folder were trained elsewhere: a Hugging Face folder, or a
+    run that imported one.
     """
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 
 def sha256_of(file: Path) -> str:
-    """Return the hash of a file, which is computed again when the file changes.
+    """Return the hash of a file, cached until the file changes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     stamp = file.stat()
     return _sha256(file, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ino))
@@ -93,7 +92,7 @@ KEY = "checkpoint.init_from"
 
 
 def at(values: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path; None where nothing does."""
+    """Return the value at a dotted path; None if it is missing."""
     node: Any = values
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, Mapping) else None
@@ -103,8 +102,8 @@ def at(values: Mapping[str, Any], path: str) -> Any:
 def start_of(
     settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> str | None:
-    """Return the folder that the command line names, else the recipe, else the choice of
-    `checkpoint`; None: none does.
+    """Return the folder that the command line, else the recipe, else the choice of `checkpoint`
+    names; None if none does.
     """
     if KEY in settings:
         found = settings[KEY]
@@ -114,6 +113,6 @@ def start_of(
 
 
 def describes_a_model(recipe: Mapping[str, Any], needed: Collection[str]) -> bool:
-    """Return whether a recipe states every key that a model cannot be without."""
+    """Return whether a recipe sets every required key of a model."""
     stated = recipe.get("model")
     return isinstance(stated, Mapping) and stated.keys() >= set(needed)

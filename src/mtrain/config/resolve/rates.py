@@ -1,5 +1,5 @@
-"""The learning rate of a step, as megatron-core's OptimizerParamScheduler has it, and runs that are
-made longer.
+"""The learning rate of a step, as megatron-core's OptimizerParamScheduler computes it, and longer
+runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from mtrain.config.schema.run import RunConfig
 
 LENGTH = ("trainer.train_iters", "optim.decay_iters")
-"""Keys that say how long a run, and the decay of its learning rate, are."""
+"""Keys that set the length of a run and of its learning-rate decay."""
 
 
 def end_of_decay(run: RunConfig) -> int:
@@ -37,7 +37,7 @@ def rate(run: RunConfig, step: int) -> float:
 
 
 def _share(run: RunConfig, step: int, steps: int) -> float:
-    """What is left of the rate after some steps of the decay."""
+    """Return the share of the rate after some steps of decay."""
     o = run.optim
     part = step / steps
     style: str = o.schedule
@@ -57,11 +57,10 @@ def _share(run: RunConfig, step: int, steps: int) -> float:
 
 
 def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
-    """Return whether the first `step` steps of `other` had the rates that they have in `run`, which
-    differs in its length.
+    """Return whether the first `step` steps of `other`, which differs in length, have the rates of
+    `run`.
 
-    So it is where the schedule is constant, where the decay has not begun, and where it ends at the
-    same step.
+    They do if the schedule is constant, if the decay has not begun, or if it ends at the same step.
     """
     ends = end_of_decay(other), end_of_decay(run)
     if run.optim.schedule == "constant" or ends[0] == ends[1]:
@@ -75,8 +74,8 @@ def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
 
 
 def new_curve(run: RunConfig, other: RunConfig, step: int) -> str:
-    """What becomes of the learning rate where a run that has made `step` steps is given another
-    length, in words.
+    """Describe how the learning rate changes if a run that made `step` steps gets another
+    length.
     """
     end = end_of_decay(run)
     last = end_of_decay(other)
