@@ -1,7 +1,6 @@
-"""What lies on the disk, looked at within bounds: files that a user names, text of a corpus, and
-folders to write to.
+"""Bounded inspection of the disk: files that a user names, text corpora, and folders to write to.
 
-Pipes, sockets and devices are never opened, so nothing here waits for a writer or reads without an
+mtrain never opens pipes, sockets and devices here, so nothing waits for a writer or reads without
 end.
 """
 
@@ -39,8 +38,7 @@ SKIPPED_FOLDERS = frozenset(
 )
 """Folders of a Python installation that are not the standard library, or are its tests."""
 PIECE = 16 << 10
-"""A corpus that is one file is cut at blank lines into documents of at least this many characters.
-"""
+"""A corpus in one file is split at blank lines into documents of at least this many characters."""
 PSEUDO = frozenset(
     (
         "proc",
@@ -56,18 +54,18 @@ PSEUDO = frozenset(
         "configfs",
     )
 )
-"""Kinds of file systems that hold no files of users."""
+"""Kinds of file systems that hold no user files."""
 LOOKED_AT = 1 << 16
-"""Bytes of a file that are looked at to see whether it is text."""
+"""The bytes of a file that decide whether it is text."""
 
 
 def kind_of(path: str | Path) -> str:
-    """What stands at a path where it is no regular file, such as `a named pipe`; empty for a
+    """Return the kind of a path that is no regular file, such as `a named pipe`; empty for a
     regular file.
 
     Raises:
-        OSError: nothing is there, or it cannot be asked.
-        ValueError: no path can be spelled so.
+        OSError: the path does not exist or cannot be examined.
+        ValueError: no path can have this name.
     """
     return _kind(os.stat(path).st_mode)
 
@@ -79,7 +77,7 @@ def _kind(mode: int) -> str:
 
 
 def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
-    """`kind_of` what stands at a path, and the first bytes of it where it is a regular file."""
+    """Return `kind_of` a path, and the first bytes of a regular file."""
     if kind := kind_of(path):
         return kind, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -134,7 +132,7 @@ def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) ->
     """Return the UTF-8 text of `read_bytes`.
 
     Raises:
-        ConfigError: as there, or it is not UTF-8.
+        ConfigError: as there, or the file is not UTF-8.
     """
     return _decoded(read_bytes(path, source, endings=endings), source)
 
@@ -173,7 +171,7 @@ def _decoded(data: bytes, source: str) -> str:
 
 
 def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
-    """Return the problem of a file that cannot be read, with the names near it."""
+    """Return the problem of a file that cannot be read, with similar names."""
     near = files_near(path)
     gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
     rule = "there is no such file" if gone else unreachable(path, error)
@@ -190,12 +188,12 @@ def _not_regular(path: Path, source: str, kind: str) -> Problem:
 
 
 def files_near(path: Path) -> list[str]:
-    """Return regular files beside a path, of names like its own."""
+    """Return regular files in the folder of a path with similar names."""
     return [name for name in names_near(path) if os.path.isfile(name) and name != str(path)]
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuse a file outside of the working folder, and not shipped, whose name has none of the
+    """Refuse a file outside of the working folder that does not ship and whose name has none of the
     `endings`.
     """
     real = os.path.realpath(path)
@@ -216,14 +214,14 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
 
 @dataclass
 class Bound:
-    """How far a walk through folders may go; `spent` says that it was ended before its end."""
+    """The limit of a walk through folders; `spent` tells that the walk stopped early."""
 
     entries: int = MAX_ENTRIES
     until: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
     spent: bool = False
 
     def step(self) -> bool:
-        """Count an entry; whether the walk may go on."""
+        """Count an entry; return whether the walk may continue."""
         self.entries -= 1
         self.spent = self.spent or self.entries < 0 or time.monotonic() > self.until
         return not self.spent
@@ -235,11 +233,12 @@ def files_below(
     skip: frozenset[str] = frozenset(),
     bound: Bound | None = None,
 ) -> Iterator[Path]:
-    """Yield regular files below a folder whose names are `wanted`, in no order, as far as `bound`
-    lets it go.
+    """Yield regular files below a folder with `wanted` names, unordered, within `bound`.
 
-    Not those in hidden folders, in folders that are called as one to `skip`, or behind links to
-    folders. Raises OSError for a folder that cannot be read.
+    Hidden folders, folders named in `skip` and linked folders are left out.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     waiting = [os.fspath(root)]
     while waiting:
@@ -255,7 +254,7 @@ def files_below(
 
 
 def unreadable(path: Path) -> str | None:
-    """Return why a path cannot be read, or None; it may be a file or a folder, and nothing else."""
+    """Return why a path, a file or a folder, cannot be read, or None."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
@@ -268,7 +267,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def unreachable(path: Path, error: OSError | ValueError) -> str:
-    """Return why there is nothing at a path, from the error that looking at it gave."""
+    """Return why a path cannot be reached, from the error of examining it."""
     number = getattr(error, "errno", None)
     if number == errno.ELOOP:
         return "a symbolic link leads back to itself"
@@ -280,7 +279,7 @@ def unreachable(path: Path, error: OSError | ValueError) -> str:
 
 
 def no_text(path: Path) -> str | None:
-    """Return why the beginning of a file is no UTF-8 text, or None."""
+    """Return why the start of a file is not UTF-8 text, or None."""
     try:
         kind, head = _beginning(path, LOOKED_AT)
         if kind:
@@ -294,9 +293,7 @@ def no_text(path: Path) -> str | None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why no folder can be made at a path, or written to where it is there; None where
-    that works.
-    """
+    """Return why a folder cannot be created or written to, or None."""
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
@@ -320,8 +317,8 @@ def unwritable(path: Path) -> str | None:
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Return whether a folder is the kernel's own, such as /proc, in which nobody makes
-    folders (Linux).
+    """Return whether a folder belongs to the kernel, such as /proc, which holds no user folders
+    (Linux).
     """
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -337,9 +334,10 @@ _FILES = (".json", ".jsonl", ".yaml", ".yml", ".safetensors", ".model", ".txt")
 
 
 def download_of(text: str, files: str = "") -> tuple[str, str] | None:
-    """Return the command that downloads `files` (all if that is empty) of the model that `text` may
-    name on the hub, and the folder where they are then. Return None for the path of a file, and
-    where the path or its folder exists.
+    """Return the command that downloads `files` (all if empty) of the hub model that `text` may
+    name, and the target folder.
+
+    Return None for the path of a file, or if the path or its folder exists.
     """
     if _NAME.fullmatch(text) is None or text.endswith(_FILES):
         return None
@@ -352,8 +350,8 @@ def download_of(text: str, files: str = "") -> tuple[str, str] | None:
 
 ENDING = ".jsonl"
 MOST_ENTRIES = 100_000
-"""Entries of a folder that are looked at for the file: it stands beside folders of images, or among
-few images.
+"""The number of entries of a folder that are examined: the file is next to folders of images, or
+among few images.
 """
 
 
@@ -361,8 +359,8 @@ WHICH = "which text belongs to which image"
 
 
 def records_of(path: Path, what: str) -> tuple[Path | None, str]:
-    """Return the JSON Lines file that a folder holds, or that a path names, and else why there is
-    none; `what` one says.
+    """Return the JSON Lines file of a folder or path, or why there is none; `what` describes its
+    contents.
     """
     rule = unreadable(path)
     if rule is not None:

@@ -276,7 +276,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
 
 
 def _experts_lack(word: str, run: RunConfig) -> str | None:
-    """What a run asks of experts that an implementation has not, or None."""
+    """Return what an implementation of experts lacks for this run, or None."""
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
     if (
@@ -297,8 +297,8 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Return why experts in eight bits are not TransformerEngine's, whose linear layers they would
-    be beside, or None.
+    """Return why experts in eight bits need our linear layers instead of TransformerEngine's, or
+    None.
     """
     moe = run.model.moe
     word = run.kernels.experts
@@ -313,7 +313,7 @@ def _experts_are_ours(run: RunConfig) -> str | None:
 
 
 def _fused_attention_lacks(run: RunConfig) -> str | None:
-    """What a model wants of attention that Triton's kernel has not, or None."""
+    """Return what Triton's attention lacks for this model, or None."""
     m = run.model
     if m.position_embedding_type == "relative":
         return "Triton's attention knows no biases of model.position_embedding_type relative"
@@ -333,12 +333,12 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
 
 
 def update_obstacle(word: str, run: RunConfig) -> str | None:
-    """Return why an implementation does not update what this run trains, or None."""
+    """Return why an implementation cannot update the weights that this run trains, or None."""
     return OPTIMIZERS[run.optim.name].obstacle(word, run)
 
 
 def torch_experts_obstacle(run: RunConfig) -> str | None:
-    """Return why torch's grouped product does not take the experts of this model, or None."""
+    """Return why torch's grouped GEMM cannot run the experts of this model, or None."""
     if run.precision.dtype != "bf16":
         return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
     if run.model.moe:
@@ -354,7 +354,7 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
 
 
 def te_norm_obstacle(run: RunConfig) -> str | None:
-    """Return why TransformerEngine's norms are not those of this model, or None."""
+    """Return why TransformerEngine's norms do not fit this model, or None."""
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return None
@@ -362,7 +362,7 @@ def te_norm_obstacle(run: RunConfig) -> str | None:
 
 
 def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
-    """Return why `auto` passes an implementation over that could run, or None."""
+    """Return why `auto` skips an implementation that could run, or None."""
     facts = facts_of(device)
     if facts.on_host and word == "triton" and machine.triton_interpreted:
         return (
@@ -409,8 +409,8 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits,
-    or None.
+    """Return why `auto` skips Triton's kernels on a generation of GPUs without admitted results, or
+    None.
     """
     anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
@@ -433,8 +433,8 @@ KEYS = ("default", *(op.name for op in OPERATIONS))
 def problems(
     run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
 ) -> Iterator[Problem]:
-    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is
-    a rule's).
+    """Return a problem for each named implementation that this machine cannot run (a rule covers te
+    on a wrong device).
     """
     for key in keys:
         yield from _problem(run, machine, origins, key)

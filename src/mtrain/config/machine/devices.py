@@ -1,5 +1,5 @@
-"""What a configuration needs to know of a device before torch is there: facts, by the name that a
-user writes.
+"""The device facts that a configuration needs before torch is imported, by the name that a user
+writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What is known of a device; of a plug-in that says nothing, nothing is taken for granted."""
+    """The facts of a device. The defaults assume nothing about a plug-in's device."""
 
     name: str
     on_host: bool = False

@@ -1,4 +1,6 @@
-"""Momentum: an update is linear in the gradient, so it is the one to compare layouts with."""
+"""SGD with momentum: its update is linear in the gradient, which makes it the best optimizer to
+compare layouts with.
+"""
 
 from __future__ import annotations
 
