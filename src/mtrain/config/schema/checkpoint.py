@@ -14,7 +14,7 @@ from mtrain.config.schema.base import (
 
 
 class CheckpointConfig(Section):
-    """`checkpoint`: when state is saved, and where a run goes on from."""
+    """`checkpoint`: when state is saved, and what a run starts from."""
 
     save_interval: Annotated[NonNegativeInt | None, Key(aka="save_steps", unit="steps")] = None
     """Steps between checkpoints; 0: only at the end, and by save_minutes.
@@ -22,30 +22,29 @@ class CheckpointConfig(Section):
     null: on a CPU 40; elsewhere 0.
     """
     save_minutes: Annotated[PositiveFloat | None, Key(unit="minutes")] = None
-    """Minutes from one checkpoint to the next, by the clock of rank 0.
-
-    null: not by time; where save_interval is null too and the run is on GPUs, 30.
+    """Minutes between checkpoints, by the clock of rank 0. null: not by time; if save_interval is
+    null too and the run is on GPUs, 30.
     """
     save_final: bool = True
     """Save after the last step."""
     keep: PositiveInt | None = 2
-    """How many of the newest checkpoints stay; null: all."""
+    """The number of newest checkpoints to keep; null: all."""
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
-    """`auto`: continue the run that the same launch began (with `log.name`: the run of that name),
-    or begin one. `latest`: continue the newest run of this configuration. Otherwise a run folder or
-    a checkpoint folder. null: a new run; under a launcher that restarts failed runs, `auto`.
+    """`auto`: continue the run that the same launch started (with `log.name`: the run of that
+    name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
+    folder or a checkpoint folder. null: a new run; under a launcher that restarts failed runs,
+    `auto`.
     """
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
-    """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder;
-    null: drawn from trainer.seed. Where no model is chosen, theirs is the model. Optimizer,
-    schedule and data begin at step 0; a resumed run has weights of its own.
+    """Weights that a new run starts from: a run or checkpoint folder, or a Hugging Face folder;
+    null: drawn from trainer.seed. If no model is chosen, the model is theirs. Optimizer, schedule
+    and data start at step 0; a resumed run has weights of its own.
     """
     accept_changes: bool = False
-    """Go on although keys that change the numbers differ from those of the checkpoint."""
+    """Continue although keys that change the numbers differ from those of the checkpoint."""
     barrier_timeout_s: Annotated[Seconds, Key(unit="seconds")] = 3600.0
-    """Seconds that ranks wait for the slowest rank while a checkpoint is written or read.
-
-    trainer.timeout_s and the timeout of the process groups do not apply during that time.
+    """Seconds that ranks wait for the slowest rank while they write or read a checkpoint.
+    trainer.timeout_s and the timeout of the process groups do not apply meanwhile.
     """
 
     @property

@@ -15,19 +15,17 @@ from mtrain.config.schema.base import (
 
 
 class LogConfig(Section):
-    """`log`: where a run is written and what is shown."""
+    """`log`: where a run is recorded, and what it shows."""
 
     runs_dir: str = "runs"
-    """Folder of run folders."""
+    """The folder of run folders."""
     name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
-    """Name of the run folder; null: made from the date, the model and the layout."""
+    """The name of the run folder; null: made from the date, the model and the layout."""
     interval: Annotated[
         PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
     ] = 10
     """Steps between progress lines; the metrics file has every step."""
     token_accuracy: Annotated[bool, Key(effect=Effect.RUNTIME)] = False
-    """Log token_accuracy: the share of the predictions that count whose token has the largest
-    logit.
-    """
+    """Log token_accuracy: the share of counted predictions whose token has the largest logit."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

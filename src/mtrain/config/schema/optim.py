@@ -23,7 +23,7 @@ class _OptimKeys(Section):
     """`optim`: the optimizer and its learning-rate schedule."""
 
     name: Annotated[str, Key(effect=Effect.ARCHITECTURE, aka="optimizer")] = "adamw"
-    """Update rule."""
+    """The update rule."""
     lr: Annotated[
         PositiveFloat | None,
         Key(
@@ -32,8 +32,8 @@ class _OptimKeys(Section):
             aka="learning_rate",
         ),
     ] = None
-    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest
-    size. Fine-tuning (trainer.fine_tuning) has rates of its own, by size and adapter:
+    """The largest learning rate; null: that of model.published, else that of the GPT-3 of the
+    nearest size. Fine-tuning (trainer.fine_tuning) has rates of its own, by size and adapter:
     docs/defaults.md.
     """
     min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
@@ -44,7 +44,7 @@ class _OptimKeys(Section):
         Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"],
         Key(aka="lr_decay_style lr_scheduler_type"),
     ] = "cosine"
-    """Shape of the decay after the warmup."""
+    """The shape of the decay after the warmup."""
     warmup_iters: Annotated[
         NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
     ] = None
@@ -68,11 +68,9 @@ class _OptimKeys(Section):
     ] = "linear"
     """wsd: shape of the final decay."""
     schedule_counts: Literal["updates", "past_updates", "steps"] = "updates"
-    """What the schedule counts.
-
-    updates: those that were made, without those that fp16 skipped, and this one; past_updates:
-    those made before this one, as in Megatron-LM, where the first rate of a warmup is 0; steps:
-    all, those whose update was skipped too.
+    """The count of the schedule. updates: the updates made, without those that fp16 skipped,
+    including this one; past_updates: those made before, as in Megatron-LM, where the first rate of
+    a warmup is 0; steps: all, including skipped ones.
     """
     weight_decay: Annotated[
         NonNegativeFloat,
@@ -91,8 +89,8 @@ class _OptimKeys(Section):
             flag=Flag("--adam-beta1", absent=0.9),
         ),
     ] = 0.9
-    """adamw, muon, soap: decay of the first moment; lion: its share in an update, the gradient
-    having the rest.
+    """adamw, muon, soap: the decay of the first moment; lion: its share in an update, the rest of
+    which is the gradient.
     """
     beta2: Annotated[
         Beta,
@@ -116,17 +114,14 @@ class _OptimKeys(Section):
     exp_avg_dtype: Annotated[
         MomentFormat, Key(feeds="optimizer.exp_avg_dtype", when=read_by("exp_avg_dtype"))
     ] = "fp32"
-    """adamw: how the first moment is kept.
-
-    fp8: eight bits (e4m3), with a scale for 128 of them; so coarse that small changes are lost and
-    a loss falls more slowly.
+    """adamw: the format of the first moment. fp8: eight bits (e4m3), with a scale per 128 elements;
+    so coarse that small changes are lost and the loss falls more slowly.
     """
     exp_avg_sq_dtype: Annotated[
         MomentFormat, Key(feeds="optimizer.exp_avg_sq_dtype", when=read_by("exp_avg_sq_dtype"))
     ] = "fp32"
-    """adamw: how the second moment is kept.
-
-    fp8: eight bits of its root, with a scale for 128 of them.
+    """adamw: the format of the second moment. fp8: eight bits of its root, with a scale per 128
+    elements.
     """
     main_params_dtype: Annotated[
         MainFormat,
@@ -136,9 +131,8 @@ class _OptimKeys(Section):
             effect=Effect.ARCHITECTURE,
         ),
     ] = "fp32"
-    """adamw, bf16 weights: the format that updates add up in. bf16: weights have no main
-    weights beside them and are rounded up or down by chance, right on average; layouts then draw
-    other numbers.
+    """adamw, bf16 weights: the format in which updates accumulate. bf16: there are no main weights,
+    and weights are rounded stochastically; other layouts then draw other numbers.
     """
     store_param_remainders: Annotated[
         bool,
@@ -148,8 +142,8 @@ class _OptimKeys(Section):
             effect=Effect.PARALLELISM,
         ),
     ] = False
-    """adamw, bf16 weights: of each fp32 main weight only the 16 bits are kept that the weight has
-    not. Numbers stay the same, in two bytes a parameter less.
+    """adamw, bf16 weights: of each fp32 main weight, keep only the 16 bits that the weight lacks.
+    Numbers stay the same, in two bytes less per parameter.
     """
     momentum: Annotated[
         Beta,
@@ -165,31 +159,35 @@ class _OptimKeys(Section):
     skip_above_grad_norm: Annotated[PositiveFloat | None, Key(aka="grad_norm_skip_threshold")] = (
         None
     )
-    """An update is skipped where the global gradient norm, before clipping, is larger; null: none
-    is. With megatron-core 0.19.
+    """Skip an update whose global gradient norm, before clipping, is larger; null: none is skipped.
+    Needs megatron-core 0.19.
     """
     cpu_offload: Annotated[
         float,
         Field(ge=0, le=1),
         Key(feeds="optimizer.optimizer_offload_fraction", effect=Effect.PARALLELISM),
     ] = 0.0
-    """Share of the parameters whose optimizer state lives in host memory and is updated there."""
+    """The share of the parameters whose optimizer state lives in host memory and is
+    updated there.
+    """
 
     @property
     def rate(self) -> float:
-        """Return largest learning rate, once it is resolved."""
+        """Return the largest learning rate of a resolved run."""
         return self.lr or 1e-3
 
     @property
     def holds_main_weights(self) -> bool:
-        """Return whether Adam itself keeps what a bf16 weight has not, and megatron-core's
+        """Return whether Adam itself keeps the bits that a bf16 weight lacks, and megatron-core's
         optimizer no main weights.
         """
         return self.store_param_remainders or self.main_params_dtype != "fp32"
 
     @property
     def in_low_precision(self) -> bool:
-        """Return whether any state of Adam is kept in fewer than 32 bits: ours alone does that."""
+        """Return whether any state of Adam has fewer than 32 bits, which only our implementation
+        supports.
+        """
         return (
             self.holds_main_weights
             or self.exp_avg_dtype != "fp32"
@@ -198,8 +196,8 @@ class _OptimKeys(Section):
 
 
 def _optim_config() -> type[_OptimKeys]:
-    """`_OptimKeys`, with the names of the optimizers there are and a section for each
-    that has one.
+    """Return `_OptimKeys` with the names of all optimizers and the sections of those that
+    have one.
     """
     fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"])}
     for name, optimizer in OPTIMIZERS.items():

@@ -26,36 +26,34 @@ class TrainerConfig(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
-    """Whether rate, batch, length and schedule, where nothing says them, are those of fine-tuning
-    and not of a training from scratch. It changes nothing else. null: true for chats (data.kind
-    sft, preference) and for adapters (peft.kind).
+    """Whether the defaults of rate, batch, length and schedule are those of fine-tuning instead of
+    training from scratch. It changes nothing else. null: true for chats (data.kind sft, preference)
+    and for adapters (peft.kind).
     """
     train_iters: Annotated[
         PositiveInt | None, Key(aka="max_steps train_steps exit_interval", unit="steps")
     ] = None
-    """Optimizer steps.
-
-    null: on a CPU 80; on GPUs as many as read 20 tokens for each parameter that a token visits
-    (Chinchilla, arXiv 2203.15556). Fine-tuning: two epochs of the chats of data.path, else 500.
+    """The number of optimizer steps. null: on a CPU 80; on GPUs enough for 20 tokens per parameter
+    that a token visits (Chinchilla, arXiv 2203.15556). Fine-tuning: two epochs of the chats of
+    data.path, else 500.
     """
     global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it.
-
-    null: as many tokens as model.published says, else as the GPT-3 of the nearest size took; for
-    fine-tuning 128 samples, 16 for adapters, or as many packed windows as hold such a batch; 8
-    samples on a CPU; rounded up so that every data-parallel rank has whole micro-batches.
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many
+    tokens as model.published has, else as the GPT-3 of the nearest size had; for fine-tuning 128
+    samples, 16 for adapters, or as many packed windows as hold such a batch; 8 samples on a CPU;
+    rounded up so that every data-parallel rank has whole micro-batches.
     """
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         default=None, strict=False
     )
-    """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly
-    over so many samples, up to global_batch_size. What counts steps, such as the schedule of the
-    learning rate, counts on.
+    """[first, increment, samples]: steps start with `first` samples and grow by `increment`, evenly
+    over so many samples, up to global_batch_size. Schedules that count steps, such as that of the
+    learning rate, are not affected.
     """
     batch_size_schedule: (
         tuple[Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)], ...] | None
     ) = Field(default=None, strict=False)
-    """[[size, tokens], ...]: steps take `size` samples until `tokens` tokens are read, then that of
+    """[[size, tokens], ...]: steps have `size` samples until `tokens` tokens are read, then that of
     the next pair; global_batch_size after the last.
     """
     micro_batch_size: Annotated[
@@ -80,27 +78,26 @@ class TrainerConfig(Section):
     null: on a CPU 40; elsewhere 0.
     """
     eval_minutes: Annotated[PositiveFloat | None, Key(effect=Effect.RUNTIME, unit="minutes")] = None
-    """Minutes from one evaluation to the next, by the clock of rank 0.
-
-    null: not by time; where eval_interval is null too and the run is on GPUs, 30.
+    """Minutes between evaluations, by the clock of rank 0. null: not by time; if eval_interval is
+    null too and the run is on GPUs, 30.
     """
     eval_iters: Annotated[
         NonNegativeInt,
         Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches"),
     ] = 4
-    """Global batches of the validation split per evaluation, in which each sample counts once: a
-    split that has fewer ends it; 0: never evaluate.
+    """The global batches of the validation split per evaluation, in which each sample counts once:
+    a smaller split ends it; 0: never evaluate.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
-    """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages,
-    data- and context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what
-    each of them holds whole.
+    """The seed of weights and sample order, which do not depend on the layout, and of dropout:
+    stages, data- and context-parallel ranks draw different masks, tensor-parallel ranks the same
+    ones for tensors that each holds whole.
     """
     loss_average: Literal["token", "sample", "sequence"] = "token"
-    """What weighs the same in the loss and the gradient of a step, over the whole global batch in
-    any layout. token: each prediction that counts; sample: each sample, of which the mean over its
-    predictions is taken, a document where documents are packed; sequence: each row of
-    data.seq_length tokens, packed or not. An evaluation is an average over tokens.
+    """The unit of equal weight in the loss and the gradient of a step, over the whole global batch
+    in any layout. token: each counted prediction; sample: the mean over the predictions of each
+    sample, or of each document if documents are packed; sequence: the mean of each row of
+    data.seq_length tokens, packed or not. An evaluation averages over tokens.
     """
     z_loss_coeff: Annotated[
         SquareWeight | None,
@@ -108,16 +105,16 @@ class TrainerConfig(Section):
             effect=Effect.NUMERICS, aka="z_loss_multiplier auxiliary_loss_multiplier logits_z_loss"
         ),
     ] = None
-    """Weight of the z-loss of the output layer (PaLM, arXiv 2204.02311: 1e-4): the square of each
-    token's log-sum-exp, which is added to its loss. The loss that is logged has it not: it is
-    z_loss beside it. Layers of multi-token prediction have none; null: none.
+    """The weight of the z-loss of the output layer (PaLM, arXiv 2204.02311: 1e-4): the square of
+    each token's log-sum-exp, added to its loss. The logged loss excludes it: z_loss is logged
+    separately. Layers of multi-token prediction have none; null: none.
     """
     deterministic: Annotated[
         bool,
         Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode"),
     ] = False
-    """Only algorithms that give the same bits every time, where a GPU has faster ones; an operation
-    without any is an error. On a CPU every run is so.
+    """Use only algorithms that give the same bits every time, where a GPU has faster ones; an
+    operation without such an algorithm is an error. On a CPU every run is deterministic.
     """
     cuda_graph_impl: Annotated[
         Literal["none", "local", "transformer_engine", "full_iteration"],
@@ -125,17 +122,16 @@ class TrainerConfig(Section):
     ] = "none"
     """What is captured into CUDA graphs after some steps, and launched as one from then on: parts
     of layers, by megatron-core (local) or TransformerEngine, or the forward and backward of a whole
-    step (full_iteration). On GPUs alone; composed, validated and handed to megatron-core, but
-    captured on no GPU yet.
+    step (full_iteration). On GPUs only; mtrain validates it and passes it to megatron-core, but has
+    captured it on no GPU yet.
     """
     cuda_graph_modules: Annotated[
         tuple[GraphModule, ...] | None,
         Key(when="trainer.cuda_graph_impl=local|transformer_engine", effect=Effect.PARALLELISM),
     ] = Field(default=None, strict=False)
-    """local, transformer_engine: what of a layer is captured; null: whole layers.
-
-    moe is a layer's experts, padded to their capacity; moe_router and moe_preprocess are what comes
-    before tokens are exchanged.
+    """local, transformer_engine: the captured parts of a layer; null: whole layers. moe is a
+    layer's experts, padded to their capacity; moe_router and moe_preprocess are the work before
+    tokens are exchanged.
     """
     cuda_graph_warmup_steps: Annotated[
         PositiveInt | None,
@@ -148,62 +144,60 @@ class TrainerConfig(Section):
             unit="steps",
         ),
     ] = None
-    """Steps before anything is captured, and with local forwards of a layer before its capture;
-    null: 3.
-    """
+    """Steps before a capture; with local, forwards of a layer before its capture; null: 3."""
     sample_tokens: Annotated[
         Annotated[int, Field(ge=0, le=1 << 20)] | None, Key(effect=Effect.RUNTIME, unit="tokens")
     ] = None
-    """Tokens of generated text at the end of the run; null: 64 where there is a tokenizer and no
+    """The tokens of text that the run generates at its end; null: 64 with a tokenizer and without
     context parallelism, else 0.
     """
     sample_prompt: Annotated[str, Key(effect=Effect.RUNTIME)] = "def "
-    """Where the generated text starts."""
+    """The prompt of the generated text."""
     profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
     profile_ranks: Annotated[
         tuple[Rank, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)
     ] = Field(default=(0,), strict=False)
-    """Ranks that write a trace, each as `trace_rank0.json.gz`; a trace is large, and all ranks
+    """The ranks that write a trace, each as `trace_rank0.json.gz`; a trace is large, and all ranks
     share the folder.
     """
     sync_debug: Annotated[Literal["none", "warn", "error"], Key(effect=Effect.RUNTIME)] = "none"
     """The mode of `torch.cuda.set_sync_debug_mode` in a step, from the fourth step of a process on:
-    `warn` or `error` where the host waits for the GPU. A step should not wait; log.interval says
-    when results are read.
+    `warn` or `error` if the host waits for the GPU. A step should not wait; log.interval sets when
+    results are read.
     """
     stop_signals: Annotated[tuple[StopSignal, ...], Key(effect=Effect.RUNTIME)] = Field(
         default=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"), strict=False
     )
-    """Signals that make a run save and end with exit code 75, at any time; SLURM's `--signal` can
-    send SIGUSR1. Other signals keep their usual effect.
+    """Signals after which a run saves and ends with exit code 75, at any time; SLURM's `--signal`
+    can send SIGUSR1. Other signals keep their usual effect.
     """
     join_timeout_s: Annotated[Seconds | None, Key(effect=Effect.RUNTIME, unit="seconds")] = None
     """Seconds that a ready rank waits for ranks that have not reported; then the run ends and names
-    them. A rank that has reported and still imports gets twelve times as long. null: 60, and 60
-    more for each doubling of the number of machines, because all of them load the same libraries
+    them. A rank that has reported and is still importing gets twelve times as long. null: 60, and
+    60 more for each doubling of the number of machines, because all of them load the same libraries
     from one network disk.
     """
     soft_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 120.0
-    """Seconds without progress of any rank after which each writes its stacks and the one that is
-    behind is named. The first step may compile for minutes; to be named does no harm.
+    """Seconds without progress of any rank after which each rank writes its stacks and the run
+    names the straggler. The first step may compile for minutes; the report does no harm.
     """
     timeout_s: Annotated[
         Seconds, Key(effect=Effect.RUNTIME, aka="distributed_timeout_minutes", unit="seconds")
     ] = 600.0
-    """Seconds without progress of any rank after which the run is ended."""
+    """Seconds without progress of any rank after which the run ends."""
 
     @property
     def steps(self) -> int:
-        """Return optimizer steps, once they are resolved."""
+        """Return the optimizer steps of a resolved run."""
         return self.train_iters or 1
 
     @property
     def batch(self) -> int:
-        """Return samples per optimizer step, once it is resolved."""
+        """Return the samples per optimizer step of a resolved run."""
         return self.global_batch_size or 1
 
     @property
     def micro(self) -> int:
-        """Return samples per forward and backward, once it is resolved."""
+        """Return the samples per forward and backward of a resolved run."""
         return self.micro_batch_size or 1
