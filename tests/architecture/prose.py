@@ -29,8 +29,8 @@ What Whatever Whether Of How Where Those That Which Who Why So As With In For If
 When
 """
 PHRASES = {
-    r"\bis none\b": "say `is no X` or `is missing`",
-    r"\bare none\b": "say `there are no X`",
+    r"(?<!there )\bis none\b": "say `is no X` or `is missing`",
+    r"(?<!there )\bare none\b": "say `there are no X`",
     r"\bwhich is one\b": "name the thing",
     r"\bthat is one\b": "name the thing",
     r"\bwhat is kept of\b": "name what is kept",

@@ -37,7 +37,7 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
 # Characters that change how text is shown without being seen: bidirectional controls, zero-width
-# ones, line breaks beside the newline, tags, the BOM.
+# ones, line breaks other than the newline, tags, the BOM.
 _SIGHTLESS = (
     "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f"
@@ -226,13 +226,13 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
 
 _EXPLAINED = {
     "mapping values": (
-        "a second colon in one line, or an indentation unlike that of the lines beside it"
+        "a second colon in one line, or an indentation unlike that of the lines around it"
     ),
     "',' or": "a bracket that is opened is not closed, or a comma is missing",
     "cannot start": "a value cannot begin so; put it into quotes",
     "end of stream": "a quote that is opened is not closed",
     "expected key": (
-        "an indentation unlike that of the lines beside it, a bracket too many, or text behind a"
+        "an indentation unlike that of the lines around it, a bracket too many, or text behind a"
         " quote"
     ),
     "document start": "there is more behind the end of the last bracket",

@@ -82,7 +82,7 @@ def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
         return kind, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        # another thing may stand there since it was asked
+        # something else may be at this path by now
         kind = _kind(os.fstat(descriptor).st_mode)
         return kind, b"" if kind else file.read(limit)
 
@@ -175,7 +175,7 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
     near = files_near(path)
     gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
     rule = "there is no such file" if gone else unreachable(path, error)
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    fix = f"did you mean {', '.join(near)}?" if near else "name an existing file"
     return Problem("MT002", "", None, rule, fix, source)
 
 
@@ -183,7 +183,7 @@ def _not_regular(path: Path, source: str, kind: str) -> Problem:
     near = (
         sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
     )
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    fix = f"did you mean {', '.join(near)}?" if near else "name an existing file"
     return Problem("MT002", "", None, f"is {kind}; a regular file is needed", fix, source)
 
 

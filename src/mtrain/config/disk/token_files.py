@@ -72,7 +72,7 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
         CorruptData: it is inconsistent; the message has the offset.
     """
     if size < HEADER.size:
-        raise CorruptData(f"{path}: {size} bytes, a header alone has {HEADER.size}")
+        raise CorruptData(f"{path}: {size} bytes, and a header has {HEADER.size}")
     magic, version, code, count, indices = HEADER.unpack(head[: HEADER.size])
     if magic != MAGIC:
         raise CorruptData(

@@ -50,7 +50,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "key",
         "model.mtp_detach_heads",
-        "predictions of further tokens train their own layers alone, with a gradient norm of"
+        "predictions of further tokens train only their own layers, with a gradient norm of"
         " their own",
         SINCE_0_19,
         {"model.mtp_detach_heads": False},

@@ -160,7 +160,7 @@ FIELDS: dict[str, Get] = {
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
-    # megatron-core gives these to TransformerEngine alone; layers of ours are told apart.
+    # megatron-core passes these only to TransformerEngine; our layers get them separately.
     "fp8": lambda r: None if r.kernels.linear in ("triton", "reference") else r.precision.fp8,
     "first_last_layers_bf16": _some_layers_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the
@@ -274,7 +274,7 @@ FSDP_FIELDS: dict[str, Get] = {
     "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
     "megatron_fsdp_main_params_dtype": lambda r: None if r.precision.format == "fp32" else "fp32",
     "megatron_fsdp_main_grads_dtype": lambda r: "fp32" if r.precision.grad_reduce_in_fp32 else None,
-    # a division fused into the sum is NCCL's alone
+    # only NCCL fuses the division into the sum
     "gradient_reduce_div_fusion": lambda r: False,
 }
 """Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights."""

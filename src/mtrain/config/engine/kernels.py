@@ -285,7 +285,7 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
         and run.kernels.linear in ("triton", "reference")
     ):
         return (
-            "TransformerEngine's experts read precision.fp8 beside its linear layers, which are"
+            "TransformerEngine's experts need its linear layers for precision.fp8, and those are"
             f" {run.kernels.linear}"
         )
     if word == "torch" and run.precision.quantized is not None:
@@ -306,7 +306,8 @@ def _experts_are_ours(run: RunConfig) -> str | None:
         return None
     if word in ("triton", "reference"):
         return (
-            "experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is"
+            "experts and linear layers in precision.fp8 need one implementation, and"
+            " kernels.experts is"
             f" {word}"
         )
     return NO_COUNTS if word != "te" and moe.padded else None

@@ -29,7 +29,9 @@ FAMILIES = {
 
 OTHERS = (
     Code(
-        "MT001", "An input was refused that has no code of its own.", "Read the sentence beside it."
+        "MT001",
+        "An input was refused that has no code of its own.",
+        "Read the sentence next to it.",
     ),
     Code(
         "MT002",
@@ -45,7 +47,7 @@ OTHERS = (
     ),
     Code(
         "MT004",
-        "Something is said twice, and the later one would win silently.",
+        "The same thing is set twice, and the later setting would win silently.",
         "Keep one of the two.",
         example="model=llama_tiny model=llama3_8b",
     ),
@@ -206,7 +208,7 @@ OTHERS = (
     ),
     Code(
         "MT140",
-        "The state of the model alone is larger than this machine's memory.",
+        "The state of the model is larger than this machine's memory, even without activations.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
         severity="warning",
         example="model=llama3_70b",
@@ -225,7 +227,7 @@ OTHERS = (
     ),
     Code(
         "MT247",
-        "Text is asked for from a model that does not continue texts, such as an encoder.",
+        "Text generation needs a model that continues text; an encoder does not.",
         "Take a decoder-only model, or `evaluate` this one.",
         says="model.family=bert: a model of the family bert does not continue texts",
     ),
@@ -241,7 +243,7 @@ OTHERS = (
         "A step of this configuration cannot be traced: its program needs values that shapes do not"
         " give.",
         "Leave out --trace: the plan counts it.",
-        says="a step of it does not run on shapes alone",
+        says="a step of it does not run on shapes only",
     ),
     Code(
         "MT256",
@@ -261,8 +263,8 @@ OTHERS = (
     ),
     Code(
         "MT258",
-        "The layout is to be chosen, and none keeps all rules beside what is said.",
-        "Say less of the layout, or make the batch a multiple of the number of devices.",
+        "No layout is valid with the keys that are set, so none can be chosen.",
+        "Set fewer keys of the layout, or make the batch a multiple of the number of devices.",
         example=(
             "model=llama3_8b parallel=auto cluster=h100x8 trainer.global_batch_size=8"
             " trainer.micro_batch_size=3"

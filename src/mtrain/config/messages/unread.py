@@ -25,7 +25,7 @@ FORMS = {
     "shuffle": "shuffle(A,B)",
 }
 """Functions that stand for several values."""
-ALONE = "a function of several values stands alone: none is within another, or beside other values"
+ALONE = "a function of several values must be the whole value, not inside or next to another one"
 _CALL = re.compile(r"([A-Za-z_]+)\s*[(\[](.*)\Z", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
 

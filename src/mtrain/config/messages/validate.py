@@ -346,7 +346,7 @@ def _length(path: str, value: Any, where: Where) -> Problem:
     if isinstance(default, tuple):
         want += f", such as {spell(default)}"
     filled = [*value, *[0] * (size - len(value))] if isinstance(value, list) and size else []
-    # a share that is not said is none
+    # an unset share is 0
     fix = override(path, filled) if value and accepts(path, filled) else ""
     return Problem("MT014", path, value, f"must have {want}", fix, where(path))
 

@@ -39,7 +39,7 @@ def _obstacle(word: str, run: Run) -> str | None:
     o = run.optim
     p = run.parallel
     if word in ("torch", "te"):
-        few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
+        few = "keeps 32 bits of each moment and main weight, and optim requests fewer"
         return f"{word} {few}" if o.in_low_precision else None
     if o.in_low_precision or (p.fsdp == "none" and not o.cpu_offload):
         return None

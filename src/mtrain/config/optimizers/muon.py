@@ -191,7 +191,7 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference", "triton"), "muon for matrices that are sharded over ranks"),
     keys=frozenset({"beta1", "beta2", "eps"}),
     section=MuonConfig,
-    section_doc="muon: what it does beside adamw's keys.",
+    section_doc="muon: its keys in addition to adamw's.",
     defaults={
         "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
         "adamw_lr": lambda r: r.optim.rate,

@@ -14,7 +14,7 @@ OPTIMIZER = Optimizer(
     keys=frozenset({"momentum"}),
     core_name="sgd",
     cannot={
-        "distributed_optimizer": "megatron-core knows it with adam alone",
+        "distributed_optimizer": "megatron-core supports it only with adam",
         "megatron_fsdp": "it knows the two moments of adamw",
     },
     megatron_name="sgd",

@@ -111,9 +111,7 @@ def number_format(run: RunConfig) -> Filled:
     if p.dtype is not None:
         return {}
     if p.quantized is not None:
-        return {
-            "precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")
-        }
+        return {"precision.dtype": ("bf16", f"the {p.quantized} recipe needs bf16")}
     if c.sm is not None:
         has = c.sm >= FIRST_WITH_BF16
         return {
@@ -384,10 +382,7 @@ def micro_batch(run: RunConfig) -> Filled:
 def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
     """Yield a warning if a resolved run trains on synthetic tokens that the user did not choose."""
     if raw.data.kind is None and run.data.kind == "mock":
-        rule = (
-            "the tokens are synthetic, and what is learnt from them is worth nothing: name data of"
-            " your own"
-        )
+        rule = "trains on synthetic tokens; set data.path for a real run"
         named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
         if run.model.family == "llava":
             named = "data=image_text data.path=FOLDER"

@@ -19,7 +19,7 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
 BESIDE = ("chat_template.jinja", "tokenizer_config.json")
-"""Where a template stands beside a tokenizer.json."""
+"""Files next to a tokenizer.json that hold a template."""
 MAX_SETTINGS = 16 << 20
 
 
@@ -58,7 +58,7 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT341",
         "Chats are written by a tokenizer and its chat template.",
-        "Name a tokenizer.json that has its tokenizer_config.json beside it, or"
+        "Name a tokenizer.json with its tokenizer_config.json in the same folder, or"
         " data.chat_template.",
         example="data=sft data.path=/nowhere/chats.jsonl",
     ),
@@ -146,7 +146,7 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT344",
-        "A key that text alone has is not set for chats.",
+        "A key that only text has is not set for chats.",
         example=(
             "data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true"
         ),

@@ -178,7 +178,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     TOO_FEW,
     Code(
         "MT611",
-        "The .bin and .idx do not add up, or are none.",
+        "The .bin and .idx are inconsistent or invalid.",
         help=(
             "Write them again, or name the prefix of others; an index names dtype, sequences and"
             " documents."

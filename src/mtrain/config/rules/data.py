@@ -179,7 +179,7 @@ def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...
     Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
     Code(
         "MT309",
-        "There is something to validate on where evaluation is asked for.",
+        "Evaluation has samples to validate on.",
         example="data.split=[1,0,0]",
     ),
     reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
@@ -346,7 +346,7 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT357",
         "Whole documents are read in an order of their own, each as it stands.",
-        "Turn off data.packed_by=first_fit, or what goes with a stream of tokens alone.",
+        "Turn off data.packed_by=first_fit, or what needs a stream of tokens.",
         example=(
             "data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5"
             " data.fim.ids=[1,2,3]"

@@ -35,10 +35,7 @@ def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
     if dsa is None:
         return
     if mla is None or mla.q_lora_rank is None:
-        rule = (
-            "an indexer reads latent queries, and there are none without model.mla and"
-            " model.mla.q_lora_rank"
-        )
+        rule = "an indexer reads latent queries, which need model.mla and model.mla.q_lora_rank"
         yield Finding("MT450", SECTION, rule, (NONE, {"model.mla.q_lora_rank": 1536}))
     elif dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
         turned = mla.qk_pos_emb_head_dim
@@ -100,7 +97,7 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT454",
-        "Products beside an indexer are not in 8 or 4 bits.",
+        "GEMMs of a model with an indexer are not in 8 or 4 bits.",
         example=f"{TINY} precision.dtype=bf16 precision.fp8=hybrid cluster=h100",
     ),
     reads=f"{SECTION} {FORMATS}",

@@ -364,7 +364,7 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
         }
         yield "parallel.hybrid_context_parallel", why, one
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
-        why = f"a router that is captured alone hands on maps, {lists}"
+        why = f"a router that is captured by itself passes on maps, {lists}"
         yield "trainer.cuda_graph_modules", why, {"trainer.cuda_graph_modules": None}
     if run.kernels.experts == "te":
         yield "kernels.experts", NO_COUNTS, {"kernels.experts": "auto"}

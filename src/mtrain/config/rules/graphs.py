@@ -153,7 +153,7 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
         "model.moe.pad_expert_input_to_capacity": True,
     }
     waits = (run.kernels.experts or run.kernels.default) == "reference"
-    # moe is captured as a part of a layer with a capacity alone
+    # moe can only be captured as a part of a layer if experts have a capacity
     whole = moe.padded and "moe" not in modules and not waits
     if "moe" in held and not whole:
         rule = "experts get another number of tokens in each step, and a CUDA graph has one shape"
@@ -186,7 +186,7 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT417",
-        "An evaluation that is one graph has room for all rows of padded exchanges.",
+        "An evaluation in one graph has room for all rows of padded exchanges.",
         "It ends at no capacity, and the graph has one shape. Outside of graphs it sends exactly"
         " what there is.",
         severity="warning",

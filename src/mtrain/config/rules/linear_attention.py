@@ -108,7 +108,7 @@ def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT293",
-        "Linear attention stands beside softmax attention with heads of its own, in a model with"
+        "Linear attention needs softmax attention with heads of its own in other layers, and"
         " RMSNorm.",
         example=(
             "model=deepseek_tiny model.mtp_num_layers=null model.mtp_loss_scaling_factor=null "
@@ -130,7 +130,7 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     if m.linear_attention is None:
         return
     if m.mla is not None:
-        rule = "stands beside attention with heads of keys and values, and model.mla has none"
+        rule = "needs attention with key/value heads in the other layers, and model.mla has none"
         yield Finding("MT293", SECTION, rule, (NONE,))
     if m.normalization != "RMSNorm":
         rule = f"norms its outputs with RMSNorm, and model.normalization is {m.normalization}"
@@ -138,7 +138,7 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     if m.mtp_num_layers:
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
         rule = (
-            "is not trained beside linear attention: megatron-core's pattern of layers ends with"
+            "is not trained with linear attention: megatron-core's pattern of layers ends with"
             " the model's own"
         )
         yield Finding("MT294", "model.mtp_num_layers", rule, (none, NONE))

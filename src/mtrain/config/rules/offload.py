@@ -89,7 +89,7 @@ def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
         )
     elif m.builder != "gpt":
         rule = (
-            "megatron-core 0.16.1 copies activations of a GPTModel's layers alone, and"
+            "megatron-core 0.16.1 copies only activations of a GPTModel's layers, and"
             " model.builder is hybrid"
         )
         yield Finding(

@@ -20,7 +20,7 @@ OFF: tuple[Change, ...] = (
     {"peft.kind": None},
     {f"peft.{name}": field.default for name, field in PeftConfig.model_fields.items()},
 )
-"""Ways back to training every weight: what was chosen, and what else was said of it."""
+"""Changes back to training every weight: the kind of adapter, and its other keys."""
 
 
 def _without(run: RunConfig, *names: str) -> Change:
@@ -65,8 +65,7 @@ def experts_take_the_adapter(run: RunConfig) -> Iterator[Finding]:
     rest = _without(run, "experts")
     if peft.kind != "lora":
         rule = (
-            "experts are adapted by lora alone; dora has a norm of each row, which `peft` has not"
-            " for experts"
+            "only lora adapts experts; dora has a norm of each row, which `peft` lacks for experts"
         )
         yield Finding("MT482", "peft.target", rule, (rest, {"peft.kind": "lora"}))
     elif peft.dropout:

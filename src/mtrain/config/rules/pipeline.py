@@ -39,12 +39,12 @@ def single() -> Change:
     Code("MT106", "Every pipeline stage holds a layer.", example="parallel=pp8"),
     Code(
         "MT107",
-        "Every pipeline stage holds as many layers, where nothing else is said.",
+        "Every pipeline stage holds as many layers, unless a key splits them unevenly.",
         example="parallel=pp3",
     ),
     Code(
         "MT108",
-        "Every virtual stage holds as many layers, where nothing else is said.",
+        "Every virtual stage holds as many layers, unless a key splits them unevenly.",
         example="parallel=pp2vpp3",
     ),
     reads=f"model.num_layers {SPLIT} parallel.pp parallel.vpp",
@@ -140,7 +140,7 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
     if len(kinds) > 1:
         first = said[0]
         rest: Change = {k: EQUAL[k] for k in said[1:]}
-        rule = f"the split into stages is said more than once: {' and '.join(said)}"
+        rule = f"the split into stages is set more than once: {' and '.join(said)}"
         yield Finding("MT141", first, rule, (rest, EQUAL), unset=True)
 
 

@@ -70,7 +70,7 @@ def _key(run: RunConfig) -> str:
     ),
     Code(
         "MT441",
-        "What is beside products in low precision is in bf16.",
+        "The rest of a model with low-precision GEMMs is in bf16.",
         example="precision.fp8=hybrid cluster=h100x8 parallel=single precision.dtype=fp16",
     ),
     reads=f"{FORMATS} precision.dtype",

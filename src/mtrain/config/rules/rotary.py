@@ -170,7 +170,7 @@ def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
         return
     neither: Change = {f"{SCALING}.mscale": None, f"{SCALING}.mscale_all_dim": None}
     if scaling.attention_factor is not None:
-        rule = f"has no effect beside attention_factor {scaling.attention_factor:g}"
+        rule = f"has no effect with attention_factor {scaling.attention_factor:g}"
         key = "mscale" if scaling.mscale is not None else "mscale_all_dim"
         yield Finding(
             "MT264", f"{SCALING}.{key}", rule, (neither, {f"{SCALING}.attention_factor": None})

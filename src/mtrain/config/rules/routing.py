@@ -33,7 +33,7 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT222",
-        "The score of an expert that is chosen alone has a gradient.",
+        "The score of a single chosen expert has a gradient.",
         example="model=mixtral_tiny model.moe.router_topk=1",
     ),
     Code(

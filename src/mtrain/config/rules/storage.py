@@ -93,7 +93,7 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT434",
-        help="Give the run another name, or go on with the one that is there.",
+        help="Give the run another name, or continue the existing one.",
         severity="warning",
         example="log.runs_dir=/ log.name=dev",
     ),

@@ -18,8 +18,8 @@ from mtrain.config.schema.run import RunConfig
 
 UNUSED = Code(
     "MT150",
-    "A key is set that has no effect beside the others.",
-    "Set the key that it waits for, or leave it out.",
+    "A key is set that has no effect with the others.",
+    "Set the key that it needs, or remove it.",
     example="data.blend=[a,b]",
 )
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
@@ -49,7 +49,7 @@ def key_has_an_effect(key: Conditional) -> Rule:
     their recipes.
     """
     named = (key.path, *_KEY.findall(key.needs))
-    # a condition may look at keys beside these
+    # a condition may read other keys too
     sections = dict.fromkeys(name.rpartition(".")[0] for name in named)
 
     @rule(UNUSED, reads=" ".join((*named, *sections)))
