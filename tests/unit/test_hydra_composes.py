@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from mtrain.config.compose.composer import Rejected, compose
 from mtrain.config.compose.layout_string import parse_layout
 from mtrain.config.compose.paths import choices_of_group, conf_dir, recipe_names, recipes_dir
-from mtrain.config.messages.suggestions import default_choices
 from mtrain.config.schema.run import GROUPS
 
 CASES = int(os.environ.get("HYDRA_CASES", "40"))
@@ -179,27 +178,3 @@ def test_another_application_of_hydra_in_this_process_goes_on_as_it_was(tmp_path
         assert hydra_compose("config").x == 1
         compose(["model=llama3_8b"])
         assert hydra_compose("config", ["x=2"]).x == 2
-
-
-def test_the_files_of_plain_defaults_lists_are_those_that_hydra_finds() -> None:
-    from mtrain.config.compose import layers
-    from mtrain.config.compose.hydra_source import defaults_list
-    from mtrain.config.compose.library import CONFIG, Library
-
-    folder = conf_dir() / "cluster"
-    nested = [
-        name
-        for name in choices_of_group("cluster")
-        if "defaults:" in (folder / f"{name}.yaml").read_text()
-    ]
-    assert nested
-    for name in nested:
-        library = Library()
-        usual = [
-            (CONFIG, ""),
-            *((f"{g}/{c}", g) for g, c in {**default_choices()[0], "cluster": name}.items()),
-        ]
-        found, _ = layers.entries_of(library, usual, [f"cluster={name}"])
-        wanted, known = defaults_list(library, CONFIG, [f"cluster={name}"])
-        assert found == wanted
-        assert known["cluster"] == name
