@@ -194,10 +194,10 @@ def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
     _, equals, text = argument.partition("=")
     if key in GROUPS or (KEY.match(key) and not key.startswith("hydra")):
         out.deleted[key] = argument
+        if not equals:
+            return None
         try:
-            out.only |= (
-                {key: _unquoted(text) if is_group(key) else parse_value(text)} if equals else {}
-            )
+            out.only[key] = _unquoted(text) if is_group(key) else parse_value(text)
         except ValueError as error:
             return _bad("", None, f"{argument}: the value cannot be read: {error}", f"~{key}")
         return None

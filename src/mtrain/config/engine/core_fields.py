@@ -118,6 +118,13 @@ def _one_graph(run: RunConfig) -> bool:
     return run.trainer.cuda_graph_impl == "full_iteration"
 
 
+def main_grads_format(run: RunConfig) -> str | None:
+    """Return the format of the gradients that the optimizer reads."""
+    if run.precision.grad_reduce_in_fp32 or not run.optim.holds_main_weights:
+        return "fp32"
+    return run.precision.format
+
+
 def _graphs(run: RunConfig) -> str:
     """Return the scopes of CUDA graphs; up to 0.16 a whole step is one of megatron-core's own
     scopes.
@@ -295,11 +302,7 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
     # An optimizer that holds the main weights reads gradients as they were reduced, any other an
     # fp32 copy of them.
-    "main_grads_dtype": lambda r: (
-        "fp32"
-        if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights
-        else r.precision.format
-    ),
+    "main_grads_dtype": main_grads_format,
 }
 """Fields of OptimizerConfig; dtypes are words."""
 

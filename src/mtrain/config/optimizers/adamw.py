@@ -54,8 +54,13 @@ OPTIMIZER = Optimizer(
     obstacle=_obstacle,
     keys=frozenset(
         {
-            *("beta1", "beta2", "eps"),
-            *("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders"),
+            "beta1",
+            "beta2",
+            "eps",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "main_params_dtype",
+            "store_param_remainders",
         }
     ),
     usual_lr=(1e-5, 1e-2),

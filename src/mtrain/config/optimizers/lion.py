@@ -13,7 +13,9 @@ def update(param: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) 
     """Apply w <- (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 -
     beta2) g.
     """
-    (beta1, beta2), lr, average = group["betas"], group["lr"], state["exp_avg"]
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    average = state["exp_avg"]
     param.mul_(1 - lr * group["weight_decay"])
     param.add_(average.lerp(grad, 1 - beta1).sign_(), alpha=-lr)
     average.lerp_(grad, 1 - beta2)

@@ -153,7 +153,8 @@ def span_lengths(run: RunConfig) -> Filled:
     tokens = run.data.length
     if t is None:
         return {}
-    (noise, parts), (read, written) = spans(t, tokens), lengths(t, tokens)
+    noise, parts = spans(t, tokens)
+    read, written = lengths(t, tokens)
     filled: dict[str, tuple[Any, str]] = {}
     for key, said, need, kept in (
         ("encoder_length", t.encoder_length, read, f"{tokens - noise} of them"),

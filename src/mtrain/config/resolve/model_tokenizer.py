@@ -16,15 +16,14 @@ TOKENIZER = "tokenizer.json"
 KEPT = "hf"
 """The file in such a folder, and the folder of a run with the files of its imported weights."""
 OTHERS = (
-    *(
-        "tokenizer.model",
-        "vocab.json",
-        "vocab.txt",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tekken.json",
-    ),
-    *("tiktoken.model", "qwen.tiktoken"),
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "qwen.tiktoken",
 )
 """Tokenizer files in formats that mtrain does not read as a model's tokenizer."""
 

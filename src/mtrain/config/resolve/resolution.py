@@ -34,9 +34,19 @@ HERE = "on this machine"
 LOCAL = ClusterConfig.model_fields["name"].default
 """The cluster that stands for this machine."""
 OF_A_DEVICE = {
-    *("sm", "device_memory_gib", "memory_gbps", "power_watts", "peak_tflops"),
-    *("fast_link_gbps", "fast_link_devices", "network_gbitps", "host_link_gbps"),
-    *("operation_us", "link_latency_us", "reached", "software"),
+    "sm",
+    "device_memory_gib",
+    "memory_gbps",
+    "power_watts",
+    "peak_tflops",
+    "fast_link_gbps",
+    "fast_link_devices",
+    "network_gbitps",
+    "host_link_gbps",
+    "operation_us",
+    "link_latency_us",
+    "reached",
+    "software",
 }
 """Keys of a cluster that follow from the kind of its devices."""
 MAX_CPU_RANKS = 64

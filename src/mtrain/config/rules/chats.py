@@ -46,7 +46,8 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
     if d.path:
         found, rule = records_of(path, "what the chats are")
     else:
-        found, rule = (None, "is empty, and a file is needed")
+        found = None
+        rule = "is empty, and a file is needed"
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
         yield Finding("MT340", "data.path", rule, near)

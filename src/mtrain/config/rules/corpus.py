@@ -231,9 +231,11 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
             )
             for f in found[:1]:
                 if f.path == "data.path":
-                    path, rule = (f"data.{key}", f"{prefix}: {f.rule}")
+                    path = f"data.{key}"
+                    rule = f"{prefix}: {f.rule}"
                 else:
-                    path, rule = (f.path, f.rule)
+                    path = f.path
+                    rule = f.rule
                 yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
                 return
 
