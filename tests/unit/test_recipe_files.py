@@ -24,9 +24,9 @@ from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
+from mtrain.recipes.delta import Delta, delta, recipe_text, unequal
 from mtrain.recipes.diff import differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
-from mtrain.recipes.write import Delta, delta, recipe_text, unequal
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.patience import patient

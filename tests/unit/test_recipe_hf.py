@@ -13,8 +13,8 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import import_config, kind_of
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
-from mtrain.recipes.hf_kinds import DECODERS, KINDS
+from mtrain.recipes.huggingface.config_file import ELSEWHERE, IRRELEVANT
+from mtrain.recipes.huggingface.importer import import_config
+from mtrain.recipes.huggingface.kinds import DECODERS, KINDS
 from mtrain.recipes.imported import Imported
 
 transformers = pytest.importorskip("transformers")

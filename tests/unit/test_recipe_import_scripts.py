@@ -15,10 +15,10 @@ from mtrain.cli.recipe.capture import capture
 from mtrain.config.engine.core_fields import transformer_values
 from mtrain.config.resolve.batches import linear, samples_of, steps_within
 from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import import_scripts, import_texts
-from mtrain.recipes.table import known_flags
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.megatron.importer import import_scripts, import_texts
+from mtrain.recipes.megatron.table import known_flags
 from tests.support.configs import LAPTOP
 
 RUN = ("llama3_70b",)

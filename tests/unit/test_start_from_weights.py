@@ -19,7 +19,7 @@ from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
-from mtrain.recipes.write import unequal
+from mtrain.recipes.delta import unequal
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP, within_a_second
 

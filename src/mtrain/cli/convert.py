@@ -24,9 +24,9 @@ from mtrain.config.schema.trainer import CheckpointConfig, DataConfig, LogConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import as_text, import_config, kind_of, read_json
-from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import as_text, import_config, kind_of, read_json
+from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"

@@ -20,14 +20,14 @@ from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
-from mtrain.recipes.flags import default_of
-from mtrain.recipes.flags_other import FITTING, OTHERS
-from mtrain.recipes.gaps import Word, shown
-from mtrain.recipes.launch import Asked, World
+from mtrain.recipes.delta import section
+from mtrain.recipes.megatron.arguments import Arguments, Draft, Unplaced, read_all
+from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.flags_unmapped import FITTING, OTHERS
+from mtrain.recipes.megatron.processes import Asked, World
+from mtrain.recipes.megatron.table import flags_of, known_flags, switches, table
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
-from mtrain.recipes.table import flags_of, known_flags, switches, table
-from mtrain.recipes.write import section
+from mtrain.recipes.shell.gaps import Word, shown
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 MAX_GUESSES = 40

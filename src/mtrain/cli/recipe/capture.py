@@ -20,10 +20,10 @@ from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.recipes.imported import Imported, name_of, residue
-from mtrain.recipes.launch import directives
-from mtrain.recipes.megatron import import_commands
+from mtrain.recipes.megatron.importer import import_commands
+from mtrain.recipes.megatron.processes import directives
 from mtrain.recipes.secrets import Secrets, names_secret
-from mtrain.recipes.shell import read_calls
+from mtrain.recipes.shell.reader import read_calls
 
 Record = dict[str, Any]
 """`words`, `cwd` and `env` of a command that was not started."""
