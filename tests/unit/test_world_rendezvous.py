@@ -118,7 +118,7 @@ def test_a_task_that_sees_one_gpu_says_which(
     env = RankEnv.here(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher}
     )
-    assert join._lone_gpu(run, env) == gpu
+    assert join._only_gpu(run, env) == gpu
 
 
 def test_a_rank_that_failed_is_not_compared() -> None:

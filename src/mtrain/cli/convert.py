@@ -329,7 +329,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     from mtrain.convert import theirs
     from mtrain.launching import local
-    from mtrain.launching.beside import Beside
+    from mtrain.launching.child_process import ChildProcess
 
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
@@ -357,7 +357,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         other = scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            Beside(
+            ChildProcess(
                 "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
             ).result()
         except MtrainError as error:

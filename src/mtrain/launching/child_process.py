@@ -1,9 +1,8 @@
-"""Work in a process beside the launcher, which itself imports little, starts no threads and calls
+"""Work in a child process of the launcher, which itself imports little, starts no threads and calls
 no driver.
 
-The work has a name and arguments that JSON can hold. It can therefore be forked, which is quick, or
-executed, which is safe once the launcher has threads. Its result or its error comes back through a
-pipe.
+The work has a name and arguments that JSON can hold. It can therefore be forked, which is fast, or
+executed, which is safe once the launcher has threads. A pipe returns its result or its error.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from mtrain.launching.worker import describe, leave, revive
 from mtrain.processes import die_with
 
 
-class Beside:
-    """Work that runs beside this process; `result` raises its errors here."""
+class ChildProcess:
+    """A child process that does one piece of work; `result` raises its errors here."""
 
     def __init__(self, name: str, run: RunConfig, **arguments: Any) -> None:
         """Start `WORK[name](run, **arguments)`.
@@ -46,28 +45,28 @@ class Beside:
             self.pid = start(name, run, arguments, write_end)
         except OSError as error:
             os.close(self.read_end)
-            text = f"no process can be started beside this one: {error.strerror or error}"
+            text = f"no child process can be started: {error.strerror or error}"
             raise BadEnvironment(text) from None
         finally:
             os.close(write_end)
 
     def end(self) -> None:
-        """End the work, however far it has come."""
+        """Kill the child, whatever the state of its work."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.read_end)
         os.waitpid(self.pid, 0)
 
     def result(self) -> Any:
-        """Wait for its end, and return what the work returned.
+        """Wait for the child to end, and return the result of its work.
 
         Raises:
-            MtrainError: what the work raised; anything else as BadEnvironment with the text.
+            MtrainError: the error of the work; one of another type becomes BadEnvironment.
         """
         try:
             with os.fdopen(self.read_end) as pipe:
                 text = pipe.read()
-        except BaseException:  # a stop was asked: it must not go on alone
+        except BaseException:  # a stop ends this process, and its child must not outlive it
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -75,7 +74,7 @@ class Beside:
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code or not text:  # a process that was killed may have written half of its report
-            raise BadEnvironment(f"{DOING[self.name]} ended with {code}")
+            raise BadEnvironment(f"{DESCRIPTIONS[self.name]} ended with {code}")
         body = json.loads(text)
         if "error" in body:
             raise revive(body["error"])
@@ -94,12 +93,10 @@ def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: in
     body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
     given, giving = os.pipe()
-    with (
-        suppress(BrokenPipeError),
-        os.fdopen(giving, "w") as pipe,
-    ):  # a process that has ended reads nothing
+    # A child that ended early breaks the pipe; its exit code says why it ended.
+    with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
         try:
-            command = python("mtrain.launching.beside", str(given), str(write_end))
+            command = python("mtrain.launching.child_process", str(given), str(write_end))
             pid = execute(command, environment, given, write_end)
         finally:
             os.close(given)
@@ -108,22 +105,22 @@ def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: in
 
 
 def report(name: str, work: Callable[[], Any], pipe: TextIO) -> int:
-    """Do the work, and write what it returns or raises as JSON; return the exit code."""
+    """Do the work, and write its result or error as JSON; return the exit code."""
     try:
         pipe.write(strict_json.dumps({"value": work()}))
     except MtrainError as error:
         pipe.write(strict_json.dumps({"error": describe(error)}))
     except Exception as error:
-        text = f"{DOING[name]} failed: {type(error).__name__}: {error}"
+        text = f"{DESCRIPTIONS[name]} failed: {type(error).__name__}: {error}"
         pipe.write(strict_json.dumps({"error": describe(BadEnvironment(text))}))
     return 0
 
 
 def prepare(run: RunConfig, checkpoint: str | None) -> None:
-    """Tokenize where that is needed, and find what is wrong with the data before any rank exists.
+    """Tokenize if necessary, and check the data before any rank exists.
 
     Raises:
-        MtrainError: what is wrong with the data, or that it is not the data of `checkpoint`.
+        MtrainError: the data is invalid, or is not the data of `checkpoint`.
     """
     from mtrain.data import open_splits, prepare_for_model, same_data
 
@@ -131,7 +128,7 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
     own = model_tokenizer(run, None if checkpoint is None else Path(checkpoint))
     corpus = prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
-    if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
+    if run.data.kind == "indexed":  # data that mtrain tokenized needs no check of its ids
         splits.check_ids()
         bare = unwatched(run.data)
         if bare and run.log.progress != "none":
@@ -150,14 +147,14 @@ def _import(run: RunConfig, source: str, home: str) -> None:
 
 
 def _validation(run: RunConfig, tokenizer: str | None) -> None:
-    """Find what is wrong with the data of an evaluation."""
+    """Check the validation data of an evaluation."""
     from mtrain.data import validation_of
 
     file = None if tokenizer is None else Path(tokenizer)
     validation_of(run.data, run.model.vocab_size, run.trainer.seed, file, asked(run))
 
 
-def _theirs(run: RunConfig, folder: str, ids: list[int], out: str) -> None:
+def _reference_logits(run: RunConfig, folder: str, ids: list[int], out: str) -> None:
     from mtrain.convert import theirs
 
     theirs.save_logits(Path(folder), ids, Path(out), run.model)
@@ -168,10 +165,10 @@ WORK: dict[str, Callable[..., Any]] = {
     "import": _import,
     "validation": _validation,
     "products": matmul.measure,
-    "logits of transformers": _theirs,
+    "logits of transformers": _reference_logits,
 }
-"""Name -> the function that does the work, given the run and the arguments."""
-DOING = {
+"""Name -> the function that does the work, called with the run and the arguments."""
+DESCRIPTIONS = {
     "prepare": "preparing the data",
     "import": "importing the weights",
     "validation": "reading the validation data",
@@ -182,7 +179,7 @@ DOING = {
 
 
 def main(words: list[str]) -> None:
-    """Do the work that stands in the descriptor `words[0]`, and report to `words[1]`; ends the
+    """Do the work described in the descriptor `words[0]`, report to `words[1]`, and end the
     process.
     """
     die_with(int(os.environ.pop(PARENT)))
