@@ -1,5 +1,5 @@
-"""Whole numbers from text: `$(( ))` of a shell, and the list expressions of `--moe-layer-freq`;
-nothing is run.
+"""Integers from text, without running it: `$(( ))` of a shell, and the list expressions of
+`--moe-layer-freq`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _TOKEN = re.compile(r"\s*(?:([0-9]+)|\$?\{?([A-Za-z_][A-Za-z0-9_]*)\}?|([-+*/%()
 
 
 class _Unreadable(ValueError):
-    """Not in the small grammar that is read here."""
+    """A text outside of the small grammar that is read here."""
 
 
 def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None:
-    """Return the value of a sum of products of whole numbers and variables; None where it
-    cannot be known.
+    """Return the value of a sum of products of integers and variables; None if it cannot be
+    known.
     """
     try:
         parser = _Parser(text, variable)
@@ -32,8 +32,8 @@ def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None
 
 
 def pattern_of(text: str) -> list[int] | None:
-    """Return the list that `([0]*3+[1]*58)` spells; None where it is no such expression, or longer
-    than 10000.
+    """Return the list that `([0]*3+[1]*58)` spells; None for other expressions, and for more than
+    10000 items.
     """
     try:
         parser = _Parser(text, lambda name: None)
@@ -57,13 +57,12 @@ class _Parser:
             match = _TOKEN.match(text, position)
             if match is None:
                 raise _Unreadable
-            self.tokens.append(
-                ("number", match[1])
-                if match[1]
-                else ("name", match[2])
-                if match[2]
-                else ("", match[3])
-            )
+            if match[1]:
+                self.tokens.append(("number", match[1]))
+            elif match[2]:
+                self.tokens.append(("name", match[2]))
+            else:
+                self.tokens.append(("", match[3]))
             position = match.end()
         self.at = 0
         self.variable = variable
@@ -73,7 +72,7 @@ class _Parser:
             raise _Unreadable
 
     def sign(self, *signs: str) -> str | None:
-        """Return the next token, if it is one of `signs`; it is then behind us."""
+        """Return the next token and pass over it, if it is one of `signs`."""
         if self.at < len(self.tokens) and self.tokens[self.at] in [("", s) for s in signs]:
             self.at += 1
             return self.tokens[self.at - 1][1]
@@ -106,14 +105,13 @@ class _Parser:
         kind, text = self.tokens[self.at]
         self.at += 1
         if kind == "name":
-            found: str | None = self.variable(text)
+            digits: str | None = self.variable(text)
         else:
-            found = text if kind == "number" else None
-        if found is None or not re.fullmatch(
-            r"\s*-?(0|[1-9][0-9]{0,17})\s*", found
-        ):  # 010 is 8 to a shell
+            digits = text if kind == "number" else None
+        # A shell reads 010 as 8, so leading zeros are refused.
+        if digits is None or not re.fullmatch(r"\s*-?(0|[1-9][0-9]{0,17})\s*", digits):
             raise _Unreadable
-        return int(found)
+        return int(digits)
 
     def items(self) -> list[int]:
         out: list[int] = []

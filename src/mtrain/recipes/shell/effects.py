@@ -1,5 +1,5 @@
-"""What the commands of a shell script do to its variables: what is followed, and what
-is forgotten.
+"""Effects of a shell script's commands on its variables: assignments are followed, others
+forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mtrain.recipes.secrets import names_secret
 from mtrain.recipes.shell.expansion import Expander, has_braces, sets_computed
 from mtrain.recipes.shell.gaps import Gap, Value, Word, shown, word_of, words_in
 from mtrain.recipes.shell.lexer import Part, Raw
-from mtrain.recipes.shell.syntax import (
+from mtrain.recipes.shell.statements import (
     Branches,
     Command,
     Function,
@@ -35,43 +35,45 @@ SETTING = (
     "trap",
     "printf",
 )
-"""Commands that set variables which their words name."""
+"""Commands that set variables named by their words."""
 _ANY = frozenset(
     ["eval", "source", ".", "command", "builtin", "shift", "set", "alias", "enable", "shopt"]
 )
-"""Commands that may set any variable, or change what words mean."""
+"""Commands that may set any variable, or change the meaning of words."""
 NAMES = re.compile(r"[A-Za-z_]\w*")
 _SETS_INSIDE = re.compile(
     r"\$\(\([^)]*(?:\+\+|--|<<=|>>=|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)"
 )
 
 _UNKNOWN = Raw([Part("variable", "", False)])
-"""A name that is not known."""
+"""An unknown name."""
 
 
 class Effects(Expander):
-    """Takes assignments, and forgets what other commands may set."""
+    """An expander that applies assignments, and forgets variables that other commands may set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.functions: dict[str, tuple[str, Function]] = {}
         """Name -> the file of a function, and its statements."""
         self.secrets: dict[str, list[Word]] = {}
-        """Every value that variables have had whose names are those of secrets."""
+        """Every value that variables with the name of a secret have had."""
         self.kept: set[str] = set()
-        """Variables of scripts before this one, which arguments of this one do not change."""
+        """Variables of earlier scripts, which the arguments of this one do not change."""
         self.references: set[str] = set()
-        """Names that stand for other variables."""
+        """Names that refer to other variables."""
         self.assumed: set[str] = set()
-        """Names whose assignments mean something else: numbers, references, letters of one case."""
+        """Names whose assignments have another meaning: integers, references, upper or lower
+        case.
+        """
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """Make variables unknown from here on; every one, where a name stands for another
+        """Make variables unknown from here on, or all variables if one name refers to another
         variable.
         """
-        found = dict.fromkeys(names)
-        super().forget(found, why)
-        if not self.references.isdisjoint(found.keys()):
+        forgotten = dict.fromkeys(names)
+        super().forget(forgotten, why)
+        if not self.references.isdisjoint(forgotten.keys()):
             self.forget_all(why)
 
     def forget_set(self, names: Iterable[str], body: Sequence[Node], why: str) -> None:
@@ -80,25 +82,23 @@ class Effects(Expander):
         bodies = [body]
         seen = set[str]()
         while bodies:
-            for found in commands_in(bodies.pop()):
-                self.spend(len(found.text))
-                if isinstance(found, Loop):
-                    self.forget(found.names, why)
+            for command in commands_in(bodies.pop()):
+                self.spend(len(command.text))
+                if isinstance(command, Loop):
+                    self.forget(command.names, why)
                     continue
-                for match in filter(None, map(assignment, found.words)):
+                for match in filter(None, map(assignment, command.words)):
                     self.forget([match[1]], why)
                     self.calculated(match[2] or "", f"{match[1]}{match[2]}")
-                first = next((raw for raw in found.words if not assignment(raw)), Raw())
+                first = next((raw for raw in command.words if not assignment(raw)), Raw())
                 name = first.plain or ""
-                if _SETS_INSIDE.search(found.text) or name in (*SETTING, *DECLARING):
-                    self.forget(NAMES.findall(found.text), why)
+                if _SETS_INSIDE.search(command.text) or name in (*SETTING, *DECLARING):
+                    self.forget(NAMES.findall(command.text), why)
+                arguments = list[Raw]()
                 if name:
-                    behind = found.words[
-                        next(i for i, raw in enumerate(found.words) if raw is first) + 1 :
-                    ]
-                else:
-                    behind = []
-                if any(map(_computed_name, _naming(name, behind))):
+                    place = next(i for i, raw in enumerate(command.words) if raw is first)
+                    arguments = command.words[place + 1 :]
+                if any(map(_computed_name, _naming(name, arguments))):
                     self.forget_all(why)
                 if name in self.functions and name not in seen:
                     seen.add(name)
@@ -107,18 +107,18 @@ class Effects(Expander):
                 if hidden or name in _ANY:
                     self.forget_all(why)
 
-    def set_arguments(self, name: str, said: list[str], why: str) -> None:
-        """`set` and `shift`: other arguments, and options."""
+    def set_arguments(self, name: str, words: list[str], why: str) -> None:
+        """Apply `set` and `shift`, which change the arguments and the options."""
         options = [
             word
-            for word, before in zip(said, ["", *said], strict=False)
+            for word, before in zip(words, ["", *words], strict=False)
             if not re.match("[-+][a-z]*o$", before)
         ]
         if name == "shift" or any(word == "--" or word[:1] not in ("-", "+") for word in options):
             self.state.arguments = self.gap("$@", why)
 
     def assign(self, raw: Raw, *, typed: bool = False) -> None:
-        """Take an assignment."""
+        """Apply an assignment."""
         match = assignment(raw)
         assert match is not None
         name = match[1]
@@ -132,7 +132,7 @@ class Effects(Expander):
             or typed
             or name in self.assumed
             or name == "IFS"
-            or any(_begin(i) == "[" for i in raw.array or ())
+            or any(_first_letter(i) == "[" for i in raw.array or ())
         ):
             self.joined([Part("text", rest, False), *raw.parts[1:]])
             why = f"is set in a way that is not followed (line {self.line})"
@@ -153,7 +153,7 @@ class Effects(Expander):
             value = [self.joined([Part("text", rest, False), *raw.parts[1:]])]
         held = self.state.variables.get(name)
         if name in self.kept and raw.array is None and not more and _argument(value[0]):
-            return  # a script before this one says what its argument is
+            return  # an earlier script set the variable that this argument would set
         if more and held is None and self.state.lost:
             held = self.gap(f"${name}", self.state.lost.why)
         if more and held is None and raw.array is None:
@@ -171,7 +171,7 @@ class Effects(Expander):
             self.secrets.setdefault(name, []).extend(map(word_of, value))
 
     def declare(self, command: str, raws: Sequence[Raw], node: Command) -> None:
-        """`export`, `readonly`, `declare`, `local`: plain forms are assignments."""
+        """Apply `export`, `readonly`, `declare`, `local`: plain forms are assignments."""
         options = "".join(
             raw.plain or "" for raw in raws if (raw.plain or "").startswith(("-", "+"))
         )
@@ -195,20 +195,18 @@ class Effects(Expander):
                 self.references.add(name)
 
     def either(
-        self, name: str, found: Sequence[list[Value] | Gap | None], why: str
+        self, name: str, choices: Sequence[list[Value] | Gap | None], why: str
     ) -> list[Value] | Gap:
-        """Return one of several values of a variable: what they begin with alike, and what some of
-        them add.
+        """Return one of several values of a variable: their common beginning, and a gap with the
+        words that some add.
         """
-        if any(isinstance(one, Gap) and one.words is None for one in found):
+        if any(isinstance(one, Gap) and one.words is None for one in choices):
             return self.gap(f"${name}", why)
-        values: list[list[Value]] = [
-            [(one,)] if isinstance(one, Gap) else [("",)] if one is None else one for one in found
-        ]
+        values = [_items(one) for one in choices]
         if all(len(items) == 1 for items in values):
             words = [word_of(items[0]) for items in values]
             start = min(words, key=lambda word: len(shown(word)))
-            if isinstance(start, str) and all(_goes_on(word, start) for word in words):
+            if isinstance(start, str) and all(_extends(word, start) for word in words):
                 added = tuple(one for word in words for one in shown(word)[len(start) :].split())
                 return [(start, " ", self.gap(f"${name}", why, words=added))]
         same = [items[0] for items in takewhile(_alike, zip(*values, strict=False))]
@@ -222,26 +220,32 @@ class Effects(Expander):
 def either_function(
     node: Branches, defined: Sequence[dict[str, tuple[str, Function]]]
 ) -> dict[str, tuple[str, Function]]:
-    """Functions behind branches: one that is another in each is made of all of them, of which one
-    runs.
+    """Return the functions after branches: one that differs in some becomes a branch of all its
+    forms.
     """
     out: dict[str, tuple[str, Function]] = {}
     for name in dict.fromkeys(name for functions in defined for name in functions):
-        found = [functions[name] for functions in defined if name in functions]
-        different = list({id(function): (source, function) for source, function in found}.values())
+        forms = [functions[name] for functions in defined if name in functions]
+        different = list({id(function): (source, function) for source, function in forms}.values())
         source, function = different[0]
         if len(different) > 1:
             bodies = [one.body for _, one in different]
             text = f"{name} under {node.text}"
             function = Function(
-                node.line, name, [Branches(node.line, text, [], bodies, len(found) == len(defined))]
+                node.line, name, [Branches(node.line, text, [], bodies, len(forms) == len(defined))]
             )
         out[name] = source, function
     return out
 
 
+def _items(value: list[Value] | Gap | None) -> list[Value]:
+    if value is None:
+        return [("",)]
+    return [(value,)] if isinstance(value, Gap) else value
+
+
 def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
-    """Return words of a command of the shell that name the variables which it sets."""
+    """Return the words of a shell command that name the variables which it sets."""
     plain = [raw.plain or "" for raw in words]
     if command in DECLARING or command == "unset":
         refers = any(re.match("-[A-Za-z]*n", text) for text in plain)
@@ -264,8 +268,8 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
 
 
 def _computed_name(raw: Raw) -> bool:
-    """Tell if the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or
-    `A[$1]`.
+    """Return whether the name in a word is computed, as in `$1` or `"$1=$2"`, and not as in `A`,
+    `"A=$2"` or `A[$1]`.
     """
     first = raw.parts[0] if raw.parts else None
     if first is None or all(part.kind == "text" for part in raw.parts):
@@ -274,7 +278,7 @@ def _computed_name(raw: Raw) -> bool:
 
 
 def _sets_computed(raw: Raw) -> bool:
-    """Tell if arithmetic sets a variable whose name is not written in it, as `$1 += 2` does."""
+    """Return whether arithmetic sets a variable with a computed name, as `$1 += 2` does."""
     text = "".join(part.text if part.kind == "text" else "$x" for part in raw.parts)
     return sets_computed(text)
 
@@ -283,8 +287,8 @@ def _alike(items: tuple[Value, ...]) -> bool:
     return all(item == items[0] for item in items)
 
 
-def _goes_on(word: Word, start: str) -> bool:
-    """Return whether a text is another one with more words behind it."""
+def _extends(word: Word, start: str) -> bool:
+    """Return whether a text is `start`, or `start` with more words after it."""
     rest = shown(word)[len(start) :]
     return (
         isinstance(word, str)
@@ -293,7 +297,7 @@ def _goes_on(word: Word, start: str) -> bool:
     )
 
 
-def _begin(raw: Raw) -> str:
+def _first_letter(raw: Raw) -> str:
     return (raw.parts[0].text[:1] if raw.parts and not raw.parts[0].quoted else "") or ""
 
 

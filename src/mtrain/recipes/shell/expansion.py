@@ -1,6 +1,4 @@
-"""Words of a shell script with the values of its own variables in them; what only a run could tell
-stays a gap.
-"""
+"""Words of a shell script, expanded by the script's own variables; unknown parts stay gaps."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from mtrain.recipes.shell.lexer import Lexer, Part, Raw
 MAX_EXPANDED = 4 << 20
 MAX_DEPTH = 16
 ITEM = 16
-"""Characters that a word counts for beside its own."""
+"""Characters that a word counts in addition to its own."""
 NOT_SET = "the script does not set"
 OUTPUT = "is the output of a command"
 
@@ -31,9 +29,9 @@ _NAMES = re.compile(r"[A-Za-z_]\w*")
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
 _QUOTED_DEFAULT = re.compile(r"\w+:?[-=+]([\"']).*\s.*\1\Z", re.DOTALL)
 _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
-"""A list of layers, as `([0]*3+[1]*58)` or `Et*3|m|L`: no file is called so."""
+"""A list of layers, such as `([0]*3+[1]*58)` or `Et*3|m|L`: no file has such a name."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-_OF_SHELL = re.compile(
+_SHELL_VARIABLES = re.compile(
     "BASH.*|RANDOM|SRANDOM|SECONDS|LINENO|PPID|UID|EUID|PIPESTATUS|FUNCNAME|EPOCH.*|HOSTNAME|HOSTTYPE|OSTYPE"
     "|MACHTYPE|SHLVL|PWD|OLDPWD|OPTIND|OPTARG|REPLY|MAPFILE|COPROC|DIRSTACK|GROUPS|IFS|_|[0#?$!-]"
 )
@@ -42,30 +40,30 @@ _OF_SHELL = re.compile(
 
 @dataclass
 class State:
-    """The variables of a script at one place of it."""
+    """The variables of a script at one place in it."""
 
     variables: dict[str, list[Value] | Gap] = field(default_factory=dict)
-    """The items of each; a plain one has one. A gap: one that cannot be known any more."""
+    """The items of each variable; a plain one has one item. A gap: its value is no longer known."""
     arguments: list[Value] | Gap = field(default_factory=list)
     """`$1`, `$2`, ..."""
     called: bool = False
-    """Whether the arguments are those of a call in the script, and all of them are known."""
+    """Whether the arguments are those of a call in the script, all of them known."""
     lost: Gap | None = None
-    """What may have set any variable that is not set here."""
+    """The statement that may have set any variable that is not set here."""
     splits: bool = True
     """Whether words are split at spaces, as they are until IFS is set."""
     ended: bool = False
-    """Whether nothing behind this place runs."""
+    """Whether the statements after this place do not run."""
     moved: bool = False
-    """Tell if it is in another folder than the script began in."""
+    """Whether the script has left the folder in which it began."""
 
     def copy(self) -> State:
-        """Return the same, to be changed apart."""
+        """Return a copy that can change independently."""
         return replace(self, variables=dict(self.variables), ended=False)
 
 
 class Expander:
-    """What words become by the variables of a script."""
+    """A reader that expands words by the variables of a script."""
 
     def __init__(
         self, variables: dict[str, list[Value] | Gap] | None = None, source: str = ""
@@ -77,20 +75,20 @@ class Expander:
         self.defaults: dict[str, str] = {}
         """Variables whose default was taken, with `file:line`."""
         self.stand_ins: dict[str, str] = {}
-        """Variables of the reader's own -> what the script has in their place."""
+        """The reader's own variables -> the script's text in their place."""
         self.homes: set[str] = set()
         """Words that begin with `~`."""
 
     @property
     def where(self) -> str:
-        """`file:line` of what is read."""
+        """Return the current `file:line`."""
         return f"{self.source}:{self.line}"
 
     def spend(self, size: int) -> None:
-        """Count characters that were made.
+        """Count characters that an expansion made.
 
         Raises:
-            ConfigError: they are more than a script may make.
+            ConfigError: the script makes too many.
         """
         self.left -= size + 1
         if self.left < 0:
@@ -100,14 +98,14 @@ class Expander:
     def gap(
         self, text: str, why: str, *, absent: bool = False, words: tuple[Word, ...] | None = None
     ) -> Gap:
-        """What is not known here."""
-        for name, said in self.stand_ins.items():
-            text = text.replace(f"${{{name}}}", said)
-            why = why.replace(f"${{{name}}}", said)
+        """Return a gap for an unknown text at this place."""
+        for name, original in self.stand_ins.items():
+            text = text.replace(f"${{{name}}}", original)
+            why = why.replace(f"${{{name}}}", original)
         return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
     def stand_in(self, gap: Gap) -> str:
-        """Return a variable that stands for a gap in a text that is read again."""
+        """Return a variable that stands for a gap in a text that is parsed again."""
         name = f"unread_{len(self.stand_ins)}_"
         self.stand_ins[name] = gap.text
         self.state.variables[name] = [(gap,)]
@@ -128,7 +126,7 @@ class Expander:
         self.state.arguments = self.gap("$@", why)
 
     def joined(self, parts: Sequence[Part], depth: int = 0) -> Value:
-        """Return parts as one text, without splitting: what an assignment stores."""
+        """Return parts as one text, without splitting, as an assignment stores it."""
         out = list[str | Gap]()
         for part in parts:
             if part.kind == "text":
@@ -149,7 +147,7 @@ class Expander:
             return [Unread((self.gap(shown(several), "names several words in braces"),))]
         out = list[Word]()
         current: list[str | Gap] | None = None
-        loose = False  # whether a shell may take a part of it for a pattern
+        loose = False  # whether a shell may read a part of it as a pattern
         for index, part in enumerate(raw.parts):
             if part.kind == "text":
                 text = part.text
@@ -161,11 +159,11 @@ class Expander:
             items = self.value(part, 0)
             if not part.quoted and part.kind == "variable" and _QUOTED_DEFAULT.match(part.text):
                 items = [
-                    (self.gap(f"${{{part.text}}}", "has a default that is one word by its quotes"),)
+                    (self.gap(f"${{{part.text}}}", "has a default whose quotes make it one word"),)
                 ]
             if part.quoted:
                 if "@" in part.text and not items and current == [""]:
-                    current = None  # "$@" of nothing is no word
+                    current = None  # "$@" without arguments is no word
                 pieces = [list(item) for item in items]
                 before = after = False
             else:
@@ -190,7 +188,7 @@ class Expander:
         return out
 
     def _finished(self, pieces: list[str | Gap], loose: bool) -> Word:
-        """Return a word, unless a shell would put the names of files in its place."""
+        """Return a word, unless a shell would replace it by the names of files."""
         word = word_of(pieces)
         text = shown(word)
         listed = isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)
@@ -199,7 +197,7 @@ class Expander:
         return word
 
     def _split(self, items: Sequence[Value]) -> tuple[bool, list[list[str | Gap]], bool]:
-        """Return values cut at spaces, and whether spaces stand before and behind all of them."""
+        """Return values cut at spaces, and whether spaces stand before and after all of them."""
         odd = next(
             (p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None
         )
@@ -212,7 +210,7 @@ class Expander:
         return before, pieces, after
 
     def value(self, part: Part, depth: int) -> list[Value]:
-        """What an expansion stands for; an array gives its items."""
+        """Return the values of an expansion; an array gives its items."""
         if depth > MAX_DEPTH:
             raise ConfigError(
                 [Problem("MT005", "", None, "expansions are nested too deep", "", self.source)]
@@ -247,15 +245,15 @@ class Expander:
         return out
 
     def _held(self, name: str, index: str | None, spelled: str, quoted: bool) -> list[Value] | Gap:
-        """Return the items of a variable, or why they are not known."""
+        """Return the items of a variable, or why they are unknown."""
         if name in "@*" or (name.isdigit() and name != "0"):
             return self._argument(name, spelled)
         held = self.state.variables.get(name)
         if isinstance(held, Gap):
             return Gap(spelled, held.where, held.why, False, held.words)
-        if held is None and (_OF_SHELL.fullmatch(name) or self.state.lost):
+        if held is None and (_SHELL_VARIABLES.fullmatch(name) or self.state.lost):
             lost = self.state.lost
-            if lost is not None and not _OF_SHELL.fullmatch(name):
+            if lost is not None and not _SHELL_VARIABLES.fullmatch(name):
                 return Gap(spelled, lost.where, lost.why)
             return self.gap(spelled, "the shell itself sets")
         if held is None:
@@ -290,7 +288,7 @@ class Expander:
     def _or_default(
         self, match: re.Match[str], held: list[Value] | Gap, spelled: str, quoted: bool, depth: int
     ) -> list[Value]:
-        """`${NAME:-default}` and its kin."""
+        """Return the value of `${NAME:-default}` and similar forms."""
         name = match[1]
         operator = match[3]
         word = match[4] or ""
@@ -320,8 +318,8 @@ class Expander:
         return out
 
     def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
-        """Return the text behind `:-`, which may hold expansions; with quotes inside of it, it is
-        not known.
+        """Return the text after `:-`, which may hold expansions; with quotes inside, it is
+        unknown.
         """
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1]
@@ -340,7 +338,7 @@ class Expander:
         return str(number) if number is not None else self.gap(f"$(({text}))", "is not known")
 
     def calculated(self, text: str, by: str) -> bool:
-        """Forget the variables that arithmetic sets; returns True where it sets any."""
+        """Forget the variables that arithmetic sets; return whether it sets any."""
         sets = _ASSIGNS.search(text) is not None
         if sets:
             self.forget(_NAMES.findall(text), f"is set by {by}")
@@ -349,7 +347,7 @@ class Expander:
         return sets
 
     def number(self, name: str) -> str | None:
-        """Return the text of a plain variable; None where it is not known."""
+        """Return the text of a plain variable; None if it is unknown."""
         held = self.state.variables.get(name)
         if not isinstance(held, list) or not held:
             return None
@@ -358,7 +356,7 @@ class Expander:
 
 
 def has_braces(raw: Raw) -> bool:
-    """Tell if a word becomes several by its braces: `{a,b}`, and `{$A,"b"}`."""
+    """Return whether a word becomes several by its braces: `{a,b}`, or `{$A,"b"}`."""
     return (
         _BRACES.search(
             "".join(p.text if p.kind == "text" and not p.quoted else "x" for p in raw.parts)
@@ -368,5 +366,5 @@ def has_braces(raw: Raw) -> bool:
 
 
 def sets_computed(text: str) -> bool:
-    """Tell if arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
+    """Return whether arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
     return "$" in text and _COMPUTED.search(text) is not None

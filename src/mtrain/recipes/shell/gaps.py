@@ -1,5 +1,5 @@
-"""Texts of a shell script that are not wholly known: gaps in words, with the reason and
-the line.
+"""Texts of a shell script with gaps: parts that only running it could fill, with the reason and the
+line.
 """
 
 from __future__ import annotations
@@ -11,57 +11,54 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gap:
-    """What only running a script could tell."""
+    """A part of a text that only running the script could fill."""
 
     text: str
-    """As the script spells it."""
+    """The script's spelling."""
     where: str
     """`file:line`."""
     why: str
     """The end of a sentence that begins with `text`."""
     absent: bool = False
-    """Whether it is nothing unless the environment, or an argument of the script, says something.
-    """
+    """Whether the text is empty unless the environment, or an argument of the script, sets it."""
     words: tuple[Word, ...] | None = None
-    """All that it may add, where that is known."""
+    """All words that it may add, if they are known."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """A word that is not wholly known."""
+    """A word that is only partly known."""
 
     pieces: tuple[str | Gap, ...]
 
     @property
     def text(self) -> str:
-        """Return the word as far as it is known, its gaps as the script spells them."""
+        """Return the known parts of the word, with its gaps in the script's spelling."""
         return "".join(piece if isinstance(piece, str) else piece.text for piece in self.pieces)
 
     @property
     def start(self) -> str:
-        """What is known of its beginning."""
+        """Return the known text at its beginning."""
         return self.pieces[0] if isinstance(self.pieces[0], str) else ""
 
     @property
     def gaps(self) -> list[Gap]:
-        """What is not known of it."""
+        """Return its unknown parts."""
         return [piece for piece in self.pieces if isinstance(piece, Gap)]
 
     @property
     def whole(self) -> bool:
-        """Return whether nothing of it is known, so that it may be no word or several."""
+        """Return whether the entire word is unknown, so that it may be no word or several."""
         return not any(isinstance(piece, str) and piece for piece in self.pieces)
 
     @property
     def absent(self) -> bool:
-        """Return whether there is no such word unless the environment or an argument says
-        something.
-        """
+        """Return whether the word is missing unless the environment or an argument sets it."""
         return self.whole and all(gap.absent for gap in self.gaps)
 
     @property
     def why(self) -> str:
-        """What is needed to know it, with the line."""
+        """Return what is needed to know it, with the line."""
         return "; ".join(
             dict.fromkeys(f"needs {gap.text} ({gap.where}), which {gap.why}" for gap in self.gaps)
         )
@@ -91,7 +88,7 @@ def word_of(value: Iterable[str | Gap]) -> Word:
 
 
 def split(value: Value) -> list[list[str | Gap]]:
-    """Return a text cut at spaces; a gap is a part of the word that it stands in."""
+    """Return a text cut at spaces; a gap belongs to the word around it."""
     out = list[list[str | Gap]]()
     fresh = True
     for piece in value:
@@ -107,12 +104,12 @@ def split(value: Value) -> list[list[str | Gap]]:
 
 
 def words_in(word: Word) -> list[Word]:
-    """Return a word as the words that it becomes where it is not quoted."""
+    """Return the words that an unquoted word becomes."""
     return [word_of(pieces) for pieces in split((word,) if isinstance(word, str) else word.pieces)]
 
 
 def between(items: Sequence[Value]) -> Value:
-    """Items with a space between them."""
+    """Return items with a space between them."""
     spaced: Iterator[tuple[str | Gap, ...]] = (
         (" ", *item) if n else item for n, item in enumerate(items)
     )

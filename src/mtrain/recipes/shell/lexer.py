@@ -13,11 +13,9 @@ MAX_NESTED = 64
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=\Z")
 _PLAIN = re.compile(r"[^ \t\r\n;&|<>()'\"$`\\]+")
-_ESCAPES = {
-    **dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True)),
-    **{char: char for char in "\\'\"?"},
-    **dict.fromkeys("eE", "\x1b"),
-}
+_ESCAPES = {char: char for char in "\\'\"?"}
+_ESCAPES |= dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
+_ESCAPES |= dict.fromkeys("eE", "\x1b")
 
 
 @dataclass
@@ -35,18 +33,18 @@ class Raw:
 
     parts: list[Part] = field(default_factory=list)
     array: list[Raw] | None = None
-    """The words in brackets behind `NAME=`."""
+    """The words in brackets after `NAME=`."""
 
     @property
     def plain(self) -> str | None:
-        """Return the word, where nothing of it is quoted or expanded."""
+        """Return the word if no part of it is quoted or expanded."""
         if len(self.parts) == 1 and self.array is None and not self.parts[0].quoted:
             return self.parts[0].text if self.parts[0].kind == "text" else None
         return None
 
 
 class Lexer:
-    """Walks over a text once."""
+    """A reader that walks over a text once."""
 
     def __init__(self, text: str, source: str, line: int = 1) -> None:
         self.text = text
@@ -56,14 +54,14 @@ class Lexer:
         self._line_at = 0
 
     def bad(self, what: str) -> ConfigError:
-        """Return the error of a text that is no shell script, at the place that is reached."""
+        """Return the error of a text that is no shell script, at the current place."""
         return ConfigError(
             [Problem("MT003", "", None, f"not a shell script: {what}", "", self.where)]
         )
 
     @property
     def line(self) -> int:
-        """Return the line that is reached."""
+        """Return the current line."""
         at = min(self.at, len(self.text))
         self._line += self.text.count("\n", self._line_at, at) if at >= self._line_at else 0
         self._line_at = max(at, self._line_at)
@@ -71,11 +69,11 @@ class Lexer:
 
     @property
     def where(self) -> str:
-        """Return the place that is reached, as `file:line`."""
+        """Return the current place, as `file:line`."""
         return f"{self.source}:{self.line}"
 
     def ahead(self, *signs: str) -> str:
-        """Return the first of `signs` that stands here; empty where none does."""
+        """Return the first of `signs` that comes next; empty if none does."""
         return next((sign for sign in signs if self.text.startswith(sign, self.at)), "")
 
     def blank(self, also: str = "") -> None:
@@ -92,7 +90,7 @@ class Lexer:
                 return
 
     def word(self) -> Raw:
-        """Return the word that begins here; without parts where none does."""
+        """Return the word that begins here; it has no parts if no word begins here."""
         raw = Raw()
         while self.at < len(self.text):
             plain = _PLAIN.match(self.text, self.at)
@@ -127,8 +125,8 @@ class Lexer:
         return raw
 
     def quoted(self, raw: Raw, end: str = '"') -> None:
-        """What stands in double quotes, up to the one that closes; to the end of the text with an
-        empty `end`.
+        """Read a text in double quotes, up to the closing one, or with an empty `end` to the end of
+        the text.
         """
         self._literal(raw, "", True)
         while self.at < len(self.text):
@@ -155,8 +153,8 @@ class Lexer:
             raise self.bad('a " does not close')
 
     def balanced(self, opening: str, closing: str) -> str:
-        """Return the text up to the bracket that closes, which is passed over; quotes and comments
-        hold no brackets.
+        """Return the text up to the closing bracket, and pass over it; brackets in quotes and
+        comments do not count.
         """
         start = self.at
         depth = 0
@@ -180,7 +178,7 @@ class Lexer:
         raise self.bad(f"a {opening} does not close")
 
     def _pass_quoted(self) -> None:
-        """Pass over a text in double quotes, with what stands in brackets in it."""
+        """Pass over a text in double quotes, including brackets in it."""
         self.at += 1
         while self.at < len(self.text):
             if self.ahead("$(", "${"):
@@ -195,7 +193,7 @@ class Lexer:
         raise self.bad('a " does not close')
 
     def _to(self, sign: str) -> str:
-        """What stands between two of a sign."""
+        """Return the text between two occurrences of a sign."""
         end = self.text.find(sign, self.at + 1)
         if end < 0:
             raise self.bad(f"a {sign} does not close")
@@ -204,7 +202,7 @@ class Lexer:
         return inside
 
     def _escaped(self) -> str:
-        """Return the inside of `$'...'`, its escapes replaced."""
+        """Return the inside of `$'...'`, with its escapes replaced."""
         out = b""
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -232,7 +230,7 @@ class Lexer:
             raw.parts.append(Part("text", text, quoted))
 
     def _expansion(self, quoted: bool) -> Part:
-        """What stands behind `$` or between backticks."""
+        """Return the part after `$` or between backticks."""
         if self.text[self.at] == "`":
             end = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at + 1)
             if end is None:
@@ -245,7 +243,7 @@ class Lexer:
             try:
                 return Part("arithmetic", self.balanced("(", "))"), quoted)
             except ConfigError:
-                self.at = before  # a command whose first one is in brackets of its own
+                self.at = before  # a command that begins with a subshell
         for opening, closing in (("$(", ")"), ("${", "}"), ("$[", "]")):
             if self.ahead(opening):
                 self.at += len(opening)

@@ -1,9 +1,9 @@
-"""A static reader of shell scripts: nothing is run, and what it does not follow is unknown from
-there on.
+"""A static reader of shell scripts: it runs nothing, and after a statement that it cannot follow,
+values are unknown.
 
-It knows assignments, arrays, `+=`, the script's own variables, defaults, and neighbouring files
-that are sourced. A variable that any other statement may set, or a branch or a loop sets, is a gap
-behind it.
+It follows assignments, arrays, `+=`, the script's own variables, defaults, and neighbouring files
+that are sourced. A variable that any other statement, a branch or a loop may set is a gap from
+there on.
 """
 
 from __future__ import annotations
@@ -18,47 +18,58 @@ from mtrain.errors import ConfigError
 from mtrain.recipes.shell.effects import DECLARING, NAMES, SETTING, Effects, either_function
 from mtrain.recipes.shell.expansion import State
 from mtrain.recipes.shell.gaps import Gap, Unread, Value, Word, shown, word_of
-from mtrain.recipes.shell.statements import parse_script
-from mtrain.recipes.shell.syntax import Branches, Command, Function, Loop, Node, assignment
+from mtrain.recipes.shell.statements import (
+    Branches,
+    Command,
+    Function,
+    Loop,
+    Node,
+    assignment,
+    parse_script,
+)
 from mtrain.recipes.shell.wrappers import SHELLS, inner_text, with_input
 
 MAX_CALLS = 8
 _WRITING = ("tee", "cp", "mv", "ln", "sed", "perl", "install", "rsync", "wget", "curl")
-"""Commands that may write files which their words name."""
-_HARMLESS = (
-    *("echo", "[", "[[", "test", ":", "true", "false", "cd", "pushd"),
-    *("popd", "pwd", "printf", "shopt", "type", "ulimit", "umask", "kill", "jobs"),
+"""Commands that may write files named by their words."""
+_HARMLESS = frozenset(
+    re.findall(
+        r"\S+",
+        """
+        echo [ [[ test : true false cd pushd popd pwd printf shopt type ulimit umask kill jobs
+        """,
+    )
 )
 _OWN_FOLDER = re.compile(r"\$0|\bBASH_SOURCE\b|\$\{0%")
 
 
 @dataclass
 class Call:
-    """One command of a script, its words expanded as far as they can be known."""
+    """One command of a script, with its words expanded as far as they are known."""
 
     words: list[Word]
     where: str
     """`file:line`."""
     conditional: bool = False
-    """Whether it runs only under a condition, in a loop, or in a function that nobody calls."""
+    """Whether it runs only under a condition, in a loop, or in a function that nothing calls."""
 
 
 @dataclass
 class Script:
-    """What a script says without being run."""
+    """The commands and variables of a script, read without running it."""
 
     commands: list[Call] = field(default_factory=list)
     variables: dict[str, list[Word]] = field(default_factory=dict)
     """Every variable's last value; a plain one has one item."""
     secrets: dict[str, list[Word]] = field(default_factory=dict)
-    """Every value that variables have had whose names are those of secrets."""
+    """Every value that variables with the name of a secret have had."""
     notes: list[str] = field(default_factory=list)
-    """What was taken for granted, in sentences."""
+    """Assumptions, in sentences."""
 
 
 Opener = Callable[[str, str], tuple[str, str] | None]
-"""Reads the file that a script sources, by its path and the name of the script: its text and its
-name.
+"""Reads the file that a script sources, by its path and the name of the script; returns its text
+and its name.
 """
 
 
@@ -66,11 +77,10 @@ def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script
     """Read scripts, each a text with its name, as if the later ones had sourced the earlier.
 
     Args:
-        opener: reads neighbouring files that they source; without it, none are read.
+        opener: reads neighbouring files that they source; without it, no file is read.
 
     Raises:
-        ConfigError: quotes, brackets or statements that do not close, or text that expands without
-            bounds.
+        ConfigError: a quote, bracket or statement does not close, or a text expands without bounds.
     """
     reader = _Reader(opener, {os.path.basename(source) for _, source in texts[:-1]})
     for text, source in texts:
@@ -80,9 +90,7 @@ def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script
 
 
 def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
-    """Return the same for command lines that are known word by word, each with the place that it
-    comes from.
-    """
+    """Return a script of command lines that are known word by word, each with its place."""
     reader = _Reader(None, set())
     for words, where in calls:
         first = len(reader.script.commands)
@@ -93,7 +101,7 @@ def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
 
 
 class _Reader(Effects):
-    """Follows a script statement by statement."""
+    """A reader that follows a script statement by statement."""
 
     def __init__(self, opener: Opener | None, given: set[str]) -> None:
         super().__init__()
@@ -110,10 +118,10 @@ class _Reader(Effects):
         self.written: set[str] = set()
         """Names of files that the script may have written."""
         self.aliases: set[str] = set()
-        """Commands in whose place `alias` may put others."""
+        """Commands that `alias` may have replaced."""
 
     def read(self, text: str, source: str) -> None:
-        """Follows a whole text."""
+        """Follow a whole text."""
         before = self.source
         self.source = source
         self.follow(parse_script(text, source))
@@ -122,7 +130,7 @@ class _Reader(Effects):
         self.kept = set(self.state.variables)
 
     def result(self) -> Script:
-        """What was found."""
+        """Return the script as it was read."""
         for name, held in self.state.variables.items():
             items = [(held,)] if isinstance(held, Gap) else held
             self.script.variables[name] = [word_of(item) for item in items]
@@ -141,15 +149,15 @@ class _Reader(Effects):
         return self.script
 
     def never_called(self) -> None:
-        """Read the functions that nothing calls: another script may."""
+        """Read the functions that nothing calls, because another script may call them."""
         for name, (source, function) in list(self.functions.items()):
             if name not in self.called:
                 self.source = source
                 unknown = self.gap("$@", "is what a function is called with that nothing calls")
-                self.apart(function.body, unknown, conditional=True)
+                self.in_subshell(function.body, unknown, conditional=True)
 
     def follow(self, nodes: Sequence[Node]) -> None:
-        """Follows statements in order, up to one that ends them."""
+        """Follow statements in order, up to one that ends them."""
         for node in nodes:
             if self.state.ended:
                 return
@@ -162,21 +170,23 @@ class _Reader(Effects):
                 self.loop(node)
             elif isinstance(node, Function):
                 self.functions[node.name] = self.source, node
-            elif node.apart:
-                self.apart(node.body)
+            elif node.subshell:
+                self.in_subshell(node.body)
                 if self.lastpipe:
                     self.forget_set((), node.body, f"is set in a pipeline (line {node.line})")
             else:
                 self.follow(node.body)
 
-    def apart(
+    def in_subshell(
         self,
         nodes: Sequence[Node],
         arguments: list[Value] | Gap | None = None,
         *,
         conditional: bool = False,
     ) -> State:
-        """Follows statements with variables of their own; those that they leave."""
+        """Follow statements with their own copy of the variables; return the variables at their
+        end.
+        """
         self.spend(len(self.state.variables))
         before = self.state
         self.state = self.state.copy()
@@ -194,8 +204,8 @@ class _Reader(Effects):
         return after
 
     def branches(self, node: Branches) -> None:
-        """Follows each body from the same state; what they leave differently is not known behind
-        them.
+        """Follow each body from the same state; where the bodies end differently, values are
+        unknown.
         """
         self.follow(node.first)
         self.line = node.line
@@ -206,10 +216,14 @@ class _Reader(Effects):
         for body in node.bodies:
             self.spend(len(functions))
             self.functions = dict(functions)
-            ends.append(self.apart(body, conditional=not node.expected))
+            ends.append(self.in_subshell(body, conditional=not node.expected))
             defined.append(self.functions)
-        self.functions = either_function(node, [*defined, *([] if node.whole else [functions])])
-        ends = [end for end in ends if not end.ended] + ([] if node.whole else [self.state.copy()])
+        if not node.whole:
+            defined.append(functions)
+        self.functions = either_function(node, defined)
+        ends = [end for end in ends if not end.ended]
+        if not node.whole:
+            ends.append(self.state.copy())
         if not ends:
             self.state.ended = True
             return
@@ -219,9 +233,9 @@ class _Reader(Effects):
         if any(end.arguments != merged.arguments for end in ends):
             merged.arguments = self.gap("$@", why)
         for name in dict.fromkeys(name for end in ends for name in end.variables):
-            found = [end.variables.get(name) for end in ends]
-            if any(one != found[0] for one in found):
-                merged.variables[name] = self.either(name, found, why)
+            choices = [end.variables.get(name) for end in ends]
+            if any(one != choices[0] for one in choices):
+                merged.variables[name] = self.either(name, choices, why)
                 self.spend(100)
         self.state = merged
         lost = next((end.lost for end in ends if end.lost), None)
@@ -229,20 +243,18 @@ class _Reader(Effects):
             self.forget_all(lost.why)
 
     def loop(self, node: Loop) -> None:
-        """Forget what the loop sets, and reads its commands once."""
+        """Forget the variables that the loop sets, and read its commands once."""
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
-        self.lose(self.apart(node.body, conditional=True))
+        self.lose(self.in_subshell(node.body, conditional=True))
 
     def lose(self, after: State) -> None:
-        """Forget every variable where statements that were followed apart may have set any, and
-        the folder.
-        """
+        """Forget every variable that statements in a subshell may have set, and the folder."""
         self.state.moved = self.state.moved or after.moved
         if after.lost is not None and after.lost != self.state.lost:
             self.forget_all(after.lost.why)
 
     def command(self, node: Command) -> None:
-        """Follows assignments, and a command by what it may set."""
+        """Follow assignments, and the effects of a command on variables."""
         self.written |= {
             os.path.basename(shown(word_of(self.joined(raw.parts)))) for raw in node.writes
         }
@@ -286,42 +298,46 @@ class _Reader(Effects):
             self.keep(words, node)
 
     def builtin(self, name: str, words: list[Word], node: Command) -> bool:
-        """Follows a command of the shell itself; False for any other."""
+        """Follow a command of the shell itself; return False for any other."""
         why = f"is set by {node.text[:60]} (line {node.line})"
-        said = list(map(shown, words[1:]))
+        arguments = list(map(shown, words[1:]))
         if name in ("source", "."):
             self.source_file(words[1:], node)
         elif name == "eval":
             self.evaluate(words[1:], node)
         elif name in ("cd", "pushd", "popd"):
-            self.state.moved = self.state.moved or not (words[1:] and _OWN_FOLDER.search(said[-1]))
+            self.state.moved = self.state.moved or not (
+                words[1:] and _OWN_FOLDER.search(arguments[-1])
+            )
         elif name in ("set", "shift"):
-            self.set_arguments(name, said, why)
+            self.set_arguments(name, arguments, why)
         elif name in ("exit", "return", "exec"):
-            if name == "exec" and said:
+            if name == "exec" and arguments:
                 self.keep(words[1:], node)
-            self.state.ended = name != "exec" or bool(said)
+            self.state.ended = name != "exec" or bool(arguments)
         elif name in SETTING or name in DECLARING:
-            if name == "printf" and "-v" not in said:
+            if name == "printf" and "-v" not in arguments:
                 return True
-            self.forget([*NAMES.findall(" ".join(said)), "REPLY", "MAPFILE"], why)
+            self.forget([*NAMES.findall(" ".join(arguments)), "REPLY", "MAPFILE"], why)
             unsure = any(isinstance(word, Unread) for word in words[1:])
             if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
                 self.forget_all(why)
         elif name in ("alias", "enable") or (
-            name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)
+            name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(arguments)
         ):
-            self.aliases |= {text.partition("=")[0] for text in said if name == "alias"}
+            self.aliases |= {text.partition("=")[0] for text in arguments if name == "alias"}
             self.forget_all(why)
             self.lastpipe = True
-        elif name in ("command", "builtin") and said[:1] not in (["-v"], ["-V"]):
+        elif name in ("command", "builtin") and arguments[:1] not in (["-v"], ["-V"]):
             self.forget_all(why)
         else:
             return name in _HARMLESS
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Read the commands of a function where it is called, and forgets what it may set."""
+        """Read the commands of a function where it is called, and forget the variables that it may
+        set.
+        """
         self.spend(1000)
         self.called.add(name)
         source, function = self.functions[name]
@@ -330,7 +346,7 @@ class _Reader(Effects):
         if name not in self.calls and len(self.calls) < MAX_CALLS:
             self.source = source
             self.calls.append(name)
-            after = self.apart(
+            after = self.in_subshell(
                 function.body, [(word,) if isinstance(word, str) else word.pieces for word in words]
             )
             self.calls.pop()
@@ -340,7 +356,7 @@ class _Reader(Effects):
         self.forget_set((), function.body, f"is set by {name} (line {line})")
 
     def source_file(self, words: Sequence[Word], node: Command) -> None:
-        """Read a neighbouring file in place; any other may set any variable."""
+        """Read a neighbouring file in place; any other file may set any variable."""
         word = words[0] if words else ""
         path = shown(word)
         if os.path.basename(path) in self.given:
@@ -361,21 +377,22 @@ class _Reader(Effects):
             reads = self.opener
         else:
             reads = None
-        found = reads(path, self.source) if reads else None
-        if found is None:
+        opened = reads(path, self.source) if reads else None
+        if opened is None:
             why = ""
             if made:
                 why = ", which the script writes,"
             elif elsewhere:
                 why = ", which is in another folder by cd,"
-            said = (
+
+            note = (
                 f"{shown(word)}{why} is not read, and may set any variable: give it before this"
                 " file"
             )
-            self.sourced[self.where] = said
+            self.sourced[self.where] = note
             self.forget_all(f"may be set by {shown(word)}, which is not read (line {node.line})")
             return
-        text, name = found
+        text, name = opened
         self.sourced[self.where] = f"{name} is read in place"
         kept = self.source
         line = self.line
@@ -398,7 +415,7 @@ class _Reader(Effects):
         self.calls.pop()
 
     def evaluate(self, words: Sequence[Word], node: Command) -> None:
-        """Follows the text of `eval`; one with gaps may set any variable."""
+        """Follow the text of `eval`; a text with gaps may set any variable."""
         nodes = self.parsed(words)
         if nodes is not None:
             self.follow(nodes)
@@ -406,8 +423,8 @@ class _Reader(Effects):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """Return the statements of a text made of words, each gap a variable of its own; None where
-        it has none.
+        """Return the statements of a text made of words, with a variable for each gap; None if it
+        cannot be parsed.
         """
         pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
         text = " ".join(
@@ -420,9 +437,7 @@ class _Reader(Effects):
             return None
 
     def keep(self, words: list[Word], node: Command) -> None:
-        """Keep a command that is no part of the shell, or the commands of the shell that it
-        starts.
-        """
+        """Keep a command that is no part of the shell, or the shell commands that it starts."""
         words = with_input(
             words, self.gap("what xargs or parallel reads", "is known only to a run")
         )
@@ -438,8 +453,9 @@ class _Reader(Effects):
             self.follow(self.parsed(inner[1]) or [])
             self.calls.pop()
             self.state = before
-        found = self.script.commands[first:]
-        if not found:
+        started = self.script.commands[first:]
+        if not started:
             self.script.commands.append(Call(words, self.where, self.conditional))
-        for command in found:
-            command.words = [*(inner or ((), ()))[0], *command.words]
+        launcher = inner[0] if inner is not None else []
+        for command in started:
+            command.words = [*launcher, *command.words]

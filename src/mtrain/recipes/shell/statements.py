@@ -1,34 +1,127 @@
-"""The statements of a shell script, nested as they stand."""
+"""The statements of a shell script: commands, branches, loops, groups and functions, nested as
+written.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from mtrain.errors import ConfigError
 from mtrain.recipes.shell.lexer import MAX_NESTED, Lexer, Raw
-from mtrain.recipes.shell.syntax import Branches, Command, Function, Group, Loop, Node, assignment
 
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?(\+?)=", re.DOTALL)
 _REDIRECTION = re.compile(r"(?:[0-9]*|\{\w+\})(?:<<<|<<-?|<>|<&|>&|>\||>>|&>>|&>|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"([^\s;&|<>()'\"$`\\]+)[ \t]*\([ \t]*\)\s*")
 _ENDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}", "in"))
+
+
+@dataclass
+class Command:
+    """One command, or only assignments."""
+
+    words: list[Raw]
+    line: int
+    text: str
+    """The command as it is written, in one line."""
+    stdin: Raw | None = None
+    """The text after `<<`, expanded."""
+    writes: list[Raw] = field(default_factory=list)
+    """The words after `>` and similar redirections."""
+
+
+@dataclass
+class Branches:
+    """An `if`, a `case`, or the right side of `&&` or `||`: at most one of several bodies runs."""
+
+    line: int
+    text: str
+    first: list[Node]
+    """Statements that run in any case: the first condition."""
+    bodies: list[list[Node]]
+    whole: bool
+    """Whether one of the bodies certainly runs."""
+    expected: bool = False
+    """Whether the body is meant to run, as after `cd FOLDER &&`."""
+
+
+@dataclass
+class Loop:
+    """A body that runs any number of times."""
+
+    line: int
+    text: str
+    names: list[str]
+    """Variables that the loop itself sets."""
+    body: list[Node]
+
+
+@dataclass
+class Group:
+    """A body that runs once; in a `subshell`, its variables end with it."""
+
+    line: int
+    body: list[Node]
+    subshell: bool
+
+
+@dataclass
+class Function:
+    """A body that runs where it is called."""
+
+    line: int
+    name: str
+    body: list[Node]
+
+
+Node = Command | Branches | Loop | Group | Function
+
+
+def assignment(word: Raw) -> re.Match[str] | None:
+    """Return the name, the index and the sign of a word that is an assignment; None for other
+    words.
+    """
+    first = word.parts[0] if word.parts else None
+    if first is None or first.kind != "text" or first.quoted:
+        return None
+    return _ASSIGNMENT.match(first.text)
+
+
+def commands_in(nodes: Sequence[Node]) -> Iterator[Command | Loop]:
+    """Yield every command and loop in statements, at any depth, except in functions and
+    subshells.
+    """
+    for node in nodes:
+        if isinstance(node, Command):
+            yield node
+        elif isinstance(node, Branches):
+            yield from commands_in(node.first)
+            for body in node.bodies:
+                yield from commands_in(body)
+        elif isinstance(node, Loop):
+            yield node
+            yield from commands_in(node.body)
+        elif isinstance(node, Group) and not node.subshell:
+            yield from commands_in(node.body)
 
 
 def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
     """Return the statements of a script.
 
     Raises:
-        ConfigError: a quote, a bracket or a statement that does not close.
+        ConfigError: a quote, a bracket or a statement does not close.
     """
     parser = _Parser(text.replace("\r\n", "\n"), source, line)
-    found = parser.body(())
+
+    nodes = parser.body(())
     if parser.at < len(parser.text):
         raise parser.bad(
             f"{parser.text[parser.at : parser.at + 20].split()[0]!r} stands where a command is to"
             " begin"
         )
-    return found
+
+    return nodes
 
 
 @dataclass
@@ -48,7 +141,7 @@ class _Parser(Lexer):
         self.depth = 0
 
     def keyword(self) -> str:
-        """Return the plain word that stands here, not passed over."""
+        """Return the next plain word, without passing over it."""
         match = re.compile(r"[A-Za-z]+|[{}!]|\[\[").match(self.text, self.at)
         if match is None:
             return ""
@@ -56,7 +149,7 @@ class _Parser(Lexer):
         return match.group() if not after or after in " \t\r\n;&|<>()" else ""
 
     def body(self, ends: Sequence[str]) -> list[Node]:
-        """Statements up to a word or a sign that ends them, which is not passed over."""
+        """Return statements up to a word or a sign that ends them, which is not passed over."""
         out: list[Node] = []
         self.depth += 1
         if self.depth > MAX_NESTED:
@@ -72,7 +165,7 @@ class _Parser(Lexer):
         return out
 
     def between(self) -> None:
-        """Pass over what parts statements; texts behind `<<` begin at the end of the line."""
+        """Pass over separators of statements; texts of `<<` begin at the end of the line."""
         while self.at < len(self.text):
             self.blank()
             if self.ahead("\n"):
@@ -99,7 +192,7 @@ class _Parser(Lexer):
             succeeds = sign == "&&" and all(
                 isinstance(n, Command) and _only_assigns(n) for n in left
             )
-            text = f"{_written(left)} {sign} {' '.join(self.text[start : self.at].split())}"
+            text = f"{_first_text(left)} {sign} {' '.join(self.text[start : self.at].split())}"
             expected = sign == "&&" and not any(isinstance(n, Command) and _tests(n) for n in left)
             if succeeds:
                 left = [*left, *right]
@@ -111,7 +204,7 @@ class _Parser(Lexer):
         return left
 
     def pipeline(self) -> list[Node]:
-        """Commands with `|` between them: each but a single one runs in a shell of its own."""
+        """Return commands with `|` between them: several run in subshells."""
         while self.keyword() in ("!", "time"):
             self.word()
             self.blank()
@@ -144,22 +237,22 @@ class _Parser(Lexer):
         }
         read = readers.get(keyword)
         if keyword in ("while", "until", "for", "select"):
-            found: list[Node] = [self.loop(line, keyword)]
+            nodes: list[Node] = [self.loop(line, keyword)]
         elif read is not None:
-            found = [read(line)]
+            nodes = [read(line)]
         elif keyword == "[[" or self.arithmetic():
             return [self.test(line, keyword)]
         elif self.ahead("("):
             self.at += 1
-            found = [Group(line, self.body((")",)), True)]
+            nodes = [Group(line, self.body((")",)), True)]
             self.at += 1
         else:
             return [self.simple(line)]
-        behind = self.simple(line)  # redirections
-        return [*found, behind] if behind.writes else found
+        redirections = self.simple(line)
+        return [*nodes, redirections] if redirections.writes else nodes
 
     def arithmetic(self) -> bool:
-        """Return whether `((...))` stands here, and not two brackets of shells of their own."""
+        """Return whether `((...))` comes next, and not two subshells."""
         if not self.ahead("(("):
             return False
         before = self.at
@@ -173,7 +266,7 @@ class _Parser(Lexer):
         return True
 
     def test(self, line: int, keyword: str) -> Command:
-        """`[[ ... ]]` or `((...))`, as one word."""
+        """Return `[[ ... ]]` or `((...))`, as one word."""
         start = self.at
         self.at += 2
         if keyword == "[[":
@@ -192,7 +285,7 @@ class _Parser(Lexer):
         return Command([first, raw], line, " ".join(text.split()))
 
     def keyword_end(self) -> str:
-        """`]]` where it stands here."""
+        """Return `]]` if it comes next."""
         self.blank("\n")
         if self.at >= len(self.text):
             raise self.bad("a [[ does not close")
@@ -222,9 +315,9 @@ class _Parser(Lexer):
 
     def group(self, line: int) -> Group:
         self.at += 1
-        found = Group(line, self.body(("}",)), False)
+        nodes = self.body(("}",))
         self.at += 1
-        return found
+        return Group(line, nodes, False)
 
     def branches(self, line: int) -> Branches:
         """Return an `if` up to its `fi`."""
@@ -299,7 +392,7 @@ class _Parser(Lexer):
         else:
             names = [self.word().plain or ""]
             self.blank("\n")
-            # in and what behind it
+            # `in` and the words after it
             words = [] if self.keyword() == "do" else self.simple(line).words
             before = [Command([Lexer(":", self.source).word(), *words], line, "")]
         text = " ".join(self.text[start : self.at].split()).removesuffix(";")
@@ -313,24 +406,24 @@ class _Parser(Lexer):
     def simple(self, line: int) -> Command:
         """Return a command with its words; redirections are passed over."""
         start = self.at
-        found = Command([], line, "")
+        command = Command([], line, "")
         while True:
             self.blank()
             redirection = _REDIRECTION.match(self.text, self.at)
             if redirection:
-                self.redirect(redirection, found)
+                self.redirect(redirection, command)
                 continue
             word = self.word() if self.at < len(self.text) else Raw()
             if not word.parts:
                 break
-            found.words.append(word)
+            command.words.append(word)
         if self.ahead("("):
             raise self.bad(f"{self.text[self.at]!r} stands where a command is to begin")
-        found.text = " ".join(self.text[start : self.at].split())
-        return found
+        command.text = " ".join(self.text[start : self.at].split())
+        return command
 
     def redirect(self, match: re.Match[str], command: Command) -> None:
-        """Pass over a redirection and its word; the text behind `<<` is kept for the command."""
+        """Pass over a redirection and its word; the text of `<<` belongs to the command."""
         self.at = match.end()
         self.blank()
         word = self.word()
@@ -344,7 +437,7 @@ class _Parser(Lexer):
             command.writes.append(word)
 
     def read_heredocs(self) -> None:
-        """Read the texts behind `<<` of the line before."""
+        """Read the texts of the `<<` redirections of the previous line."""
         waiting = self.heredocs
         self.heredocs = []
         for heredoc in waiting:
@@ -366,7 +459,7 @@ class _Parser(Lexer):
 
 
 def _only_assigns(command: Command) -> bool:
-    """Return whether a command is nothing but assignments that cannot fail."""
+    """Return whether a command has only assignments that cannot fail."""
     words = [word for raw in command.words for word in (raw, *(raw.array or ()))]
     return all(assignment(raw) for raw in command.words) and all(
         part.kind != "command" for word in words for part in word.parts
@@ -378,5 +471,5 @@ def _tests(command: Command) -> bool:
     return bool(command.words) and command.words[0].plain in ("[", "[[", "test", "let", "false")
 
 
-def _written(nodes: Sequence[Node]) -> str:
+def _first_text(nodes: Sequence[Node]) -> str:
     return next((node.text for node in nodes if not isinstance(node, Group | Function)), "...")

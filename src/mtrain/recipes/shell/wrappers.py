@@ -1,6 +1,4 @@
-"""Commands that start other commands: shells with a text, and xargs, whose words come from
-elsewhere.
-"""
+"""Commands that start other commands: shells with a text, and xargs, which reads further words."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
                 if not option.startswith("-"):
                     break
         text = shown(word)
-        # What a word gets from elsewhere, $(python3 blend.py --part train), is no command line of
-        # this script.
+        # The output of a command, as in $(python3 blend.py --part train), is a gap, and no
+        # command line of this script.
         if isinstance(word, str):
             known = word
         else:
@@ -50,10 +48,10 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
 
 
 def with_input(words: list[Word], gap: Gap) -> list[Word]:
-    """Return the words of a command; in those of `xargs` and `parallel`, what they read stands as a
-    gap.
+    """Return the words of a command; for `xargs` and `parallel`, a gap stands for the words that
+    they read.
 
-    `parallel` reads the words behind `:::` too.
+    `parallel` also reads the words after `:::`.
     """
     names = [os.path.basename(shown(word)) for word in words]
     place = next(
@@ -67,15 +65,15 @@ def with_input(words: list[Word], gap: Gap) -> list[Word]:
     if place is None or names[place].endswith(".py"):
         return words
     mark = "{}" if names[place] == "parallel" else _mark(names[place + 1 :])
-    behind = list(takewhile(lambda word: not shown(word).startswith(":::"), words[place + 1 :]))
-    found = [_without(word, mark, gap) for word in behind]
-    if found == behind:
-        found = [*found, Unread((gap,))]
-    return [*words[: place + 1], *found]
+    command = list(takewhile(lambda word: not shown(word).startswith(":::"), words[place + 1 :]))
+    filled = [_without(word, mark, gap) for word in command]
+    if filled == command:
+        filled = [*filled, Unread((gap,))]
+    return [*words[: place + 1], *filled]
 
 
 def _mark(options: Sequence[str]) -> str:
-    """Return the text that `xargs -I TEXT` replaces; empty where it adds words to the end."""
+    """Return the text that `xargs -I TEXT` replaces; empty if xargs appends its words."""
     for index, option in enumerate(options):
         if not option.startswith("-"):
             return ""
