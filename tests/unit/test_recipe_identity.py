@@ -11,7 +11,9 @@ from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.delta import unequal
-from mtrain.recipes.megatron.importer import MARK, export_script, import_texts
+from mtrain.recipes.imported import MARK
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from mtrain.recipes.megatron.table import flags_of, table
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes

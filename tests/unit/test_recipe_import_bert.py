@@ -11,7 +11,8 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron.importer import export_script, import_texts
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from mtrain.recipes.megatron.yaml_configs import import_yaml
 
 SIZES = (

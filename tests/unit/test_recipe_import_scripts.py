@@ -442,7 +442,7 @@ def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
 
 
 RATE = (
-    "optim.lr is not said; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
+    "optim.lr is not set; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
     " model"
 )
 
@@ -458,9 +458,9 @@ RATE = (
         (
             "python",
             "--vocab-size 512",
-            [RATE, "data.seq_length is not said; it is chosen where it runs"],
+            [RATE, "data.seq_length is not set; it is chosen where it runs"],
         ),
-        ("python", "--seq-length 8", ["optim.lr is not said; it is chosen where it runs"]),
+        ("python", "--seq-length 8", ["optim.lr is not set; it is chosen where it runs"]),
         ("python", "--seq-length 8 --lr 0.1", []),
     ],
 )
@@ -470,7 +470,7 @@ def test_what_is_not_said_becomes_what_it_is_resolved_to(
     model = "--num-layers 3 --hidden-size 66 --num-attention-heads 2 --max-position-embeddings 64"
     flags = f"{model} --train-iters 9 --global-batch-size 8 {flags}"
     found = import_texts([(f"{launcher} pretrain_gpt.py {flags}", "x.sh")], "x")
-    said = [note for note in found.notes if " is not said; it is " in note]
+    said = [note for note in found.notes if " is not set; it is " in note]
     assert len(said) == len(notes)
     assert all(note in text for note, text in zip(notes, said, strict=True))
 

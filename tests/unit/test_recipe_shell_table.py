@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.recipe.capture import recorded
-from mtrain.recipes.imported import WHOLE, leave_open, read_flags
+from mtrain.recipes.imported import WHOLE
 from mtrain.recipes.megatron.command import training_command
 from mtrain.recipes.megatron.importer import open_neighbour
+from mtrain.recipes.megatron.reading import leave_open, read_flags
 from mtrain.recipes.shell.reader import read_script
 from tests.support.patience import patient
 

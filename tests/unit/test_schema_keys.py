@@ -28,8 +28,9 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.model import GATED
 from mtrain.recipes.megatron.arguments import Arguments, read_all
+from mtrain.recipes.megatron.exporter import export_script
 from mtrain.recipes.megatron.flags_unmapped import OTHERS
-from mtrain.recipes.megatron.importer import export_script, import_texts
+from mtrain.recipes.megatron.importer import import_texts
 from mtrain.recipes.megatron.table import table
 from tests.support.configs import LAPTOP, tiny
 

@@ -28,8 +28,8 @@ from mtrain.recipes.delta import delta, left_open, recipe_text
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import WHOLE, Imported, name_of
+from mtrain.recipes.megatron.exporter import export_script
 from mtrain.recipes.megatron.importer import (
-    export_script,
     import_commands,
     import_scripts,
     import_texts,

@@ -17,7 +17,7 @@ from mtrain.recipes.huggingface.classes import class_of
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
 from mtrain.recipes.huggingface.families import ALIASES
 from mtrain.recipes.huggingface.kinds import KINDS
-from mtrain.recipes.imported import WHOLE, Imported, as_published, build, changing, name_of
+from mtrain.recipes.imported import WHOLE, Imported, as_published, build, name_of, numeric_changes
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 
 WITH_IMAGES = {"gemma3": "gemma3_text"}
@@ -54,7 +54,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
-    doubts = changing(f.unplaced)
+    doubts = numeric_changes(f.unplaced)
     left = {WHOLE: "; ".join(doubts)} if doubts else {}
     return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes, left)
 

@@ -242,7 +242,7 @@ def _experts_behind_dense_layers(f: ConfigFile) -> None:
     if "aux_loss_alpha" not in f.given:
         report = f.family.absent["aux_loss_alpha"]
         f.notes.append(
-            f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's"
+            f"aux_loss_alpha is not set; model.moe.aux_loss_coeff is {report}, of the model's"
             " report"
         )
     f.must(

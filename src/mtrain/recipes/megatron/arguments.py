@@ -1,4 +1,6 @@
-"""The words behind a training script as flags with their values, and what becomes of each."""
+"""The words of a training command as flags with their values, and the entries that read and write
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A flag that has no key here, or whose value could not be taken over."""
+    """A flag that has no key here, or whose value could not be imported."""
 
     flag: str
     value: str
@@ -24,25 +26,27 @@ class Unplaced:
 
 
 class Arguments:
-    """Flags of a command line; every question asked of a flag counts as reading it."""
+    """The flags of a command line, which remembers every flag that was consulted."""
 
     def __init__(self, words: Iterable[Word], switches: Container[str] = ()) -> None:
-        """Take the words apart; `switches` are the flags that take no value."""
+        """Split the words into flags; `switches` are the flags that take no value."""
         self.flags: dict[str, list[Word]] = {}
         self.stray: list[Word] = []
         self.unplaced: dict[str, Unplaced] = {}
-        self.asked: set[str] = set()
+        self.consulted: set[str] = set()
         self.notes: list[str] = []
-        """What leaving a flag out means there and cannot mean here."""
+        """Differences where a flag is left out: it means something in Megatron-LM that mtrain
+        cannot express.
+        """
         self.loose: list[Unread] = []
         """Words that may hold any flag, or none."""
         self.maybe: dict[str, Unread] = {}
-        """Flags that such a word holds, perhaps."""
+        """Flags that such a word may hold."""
         self.doubts: dict[str, str] = {}
-        """Flags that were asked for and are not known, with the reason; whoever reads an entry
-        empties it.
+        """Consulted flags whose value is unknown, with the reason; the reader of an entry clears
+        it.
         """
-        self._behind: dict[str, Unread] = {}
+        self._uncertain: dict[str, Unread] = {}
         name = ""
         current = self.stray
         for word in words:
@@ -66,7 +70,7 @@ class Arguments:
                 current.append(word)
 
     def _full(self, name: str, switches: Container[str]) -> bool:
-        """Return whether a word behind a flag is not its value: it has one, or takes none."""
+        """Return whether a word after a flag is not its value: the flag has one, or takes none."""
         return not name or bool(self.flags[name]) or name in switches
 
     def _set_loose(self, word: Unread, name: str) -> None:
@@ -76,60 +80,62 @@ class Arguments:
         ):
             self.loose.append(word)
             if name and not word.absent:
-                self._behind.setdefault(name, word)
+                self._uncertain.setdefault(name, word)
         for inner in words:
             text = inner if isinstance(inner, str) else inner.start
             if text.startswith("--"):
                 self.maybe.setdefault(text.partition("=")[0], word)
 
     def refuse(self, flag: str, why: Why, text: str) -> None:
-        """Note that `flag` was not taken over; the first reason holds."""
+        """Note that `flag` was not imported; the first reason counts."""
         if why == "unreadable" and (flag in self.flags or flag in self.maybe):
             self.doubts.setdefault(flag, f"{flag} {text}")
         if flag in self.flags and flag not in self.unplaced:
             self.unplaced[flag] = Unplaced(flag, " ".join(map(shown, self.flags[flag])), why, text)
 
-    def ask(self, flag: str) -> list[Word] | None:
-        """Return the words of a flag; one that may be there, or may have more of them,
-        is in doubt.
+    def consult(self, flag: str) -> list[Word] | None:
+        """Return the words of a flag; a flag that may be present, or may have more words, is in
+        doubt.
         """
-        self.asked.add(flag)
+        self.consulted.add(flag)
         word = self.maybe.get(flag)
         if word is not None:
             self.doubts.setdefault(flag, f"{flag} may be given: {word.why}")
         return self.flags.get(flag)
 
     def has(self, flag: str) -> bool:
-        """Return whether the flag is there; what follows a switch is no value of it."""
-        return self.ask(flag) is not None
+        """Return whether the flag is present; words after a switch are not its value."""
+        return self.consult(flag) is not None
 
     def words(self, flag: str) -> list[str] | None:
-        """Return all values of a flag; None where it is not there, or where a value is unknown."""
-        found = self.ask(flag)
-        if found is None:
+        """Return all values of a flag; None if the flag is missing or a value is unknown."""
+        given = self.consult(flag)
+        if given is None:
             return None
-        behind = [self._behind[flag]] if flag in self._behind else []
-        unread = [word for word in (*found, *behind) if isinstance(word, Unread)]
+        uncertain = [self._uncertain[flag]] if flag in self._uncertain else []
+        unread = [word for word in (*given, *uncertain) if isinstance(word, Unread)]
         if unread:
             self.refuse(flag, "unreadable", unread[0].why)
             return None
-        return [word for word in found if isinstance(word, str)]
+        return [word for word in given if isinstance(word, str)]
 
     def word(self, flag: str) -> str | None:
-        """Return the one value of a flag; None where it is not there or cannot be taken over."""
-        found = self.ask(flag)
-        if found is None:
+        """Return the one value of a flag; None if the flag is missing or cannot be imported."""
+        given = self.consult(flag)
+        if given is None:
             return None
-        if len(found) != 1:
-            self.refuse(flag, "unreadable", f"takes one value, and has {len(found)}")
+        if len(given) != 1:
+            self.refuse(flag, "unreadable", f"takes one value, and has {len(given)}")
             return None
-        if isinstance(found[0], Unread):
-            self.refuse(flag, "unreadable", found[0].why)
+        if isinstance(given[0], Unread):
+            self.refuse(flag, "unreadable", given[0].why)
             return None
-        return found[0]
+        return given[0]
 
-    def as_(self, flag: str, convert: Callable[[str], T]) -> T | None:
-        """Return the one value of a flag, converted; None where it is not there or cannot be."""
+    def converted(self, flag: str, convert: Callable[[str], T]) -> T | None:
+        """Return the one value of a flag, converted; None if it is missing or cannot be
+        converted.
+        """
         text = self.word(flag)
         if text is None:
             return None
@@ -143,7 +149,7 @@ class Arguments:
 
 
 def whole(text: str) -> int:
-    """Return a whole number, also as `1000.0` or `1e3`."""
+    """Return an integer, also from `1000.0` or `1e3`."""
     try:
         return int(text)
     except ValueError:
@@ -156,34 +162,33 @@ def whole(text: str) -> int:
 _NAMES: dict[Any, str] = {int: "whole number", whole: "whole number", float: "number"}
 
 Draft = dict[str, Any]
-"""Dotted key -> value, of the flags that are read so far."""
+"""Dotted key -> value, of the flags that were read so far."""
 Values = Mapping[str, Any]
-"""Dotted key -> value of a whole configuration; keys of a section that is null are not there."""
+"""Dotted key -> value of a whole configuration, without the keys of null sections."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Some flags and the keys they stand for; read and written by one pair of functions."""
+    """Flags and the keys that they set, with the functions that read and write them."""
 
     flags: tuple[str, ...]
     keys: tuple[str, ...]
     read: Callable[[Arguments, Draft], Draft]
-    """The keys' values; a key that is left out keeps what it is without the flag here."""
+    """Returns the keys' values; an omitted key keeps its default here."""
     write: Callable[[Values], Sequence[str]]
-    """The words of the command line; none where absence says the same."""
+    """Returns the words of the command line; none if leaving the flag out means the same."""
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Flag -> the keys that are not known where its value is not; all keys for a flag that is not
-    in it.
+    """Flag -> the keys that are unknown if its value is; a flag that is not listed decides all
+    keys.
     """
     switches: tuple[str, ...] = ()
-    """Those of the flags that take no value."""
+    """The flags that take no value."""
 
 
-class _Reading(dict[str, Any]):
-    """Keys as they are read: whoever asks for a key has its entry read first, so that their order
-    does not matter.
+class _DraftReader(dict[str, Any]):
+    """A draft that reads the entry of a key on its first use, so that their order does not matter.
 
-    A key is left open where its entry asked for a flag, or for a key, that is not known.
+    A key is left open if its entry consulted an unknown flag or key.
     """
 
     def __init__(
@@ -194,8 +199,8 @@ class _Reading(dict[str, Any]):
         self._waiting = {key: entry for entry in entries for key in entry.keys}
         self._left = left
 
-    def ask(self, key: str) -> None:
-        """Read the entry of a key; while it is read, its own keys are not there yet."""
+    def require(self, key: str) -> None:
+        """Read the entry of a key; its own keys are missing meanwhile."""
         entry = self._waiting.get(key)
         if entry is not None:
             self.read(entry)
@@ -214,30 +219,30 @@ class _Reading(dict[str, Any]):
         self._arguments.doubts = before
 
     def __getitem__(self, key: str) -> Any:
-        self.ask(key)
+        self.require(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.ask(key)
+        self.require(key)
         return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        self.ask(str(key))
+        self.require(str(key))
         return super().__contains__(key)
 
 
 def read_all(
     a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None
 ) -> Draft:
-    """What the flags say by all `entries`, beside keys that are known before.
+    """Return the keys that the flags set, by all `entries`, in addition to `known` keys.
 
-    `left` are keys that are not known, with the reason; those that follow from them, or from flags
-    that are not known, are added.
+    `left` are unknown keys, with the reason; this adds the keys that depend on them, or on unknown
+    flags.
     """
-    d = _Reading(a, entries, known, {} if left is None else left)
+    d = _DraftReader(a, entries, known, {} if left is None else left)
     for entry in entries:
         for key in entry.keys:
-            d.ask(key)
+            d.require(key)
         if not entry.keys:
             d.read(entry)
     a.doubts = {}

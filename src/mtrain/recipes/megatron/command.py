@@ -1,6 +1,4 @@
-"""The command of a script that trains: what starts its processes, the program, and the words that
-it is given.
-"""
+"""The training command of a script: its launcher, its program, and the program's words."""
 
 from __future__ import annotations
 
@@ -12,35 +10,35 @@ from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.megatron.arguments import Arguments
 from mtrain.recipes.megatron.flags_bert import PROGRAM
-from mtrain.recipes.megatron.programs import family_of, known, other_than_gpt
+from mtrain.recipes.megatron.programs import family_of, is_trainer, other_than_gpt
 from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.shell.gaps import Unread, Word, shown, words_in
 from mtrain.recipes.shell.reader import Call, Script
 
 FEW_FLAGS = 3
-"""Known flags that tell a command which trains from another one, where its program is not known."""
+"""Known flags that mark a training command whose program is unknown."""
 FLAGS_FIX = "the file of a training script, or of nothing but its flags"
 _PLACES = {
-    *(
-        "--node-rank",
-        "--machine-rank",
-        "--local-rank",
-        "--master-addr",
-        "--master-port",
-        "--rdzv-endpoint",
-        "--rdzv-id",
-    ),
-    *(
-        "--rdzv-conf",
-        "--main-process-ip",
-        "--main-process-port",
-        "--local-addr",
-        "--nodelist",
-        "--relative",
-    ),
-    *("--host", "--hosts", "-w", "-H", "-r"),
+    "--node-rank",
+    "--machine-rank",
+    "--local-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--main-process-ip",
+    "--main-process-port",
+    "--local-addr",
+    "--nodelist",
+    "--relative",
+    "--host",
+    "--hosts",
+    "-w",
+    "-H",
+    "-r",
 }
-"""Flags of launchers that differ from machine to machine of one training."""
+"""Launcher flags that differ between the machines of one training."""
 _REMOTE = ("ssh", "pdsh")
 _STARTING = (
     "torchrun",
@@ -58,7 +56,7 @@ _LAUNCHERS = ("torch.distributed", "torch.", "deepspeed", "accelerate")
 
 
 @dataclass
-class Found:
+class TrainingCommand:
     """The command that trains."""
 
     launcher: list[Word]
@@ -66,18 +64,18 @@ class Found:
     words: list[Word]
     notes: list[str]
     family: str = "gpt"
-    """The kind of model that it trains, gpt or bert."""
+    """The family of the model that it trains, gpt or bert."""
     doubt: str = ""
-    """Other commands that may be meant; empty where there are none."""
+    """Other commands that the user may mean; empty if there are no others."""
 
 
-def training_command(script: Script, source: str) -> Found:
-    """Return the command with the most flags that are known, of those that train a GPT or a BERT.
+def training_command(script: Script, source: str) -> TrainingCommand:
+    """Return the command with the most known flags, of those that train a GPT or a BERT.
 
     Raises:
-        ConfigError: there is none, or what there is trains something else.
+        ConfigError: no command trains, or the commands train other models.
     """
-    best: tuple[bool, int, Found, Call] | None = None
+    best: tuple[bool, int, TrainingCommand, Call] | None = None
     others: list[Call] = []
     rivals: list[Call] = []
     refused: list[tuple[int, str, str]] = []
@@ -91,7 +89,7 @@ def training_command(script: Script, source: str) -> Found:
             refused.append((count, f"{program} {does}", command.where))
         if family is None:
             continue
-        named = program is not None and known(program, family)
+        named = program is not None and is_trainer(program, family)
         least = 1 if launcher else FEW_FLAGS
         if not named and count < least:
             continue
@@ -101,34 +99,34 @@ def training_command(script: Script, source: str) -> Found:
         if best is None or (not command.conditional, count) > best[:2]:
             kind = f"a program that trains a {family.upper()}"
             notes = [f"{program} is taken for {kind}"] if program is not None and not named else []
-            found = Found(launcher, words, notes, family)
-            best = (not command.conditional, count, found, command)
+            training = TrainingCommand(launcher, words, notes, family)
+            best = (not command.conditional, count, training, command)
     if best is not None:
-        found = best[2]
+        chosen = best[2]
         rest = [c for c in others if c is not best[3] and c.words != best[3].words]
-        found.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
+        chosen.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
         meant = _without_places(best[3].words)
         unlike = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != meant)
         if unlike:
-            found.doubt = (
+            chosen.doubt = (
                 f"{best[3].where} is read, and {', '.join([*unlike][:5])} trains otherwise: which"
                 " is meant?"
             )
         if best[3].conditional:
             where = "in a condition, a loop or a function that is not called"
-            found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
-        return found
+            chosen.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
+        return chosen
     if refused:
         _, what, where = max(refused)
         raise ConfigError([not_a_gpt(what, where)])
     return _all_variables(script, source)
 
 
-def _all_variables(script: Script, source: str) -> Found:
+def _all_variables(script: Script, source: str) -> TrainingCommand:
     """Return the flags of a file that only sets variables, for another script to use.
 
     Raises:
-        ConfigError: they are too few, or those of another model.
+        ConfigError: there are too few flags, or those of another model.
     """
     words = [word for held in script.variables.values() for item in held for word in words_in(item)]
     a = Arguments(words)
@@ -143,17 +141,19 @@ def _all_variables(script: Script, source: str) -> Found:
     family = family_of(does)
     if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])
-    return Found([], words, ["no command uses the flags: those of all variables are read"], family)
+    return TrainingCommand(
+        [], words, ["no command uses the flags: those of all variables are read"], family
+    )
 
 
 def not_a_gpt(what: str, source: str) -> Problem:
-    """Return the problem of a program that does something else than to train a GPT or a BERT."""
+    """Return the problem of a program that trains neither a GPT nor a BERT."""
     rule = f"{what}; only GPTs and BERTs are imported"
     return Problem("MT706", "", None, rule, f"the script of a pretrain_gpt.py or {PROGRAM}", source)
 
 
 def _without_places(words: Sequence[Word]) -> list[str]:
-    """Return a command without what differs from machine to machine: ranks and addresses."""
+    """Return a command without the words that differ between machines: ranks and addresses."""
     launcher, _, rest = _parted(words)
     texts = list(map(shown, launcher))
     start = next(
@@ -174,7 +174,7 @@ def _without_places(words: Sequence[Word]) -> list[str]:
 
 
 def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
-    """Return what starts the processes, the training program, and what that is given."""
+    """Return the words of the launcher, the training program, and its words."""
     texts = list(map(shown, words))
     for index, text in enumerate(texts):
         module = (
@@ -193,7 +193,7 @@ def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
         for i in range(first + 1, own)
         if isinstance(words[i], Unread) and not texts[i - 1].startswith("--")
     ]
-    if unread and own < len(words):  # the program is none that is known
+    if unread and own < len(words):  # the program is unknown
         return list(words[: unread[-1] + 1]), texts[unread[-1]], list(words[unread[-1] + 1 :])
     if first and (texts[0].isidentifier() or isinstance(words[0], Unread)):
         launcher = list(words[:first])

@@ -1,9 +1,9 @@
-"""What most flags are: one flag, one key. The rest of the table is in the modules beside."""
+"""Constructors of table entries, most of them for one flag and one key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -13,18 +13,18 @@ from mtrain.config.schema.base import SCHEMA_DEFAULT, Flag
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
 
 Absent = Callable[[Values], Any]
-"""What leaving a flag out means, given the keys before it."""
+"""The value that leaving a flag out means, computed from other keys."""
 
 
 def default_of(key: str) -> Any:
-    """Return the schema's default of a key; None where it is required."""
+    """Return the schema's default of a key; None if the key is required."""
     field = field_of(key)
     value = field.get_default(call_default_factory=True) if field is not None else None
     return None if value is PydanticUndefined else value
 
 
 def kind_of(key: str) -> type:
-    """int, float or str: what a flag's word becomes for a key."""
+    """Return the type of a key's words: int, float or str."""
     return next((kind for kind in (float, int) if kind in types_of(key)), str)
 
 
@@ -43,8 +43,8 @@ def types_of(key: str) -> set[Any]:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as a word of a command line; whole floats as whole numbers, as some flags
-    want them.
+    """Return a value as a word of a command line; integral floats as integers, which some flags
+    require.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
@@ -63,9 +63,9 @@ def one(
 ) -> Entry:
     """Return a flag with one value.
 
-    `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are
-    the flag's own words for ours, `none` the values that stand for null, `also` other spellings of
-    the flag. With `always` it is written even where leaving it out says the same.
+    `absent` is the meaning of leaving it out: a value, or a function of other keys. `words` are the
+    flag's own words for ours, `none` the values that stand for null, `also` other spellings of the
+    flag. With `always` it is written even if leaving it out means the same.
     """
     means: Absent = absent if callable(absent) else lambda d: absent
     kind = kind_of(key)
@@ -73,7 +73,7 @@ def one(
 
     def read(a: Arguments, d: Draft) -> Draft:
         for name in (flag, *also):
-            value = a.as_(name, whole if kind is int else kind)
+            value = a.converted(name, whole if kind is int else kind)
             choices = choices_of(key)
             if value is None:
                 continue
@@ -112,9 +112,11 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
     return Entry((flag,), (key,), read, write, switches=(flag,))
 
 
-def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str) -> Entry:
-    """Return a flag with one value that is read only where `active` says so, of the keys before it;
-    null elsewhere.
+def conditional(
+    flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str
+) -> Entry:
+    """Return a flag with one value that is read only if `active` holds for other keys; otherwise it
+    is null.
     """
     plain = one(flag, key, absent)
 
@@ -128,10 +130,8 @@ def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, w
     return Entry((flag,), (key,), read, lambda d: plain.write(d) if key in d and active(d) else [])
 
 
-def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
-    """Return a switch that makes a key true, and is read only where `active` says so, of the keys
-    before it.
-    """
+def conditional_switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
+    """Return a switch that makes a key true, and is read only if `active` holds for other keys."""
     plain = on(flag, key)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -145,8 +145,8 @@ def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> E
 
 
 def of_schema(key: str, flag: Flag) -> Entry:
-    """Return the entry of a key whose schema names its flag; read only where the key
-    has an effect.
+    """Return the entry of a key whose schema names its flag; it is read only if the key has an
+    effect.
     """
     absent = default_of(key) if flag.absent is SCHEMA_DEFAULT else flag.absent
     if bool in types_of(key):
@@ -159,7 +159,7 @@ def of_schema(key: str, flag: Flag) -> Entry:
 
 
 def _where(needed: Condition, plain: Entry) -> Entry:
-    """Return an entry of one key that is read and written only where a condition on other keys
+    """Return an entry of one key that is read and written only if a condition on other keys
     holds.
     """
     (key,) = plain.keys
@@ -168,7 +168,7 @@ def _where(needed: Condition, plain: Entry) -> Entry:
         holds = needed.holds(d.get)
         silent = not any(flag in a.flags or flag in a.maybe for flag in plain.flags)
         if a.doubts and silent and plain.read(Arguments(()), d).get(key) == default_of(key):
-            a.doubts = {}  # it is the same whether the condition holds or not
+            a.doubts = {}  # the value is the same whether or not the condition holds
         if holds:
             return plain.read(a, d)
         for flag in plain.flags:
@@ -183,7 +183,7 @@ def _where(needed: Condition, plain: Entry) -> Entry:
 
 
 def numbers(flag: str, key: str) -> Entry:
-    """Return a flag with several whole numbers; left out it means null."""
+    """Return a flag with several integers; without it, the key is null."""
 
     def read(a: Arguments, d: Draft) -> Draft:
         words = a.words(flag)
@@ -201,5 +201,19 @@ def numbers(flag: str, key: str) -> Entry:
 
 
 def always(key: str, value: Any) -> Entry:
-    """Return a key that has no flag because Megatron-LM is always so."""
+    """Return a key without a flag, because Megatron-LM always behaves this way."""
     return Entry((), (key,), lambda a, d: {key: value}, lambda d: [])
+
+
+def list_choices(key: str) -> list[str]:
+    """Return the words that a key's list may hold."""
+    field = field_of(key)
+    queue = [field.annotation if field is not None else None]
+    out = list[str]()
+    while queue:
+        annotation = queue.pop()
+        if get_origin(annotation) is Literal:
+            out += get_args(annotation)
+        else:
+            queue += get_args(annotation)
+    return out

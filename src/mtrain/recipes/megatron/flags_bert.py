@@ -1,4 +1,4 @@
-"""What Megatron-LM's program for BERT makes of its flags, beside what all of its programs do."""
+"""The flags that only Megatron-LM's program for BERT reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ SAMPLES = (
 
 
 def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
-    """Return the keys of a BERT of megatron-core: norms before attention and MLP, two heads, that
-    for tokens with the exact gelu; `d` are those of its flags that every program has. Keys whose
-    flags are not known are added to `left`.
+    """Return the keys of megatron-core's BERT: norms before attention and MLP, and two heads, that
+    for tokens with exact gelu.
+
+    `d` are the keys of the flags that every program reads. Keys of unknown flags are added to
+    `left`.
     """
     a.doubts = {}
-    share = a.as_(SHARE, float)
+    share = a.converted(SHARE, float)
     a.refuse(
         SHORT, "not supported", "changes the numbers: every sample is as long as data.seq_length"
     )
@@ -60,13 +62,12 @@ def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
 
 
 def bert_words(run: RunConfig) -> list[list[str]]:
-    """Return the flags of that program that say what is the model's own; empty for any
-    other model.
-    """
+    """Return the program's flags for a BERT of its own; empty for any other model."""
     bert: Any = run.model.bert
     if not is_megatrons(run):
         return []
-    return [*([] if bert.next_sentence else [[NO_HEAD]]), [SHARE, spelled(bert.masked_share)]]
+    words = [[SHARE, spelled(bert.masked_share)]]
+    return words if bert.next_sentence else [[NO_HEAD], *words]
 
 
 def is_megatrons(run: RunConfig) -> bool:

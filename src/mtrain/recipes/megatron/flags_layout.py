@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for how the work is sharded: axes, stages, sharded states, recomputation."""
+"""Megatron-LM's flags for sharding: axes, stages, sharded states, recomputation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Any
 
 from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import beside, numbers, on, switch
+from mtrain.recipes.megatron.entries import (
+    conditional,
+    conditional_switch,
+    list_choices,
+    numbers,
+    on,
+)
 
 LAYOUT = "--pipeline-model-parallel-layout"
 FIRST = "--decoder-first-pipeline-num-layers"
@@ -28,7 +34,7 @@ def _sequence(a: Arguments, d: Draft) -> Draft:
 
 
 def _stages(a: Arguments, d: Draft) -> Draft:
-    """Virtual stages, and what each stage holds."""
+    """Return the virtual stages, and the layers of each stage."""
     out: Draft = {
         "parallel.vpp": 1,
         "parallel.pipeline_layout": None,
@@ -48,10 +54,10 @@ def _stages(a: Arguments, d: Draft) -> Draft:
             "parallel.pipeline_layout": layout,
             "parallel.vpp": max(1, count // d["parallel.pp"]),
         }
-    size = a.as_(PER_STAGE, whole)
-    virtual = a.as_(PER_RANK, whole)
-    first = a.as_(FIRST, whole)
-    last = a.as_(LAST, whole)
+    size = a.converted(PER_STAGE, whole)
+    virtual = a.converted(PER_RANK, whole)
+    first = a.converted(FIRST, whole)
+    last = a.converted(LAST, whole)
     if virtual is not None:
         out["parallel.vpp"] = max(1, virtual)
     if size is None and first is None and last is None:
@@ -76,7 +82,7 @@ def _stages(a: Arguments, d: Draft) -> Draft:
 
 
 def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int] | None:
-    """Return layers of each stage, where the first and the last rank hold other numbers than the
+    """Return the layers of each stage if the first and the last rank hold other numbers than the
     rest.
     """
     given = [n for n in (first, last) if n is not None]
@@ -108,10 +114,8 @@ def _stages_words(d: Values) -> list[str]:
     if _ends(sum(sizes), pp, vpp, *ends) == list(sizes):
         return [*words, FIRST, str(ends[0]), LAST, str(ends[1])]
     stages = ["t" * n for n in sizes]
-    stages[0], stages[-1] = (
-        f"E{stages[0]}",
-        stages[-1] + "m" * (d["model.mtp_num_layers"] or 0) + "L",
-    )
+    stages[0] = f"E{stages[0]}"
+    stages[-1] += "m" * (d["model.mtp_num_layers"] or 0) + "L"
     return [LAYOUT, "|".join(stages)]
 
 
@@ -167,7 +171,7 @@ def _sharded_words(d: Values) -> list[str]:
 
 
 def _data_parallel(flag: str, key: str) -> Entry:
-    """Return a switch of DistributedDataParallel that FSDP has built in."""
+    """Return a switch of DistributedDataParallel whose feature FSDP always has."""
     plain = on(flag, key)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -190,14 +194,13 @@ def _recompute(a: Arguments, d: Draft) -> Draft:
         kind = "selective"
     if a.has("--moe-layer-recompute") and kind == "full":
         a.refuse(
-            "--moe-layer-recompute", "no effect", "Megatron-LM refuses it beside full recomputation"
+            "--moe-layer-recompute", "no effect", "Megatron-LM refuses it with full recomputation"
         )
-    elif a.has(
-        "--moe-layer-recompute"
-    ):  # it adds to the modules, which are core_attn where none are said
+    elif a.has("--moe-layer-recompute"):
+        # It adds to the modules, whose default is core_attn.
         kind = "selective"
         modules = list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
-    known = words_of("parallel.recompute.modules")
+    known = list_choices("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:
         a.refuse(
@@ -210,7 +213,7 @@ def _recompute(a: Arguments, d: Draft) -> Draft:
         "parallel.recompute.granularity": kind if kind in ("selective", "full") else "none",
         "parallel.recompute.modules": kept or None,
         "parallel.recompute.method": a.word("--recompute-method"),
-        "parallel.recompute.num_layers": a.as_("--recompute-num-layers", whole),
+        "parallel.recompute.num_layers": a.converted("--recompute-num-layers", whole),
     }
 
 
@@ -224,25 +227,7 @@ def _recompute_words(d: Values) -> list[str]:
     return out + (["--recompute-num-layers", str(get("num_layers"))] if get("num_layers") else [])
 
 
-def words_of(key: str) -> list[str]:
-    """Return the words that a key's list may hold."""
-    from typing import Literal, get_args, get_origin
-
-    from mtrain.config.messages.keys import field_of
-
-    field = field_of(key)
-    queue = [field.annotation if field is not None else None]
-    out = list[str]()
-    while queue:
-        annotation = queue.pop()
-        if get_origin(annotation) is Literal:
-            out += get_args(annotation)
-        else:
-            queue += get_args(annotation)
-    return out
-
-
-def _turns(d: Values) -> bool:
+def _has_virtual_stages(d: Values) -> bool:
     return bool(d["parallel.vpp"] > 1)
 
 
@@ -284,16 +269,16 @@ CUTS: tuple[Entry, ...] = (
     _data_parallel("--use-distributed-optimizer", "parallel.distributed_optimizer"),
     _data_parallel("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
     _data_parallel("--overlap-param-gather", "parallel.overlap_param_gather"),
-    switch(
+    conditional_switch(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "parallel.ddp_reduce_scatter_with_fp32_accumulation",
         lambda d: d["parallel.distributed_optimizer"],
         "read only with --use-distributed-optimizer",
     ),
-    beside(
+    conditional(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "parallel.microbatch_group_size_per_vp_stage",
-        _turns,
+        _has_virtual_stages,
         lambda d: d["parallel.pp"],
         "read only with virtual stages",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import one, spelled, switch
+from mtrain.recipes.megatron.entries import conditional_switch, one, spelled
 from mtrain.recipes.shell.arithmetic import pattern_of
 
 ACTIVATIONS = {
@@ -23,9 +23,7 @@ VARIANTS = {
     "gated_delta_net": ("model.linear_attention", "freq"),
     "dsa": ("model.dsa", "indexer_topk"),
 }
-"""Word of --experimental-attention-variant -> the section that it stands for, and a key that is in
-it.
-"""
+"""Word of --experimental-attention-variant -> its section, and a key of the section."""
 NEAREST = {"quick_geglu": "geglu"}
 _SIDES = re.compile(r"[(\[]?\s*(-1|\d{1,9})\s*,\s*(?:-1|\d{1,9})\s*[)\]]?\Z")
 """The value of --window-size."""
@@ -47,7 +45,7 @@ def _activation(a: Arguments, d: Draft) -> Draft:
         a.refuse(
             flag,
             "not supported",
-            f"changes the numbers: model.activation={word} is the nearest there is",
+            f"changes the numbers: model.activation={word} is the nearest activation",
         )
     return {"model.activation": word}
 
@@ -59,7 +57,7 @@ def _activation_words(d: Values) -> list[str]:
 
 
 def _ffn(d: Values) -> int | None:
-    """Megatron-LM's width: 4 h, and for swiglu 8/3 h cut to a multiple of 64."""
+    """Return Megatron-LM's width: 4 h, or for swiglu 8/3 h cut to a multiple of 64."""
     hidden = d.get("model.hidden_size")
     if hidden is None:
         return None
@@ -69,7 +67,7 @@ def _ffn(d: Values) -> int | None:
 def _groups(a: Arguments, d: Draft) -> Draft:
     key = "model.num_query_groups"
     flag = "--num-query-groups"
-    groups = a.as_(flag, whole)
+    groups = a.converted(flag, whole)
     if a.has("--group-query-attention") and d["model.mla"] is None:
         return {key: groups if groups is not None else 1}
     why = "MLA has no groups" if d["model.mla"] else "read only with --group-query-attention"
@@ -85,7 +83,7 @@ def _groups_words(d: Values) -> list[str]:
 
 
 def _head(a: Arguments, d: Draft) -> Draft:
-    width = a.as_("--kv-channels", whole)
+    width = a.converted("--kv-channels", whole)
     if d["model.mla"] is not None:
         a.refuse("--kv-channels", "no effect", "MLA has widths of its own")
         return {"model.kv_channels": None}
@@ -109,7 +107,7 @@ def _positions(a: Arguments, d: Draft) -> Draft:
         kind = "none"
     if a.has("--no-position-embedding"):
         a.refuse(
-            "--no-position-embedding", "no effect", "says nothing beside --position-embedding-type"
+            "--no-position-embedding", "no effect", "has no effect with --position-embedding-type"
         )
     return {"model.position_embedding_type": kind}
 
@@ -120,7 +118,7 @@ def _positions_words(d: Values) -> list[str]:
 
 
 def _scaling(a: Arguments, d: Draft) -> Draft:
-    factor = a.as_("--rope-scaling-factor", float)
+    factor = a.converted("--rope-scaling-factor", float)
     if not a.has("--use-rope-scaling"):
         a.refuse("--rope-scaling-factor", "no effect", "read only with --use-rope-scaling")
         return {"model.rope_scaling_factor": None}
@@ -145,7 +143,7 @@ def _window(a: Arguments, d: Draft) -> Draft:
             "takes tokens to the left and to the right, as 127,0; -1: all of them",
         )
         return {key: None}
-    # in causal attention nothing is to the right, whatever the other number says
+    # Causal attention sees no token to the right, whatever the other number is.
     left = int(sides[1])
     if left == 0:
         a.refuse(
@@ -157,7 +155,7 @@ def _window(a: Arguments, d: Draft) -> Draft:
 
 
 def _window_words(d: Values) -> list[str]:
-    # The flag counts the tokens to the left, the key every token that is seen.
+    # The flag counts the tokens to the left, the key counts every visible token.
     if d["model.window_size"] is None:
         return []
     return ["--window-size", f"{d['model.window_size'] - 1},0"]
@@ -180,8 +178,8 @@ def _variant(a: Arguments, d: Draft) -> Draft:
 
 
 def _variant_words(d: Values) -> list[str]:
-    there = [variant for variant, (key, own) in VARIANTS.items() if f"{key}.{own}" in d]
-    return ["--experimental-attention-variant", *there] if there else []
+    present = [variant for variant, (key, own) in VARIANTS.items() if f"{key}.{own}" in d]
+    return ["--experimental-attention-variant", *present] if present else []
 
 
 def _rope_type(a: Arguments, d: Draft) -> Draft:
@@ -226,7 +224,7 @@ def _layers_with_experts_words(d: Values) -> list[str]:
 
 
 def _single(flag: str, key: str, absent: Any) -> Entry:
-    """Return a flag that takes a list, of which only one item can be taken over."""
+    """Return a flag with a list, of which only one item can be imported."""
     plain = one(flag, key, absent)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -241,8 +239,8 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
 
 
 def _group_score(a: Arguments, d: Draft) -> Draft:
-    """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its
-    groups.
+    """Return how many best scores Megatron-LM sums per group: the experts that a token takes from
+    each of its groups.
     """
     groups = d.get("model.moe.router_num_groups")
     taken = d.get("model.moe.router_group_topk")
@@ -255,7 +253,7 @@ def _gated(d: Values) -> bool:
 
 
 def _offset(a: Arguments, d: Draft) -> Draft:
-    offset = a.as_("--glu-linear-offset", float)
+    offset = a.converted("--glu-linear-offset", float)
     if offset and not _gated(d):
         a.refuse("--glu-linear-offset", "no effect", "is added in gated units")
         offset = None
@@ -267,17 +265,17 @@ def _offset_words(d: Values) -> list[str]:
     return ["--glu-linear-offset", spelled(offset)] if offset else []
 
 
-def _turned(d: Values) -> bool:
-    """Return whether queries and keys of plain attention are turned by their positions."""
+def _is_rotary(d: Values) -> bool:
+    """Return whether positions rotate the queries and keys of plain attention."""
     return d["model.position_embedding_type"] == "rope" and d.get("model.mla", {}) is None
 
 
-def _unturned(a: Arguments, d: Draft) -> Draft:
+def _without_rotary(a: Arguments, d: Draft) -> Draft:
     flag = "--no-rope-freq"
     text = a.word("--no-rope-freq")
     if text is None or text in ("0", "None"):
         return {"model.no_rope_freq": None}
-    if not _turned(d):
+    if not _is_rotary(d):
         a.refuse(flag, "no effect", "there are no rotary positions to leave out")
     elif not text.isdigit() or len(text) > 6 or int(text) < 2:
         a.refuse(flag, "not supported", "changes the numbers: every n-th layer, n at least 2")
@@ -286,7 +284,7 @@ def _unturned(a: Arguments, d: Draft) -> Draft:
     return {"model.no_rope_freq": None}
 
 
-def _unturned_words(d: Values) -> list[str]:
+def _without_rotary_words(d: Values) -> list[str]:
     return (
         [] if d["model.no_rope_freq"] is None else ["--no-rope-freq", str(d["model.no_rope_freq"])]
     )
@@ -300,7 +298,7 @@ def _flex(a: Arguments, d: Draft) -> Draft:
             a.has(flag)
             a.refuse(flag, "no effect", "read only with --moe-token-dispatcher-type flex")
         return {key: None}
-    a.has("--moe-enable-deepep")  # the older word for it
+    a.has("--moe-enable-deepep")  # an older flag for the backend
     return {key: backend if backend in choices_of(key) else "deepep"}
 
 
@@ -346,7 +344,7 @@ MODEL: tuple[Entry, ...] = (
         switches=("--group-query-attention",),
     ),
     Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
-    switch(
+    conditional_switch(
         "--qk-l2-norm",
         "model.qk_l2_norm",
         lambda d: d["model.mla"] is None,
@@ -371,7 +369,7 @@ MODEL: tuple[Entry, ...] = (
         _scaling_words,
         switches=("--use-rope-scaling",),
     ),
-    Entry(("--no-rope-freq",), ("model.no_rope_freq",), _unturned, _unturned_words),
+    Entry(("--no-rope-freq",), ("model.no_rope_freq",), _without_rotary, _without_rotary_words),
     Entry(("--window-size",), ("model.window_size",), _window, _window_words),
 )
 

@@ -14,14 +14,14 @@ STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 
 def _warmup(a: Arguments, d: Draft) -> Draft:
     key = "optim.warmup_iters"
-    share = a.as_("--lr-warmup-fraction", float)
+    share = a.converted("--lr-warmup-fraction", float)
     if share is not None:
         steps = d.get("optim.decay_iters") or d.get("trainer.train_iters") or 0
         return {key: int(share * steps)}
-    samples = a.as_("--lr-warmup-samples", whole)
+    samples = a.converted("--lr-warmup-samples", whole)
     if samples:
         return {key: steps_within(plan_of(d), samples)}
-    return {key: a.as_("--lr-warmup-iters", whole) or 0}
+    return {key: a.converted("--lr-warmup-iters", whole) or 0}
 
 
 def _warmup_words(d: Values) -> list[str]:
@@ -34,7 +34,7 @@ def _warmup_words(d: Values) -> list[str]:
 
 
 def _clip(a: Arguments, d: Draft) -> Draft:
-    norm = a.as_("--clip-grad", float)
+    norm = a.converted("--clip-grad", float)
     return {"optim.clip_grad": 1.0 if norm is None else norm or None}
 
 
@@ -44,7 +44,7 @@ def _clip_words(d: Values) -> list[str]:
 
 
 def _offload(a: Arguments, d: Draft) -> Draft:
-    share = a.as_("--optimizer-offload-fraction", float)
+    share = a.converted("--optimizer-offload-fraction", float)
     if not a.has("--optimizer-cpu-offload"):
         a.refuse(
             "--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload"
@@ -60,13 +60,13 @@ AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dty
 
 
 def _aware(a: Arguments, d: Draft) -> Draft:
-    """Return state in low precision; there, what holds main weights of bf16 weights always keeps
-    their remainders.
+    """Return optimizer state in low precision; with bf16 weights, fp32 main weights are then stored
+    as remainders.
     """
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
     if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
-        return out  # Megatron-LM wants the flag beside offloading, too
+        return out  # Megatron-LM also requires the flag for offloading
     for flag, key in zip(AWARE[1:], KEPT, strict=True):
         word = a.word(flag) or "fp32"
         if word in choices_of(key):

@@ -1,5 +1,5 @@
-"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and products in low
-precision.
+"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and low-precision
+GEMMs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ START = "--num-layers-at-start-in-bf16"
 END = "--num-layers-at-end-in-bf16"
 FIRST = "precision.num_layers_at_start_in_bf16"
 LAST = "precision.num_layers_at_end_in_bf16"
-NEEDS_FORMAT = "read only beside --fp8-format or --fp4-format"
+NEEDS_FORMAT = "read only with --fp8-format or --fp4-format"
 DTYPES = tuple(facts.flag for facts in FORMATS.values() if facts.flag)
 PER_TOKEN = ("--calculate-per-token-loss",)
 REDUCTION = ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16")
@@ -29,10 +29,10 @@ def _delayed(d: Values) -> bool:
 
 
 def _some_layers(a: Arguments, d: Draft) -> Draft:
-    """Return one layer at each end where nothing else is said; delayed scales cannot
-    leave any out.
+    """Return one layer at each end if no other number is set; delayed scaling cannot exclude
+    layers.
     """
-    start, end = (a.as_(flag, whole) for flag in (START, END))
+    start, end = (a.converted(flag, whole) for flag in (START, END))
     few = (_eight(d) or d["precision.fp4"] is not None) and not _delayed(d)
     if a.has(SOME) and few:
         return {
@@ -67,7 +67,7 @@ def _dtype_words(d: Values) -> list[str]:
 def _reduction(a: Arguments, d: Draft) -> Draft:
     key = "precision.grad_reduce_in_fp32"
     if d["precision.dtype"] == "bf16":
-        a.has("--accumulate-allreduce-grads-in-fp32")  # with bf16 it is so in any case
+        a.has("--accumulate-allreduce-grads-in-fp32")  # always true with bf16
         return {key: not a.has("--grad-reduce-in-bf16")}
     a.refuse("--grad-reduce-in-bf16", "no effect", "read only with --bf16")
     return {key: a.has("--accumulate-allreduce-grads-in-fp32")}
@@ -90,14 +90,14 @@ def _router(a: Arguments, d: Draft) -> Draft:
         )
     if kind is None and d.get("model.moe.num_experts") and d["precision.dtype"] != "fp32":
         a.notes.append(
-            "routers compute in fp32 here; there, without --moe-router-dtype, in the format of the"
-            " model"
+            "routers compute in fp32 here; in Megatron-LM without --moe-router-dtype, in the format"
+            " of the model"
         )
     return {}
 
 
 def _per_token(a: Arguments, d: Draft) -> Draft:
-    # it is always so here; there, only masked tokens make a difference
+    # mtrain always does this; in Megatron-LM it matters only with masked tokens
     a.has("--calculate-per-token-loss")
     return {}
 

@@ -1,13 +1,18 @@
-"""Megatron-LM's flags for how a run goes: timeouts, profiles, kernels and checkpoints."""
+"""Megatron-LM's flags for running: timeouts, profiles, kernels, checkpoints, CUDA graphs, offloaded
+activations.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import always, default_of
+from mtrain.recipes.megatron.entries import always, default_of, list_choices
 
 
 def _timeout(a: Arguments, d: Draft) -> Draft:
-    minutes = a.as_("--distributed-timeout-minutes", whole)
+    minutes = a.converted("--distributed-timeout-minutes", whole)
     limit = 60.0 * minutes if minutes and minutes > 0 else 600.0
     soft = default_of("trainer.soft_timeout_s")
     return {
@@ -24,14 +29,17 @@ def _timeout_words(d: Values) -> list[str]:
 
 
 PROFILE = (
-    *("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end"),
+    "--profile",
+    "--use-pytorch-profiler",
+    "--profile-step-start",
+    "--profile-step-end",
     "--profile-ranks",
 )
 RANKS = "trainer.profile_ranks"
 
 
 def _profile(a: Arguments, d: Draft) -> Draft:
-    start = a.as_("--profile-step-start", whole)
+    start = a.converted("--profile-step-start", whole)
     ranks = a.words("--profile-ranks") or ["0"]
     a.has("--profile-step-end")  # one step is profiled
     none = {"trainer.profile_step": None, RANKS: default_of(RANKS)}
@@ -56,8 +64,9 @@ def _profile_words(d: Values) -> list[str]:
     words = [
         "--profile",
         "--use-pytorch-profiler",
-        *("--profile-step-start", str(step)),
-        PROFILE[3],
+        "--profile-step-start",
+        str(step),
+        "--profile-step-end",
         str(step + 1),
     ]
     ranks = d[RANKS]
@@ -92,7 +101,9 @@ def _kernels_words(d: Values) -> list[str]:
 
 
 def _saving(a: Arguments, d: Draft) -> Draft:
-    steps = a.as_("--save-interval", whole) or a.as_("--persistent-save-interval", whole)
+    steps = a.converted("--save-interval", whole) or a.converted(
+        "--persistent-save-interval", whole
+    )
     if not a.has("--save"):
         return {"checkpoint.save_interval": 0, "checkpoint.save_final": False}
     a.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
@@ -130,4 +141,83 @@ RUNNING: tuple[Entry, ...] = (
         _saving_words,
     ),
     always("checkpoint.keep", None),
+)
+
+
+OFFLOADED = "parallel.activation_offload.modules"
+GRAPH_IMPL = "trainer.cuda_graph_impl"
+GRAPH_MODULES = "trainer.cuda_graph_modules"
+OLD_GRAPH_FLAGS = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
+GRAPH_MODULE_FLAGS = ("--cuda-graph-modules", "--cuda-graph-scope")
+
+
+def _graphs(a: Arguments, d: Draft) -> Draft:
+    impl = a.word("--cuda-graph-impl") or "none"
+    for flag, word in OLD_GRAPH_FLAGS.items():
+        impl = word if a.has(flag) else impl
+    if impl not in (choices_of(GRAPH_IMPL) or ()):
+        a.refuse(
+            "--cuda-graph-impl",
+            "not supported",
+            f"{impl}: {GRAPH_IMPL} is one of {', '.join(choices_of(GRAPH_IMPL) or ())}",
+        )
+        impl = "none"
+    modules: list[str] = []
+    for flag in GRAPH_MODULE_FLAGS:
+        for word in (
+            word for given in a.words(flag) or () for word in given.replace(",", " ").split()
+        ):
+            if word == "full_iteration" and impl in ("local", word):
+                impl = word
+            elif word in list_choices(GRAPH_MODULES):
+                modules.append(word)
+            elif word != "full" and (word, impl) != ("full_iteration", "none"):
+                a.refuse(
+                    flag,
+                    "not supported",
+                    f"{word}: modules are {', '.join(list_choices(GRAPH_MODULES))}",
+                )
+    is_read = impl in ("local", "transformer_engine")
+    return {GRAPH_IMPL: impl, GRAPH_MODULES: modules if modules and is_read else None}
+
+
+def _graphs_words(d: Values) -> list[str]:
+    impl: str = d[GRAPH_IMPL]
+    modules: Any = d[GRAPH_MODULES]
+    out = ["--cuda-graph-impl", impl] if impl != "none" else []
+    return out + (["--cuda-graph-modules", *modules] if modules else [])
+
+
+def _offload(a: Arguments, d: Draft) -> Draft:
+    flag = "--offload-modules"
+    known = list_choices(OFFLOADED)
+    modules = [word for given in a.words(flag) or () for word in given.replace(",", " ").split()]
+    for word in (word for word in modules if word not in known):
+        a.refuse(flag, "not supported", f"{word}: modules are {', '.join(known)}")
+    is_read = a.has("--fine-grained-activation-offloading")
+    return {OFFLOADED: [word for word in modules if word in known] or None if is_read else None}
+
+
+def _offload_words(d: Values) -> list[str]:
+    modules: Any = d[OFFLOADED]
+    return (
+        ["--fine-grained-activation-offloading", "--offload-modules", *modules] if modules else []
+    )
+
+
+GRAPHS: tuple[Entry, ...] = (
+    Entry(
+        ("--fine-grained-activation-offloading", "--offload-modules"),
+        (OFFLOADED,),
+        _offload,
+        _offload_words,
+        switches=("--fine-grained-activation-offloading",),
+    ),
+    Entry(
+        ("--cuda-graph-impl", *GRAPH_MODULE_FLAGS, *OLD_GRAPH_FLAGS),
+        (GRAPH_IMPL, GRAPH_MODULES),
+        _graphs,
+        _graphs_words,
+        switches=tuple(OLD_GRAPH_FLAGS),
+    ),
 )

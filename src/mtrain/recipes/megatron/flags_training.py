@@ -1,4 +1,4 @@
-"""Megatron-LM's flags for data, steps, kernels and checkpoints."""
+"""Megatron-LM's flags for data, the tokenizer, batches and steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ OF_SPLITS = {"--valid-data-path": "validation", "--test-data-path": "test"}
 
 def _source(a: Arguments, d: Draft) -> Draft:
     prefixes, weights = _corpora(a, "--train-data-path")
-    apart = bool(prefixes)
-    if not apart:
+    if not prefixes:
         prefixes, weights = _corpora(a, "--data-path")
     out: Draft = {"data.kind": "indexed", **dict.fromkeys(SOURCES)}
     for flag, name in OF_SPLITS.items():
@@ -28,7 +27,7 @@ def _source(a: Arguments, d: Draft) -> Draft:
     if a.has("--mock-data"):
         a.doubts = {flag: why for flag, why in a.doubts.items() if flag in a.maybe}
     elif not prefixes and (a.has("--data-path") or a.has("--train-data-path")):
-        return out  # their value is not known
+        return out  # the value of a flag is unknown
     if a.has("--mock-data") or not prefixes:
         return {**dict.fromkeys(out), "data.kind": "mock"}
     if len(prefixes) == 1:
@@ -44,8 +43,8 @@ def _corpora(a: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
 
 
 def _weights(words: list[str]) -> list[float] | None:
-    """Return the weights before the prefixes of a blend; None where a word is no
-    positive number.
+    """Return the weights before the prefixes of a blend; None if a word is not a positive
+    number.
     """
     try:
         weights = [float(word) for word in words]
@@ -72,7 +71,7 @@ def _source_words(d: Values) -> list[str]:
 
 
 def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -> list[str]:
-    """Return a flag with prefixes, each behind its weight; empty without prefixes."""
+    """Return a flag with prefixes, each after its weight; empty without prefixes."""
     if not prefixes:
         return []
     if not weights:
@@ -83,7 +82,7 @@ def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -
 
 def _split(a: Arguments, d: Draft) -> Draft:
     text = a.word("--split") or "969,30,1"
-    # as Megatron-LM reads it: quotes and brackets do not matter
+    # Megatron-LM ignores quotes and brackets
     parts = re.findall(r"[.0-9]+", text)
     try:
         shares = [float(part) for part in parts][:3]
@@ -96,14 +95,14 @@ def _split(a: Arguments, d: Draft) -> Draft:
 
 
 def _split_words(d: Values) -> list[str]:
-    """Corpora of the splits' own leave nothing to split."""
-    apart = d["data.validation_blend"] or d["data.test_blend"]
-    return [] if apart else ["--split", ",".join(map(spelled, d["data.split"]))]
+    """Return the flag for the split; separate corpora of the splits leave no data to split."""
+    separate = d["data.validation_blend"] or d["data.test_blend"]
+    return [] if separate else ["--split", ",".join(map(spelled, d["data.split"]))]
 
 
 def _tokens(a: Arguments, d: Draft) -> Draft:
-    """Tokenizer and vocabulary: Megatron-LM pads to a multiple of `make-vocab-size-divisible-by` *
-    tp.
+    """Return the tokenizer and the vocabulary, which Megatron-LM pads to a multiple of
+    `make-vocab-size-divisible-by` * tp.
     """
     kind = a.word("--tokenizer-type")
     model = a.word("--tokenizer-model")
@@ -114,10 +113,10 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
         a.refuse(
             "--tokenizer-model", "not supported", "a tokenizer.json is read: data.tokenizer=PATH"
         )
-    size = a.as_("--vocab-size", whole)
-    padded = a.as_("--padded-vocab-size", whole)
+    size = a.converted("--vocab-size", whole)
+    padded = a.converted("--padded-vocab-size", whole)
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
-        size += 1  # its end of document is an id more
+        size += 1  # its end of document takes one more id
     known = ids_of(kind, model)
     if size is None and padded is None and known is not None:
         size = known[0]
@@ -130,7 +129,7 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
         return {**out, "model.vocab_size": size if same else padded}
     if size is None:
         return out
-    multiple = a.as_("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE
+    multiple = a.converted("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE
     return {**out, "model.vocab_size": vocabulary(size, multiple * d["parallel.tp"])}
 
 
@@ -139,7 +138,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def vocabulary(size: int, multiple: int) -> int:
-    """What `model.vocab_size` must be for an embedding that Megatron-LM pads to `multiple`."""
+    """Return the `model.vocab_size` of an embedding that Megatron-LM pads to `multiple`."""
     padded = _up(size, max(1, multiple))
     return size if _up(size, VOCAB_MULTIPLE) == padded else padded
 
@@ -165,8 +164,8 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def _batch(a: Arguments, d: Draft) -> Draft:
-    micro = a.as_("--micro-batch-size", whole)
-    batch = a.as_("--global-batch-size", whole)
+    micro = a.converted("--micro-batch-size", whole)
+    batch = a.converted("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(
             1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"])
@@ -189,11 +188,11 @@ def _batch(a: Arguments, d: Draft) -> Draft:
 
 
 def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
-    """Return the stages of `--step-batch-size-schedule`: tokens consumed when each begins, and
-    samples a step.
+    """Return the stages of `--step-batch-size-schedule`: the consumed tokens at which each begins,
+    and its batch size.
 
     Raises:
-        ConfigError: it is there and cannot be read. Without it the run would be another one.
+        ConfigError: the flag cannot be read. Without it the run would differ.
     """
     words = a.words(STEPPED)
     if words is None:
@@ -220,13 +219,13 @@ def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
 
 
 def _counted(text: str) -> int:
-    """Return a number as `2.4B` or `16`."""
+    """Return a number written as `2.4B` or `16`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     return int(float(text[:-1] if unit > 1 else text) * unit)
 
 
 def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
-    """Return the ramp of `--rampup-batch-size`; one that begins at the full size is none."""
+    """Return the ramp of `--rampup-batch-size`; None if it begins at the full size."""
     words = a.words("--rampup-batch-size")
     if words is None:
         return None
@@ -258,7 +257,7 @@ def _batch_words(d: Values) -> list[str]:
     begins = [0, *(stage.first * (d["data.seq_length"] or 1) for stage in plan_of(d)[1:])]
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
         sizes = [*(size for size, _ in listed), last]
-        # Megatron-LM takes no --global-batch-size beside it
+        # Megatron-LM accepts no --global-batch-size with it
         return [
             *words,
             STEPPED,
@@ -273,7 +272,7 @@ def _batch_words(d: Values) -> list[str]:
 
 
 def plan_of(d: Values) -> tuple[Stage, ...]:
-    """Return the sizes of the steps."""
+    """Return the batch sizes of the steps."""
     size = max(1, d.get("trainer.global_batch_size") or 1)
     if d.get(LISTED):
         begins = [0, *(-(-end // (d.get("data.seq_length") or 1)) for _, end in d[LISTED])]
@@ -284,14 +283,15 @@ def plan_of(d: Values) -> tuple[Stage, ...]:
 def steps(
     flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False
 ) -> Entry:
-    """Return a number of steps that may be given in samples, and must be where steps grow.
+    """Return an entry for a number of steps that may be counted in samples, and must be if the
+    batch size grows.
 
-    They are the first steps of the run, or with `at_the_end` as many of the full size.
+    The steps are the first ones of the run, or with `at_the_end` have the full size.
     """
 
     def read(a: Arguments, d: Draft) -> Draft:
-        count = a.as_(flag, whole)
-        counted = a.as_(samples, whole)
+        count = a.converted(flag, whole)
+        counted = a.converted(samples, whole)
         if count is None and counted:
             count = steps_within(plan_of(d)[-1:] if at_the_end else plan_of(d), counted)
         return {} if needed and not count else {key: count or None}

@@ -1,5 +1,5 @@
-"""Flags of Megatron-LM that have no key here, and why: done here anyway, without effect, or
-missing.
+"""Flags of Megatron-LM without a key, and why: mtrain does the same anyway, has no use for it, or
+lacks the feature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "no effect",
-        "is read by Megatron-LM's program for BERT alone",
+        "is read only by Megatron-LM's program for BERT",
         """
         --bert-no-binary-head --mask-prob= --short-seq-prob=
         """,
@@ -238,7 +238,7 @@ OTHERS: dict[str, tuple[Why, str]] = {
 VALUED = frozenset(
     flag.rstrip("=") for _, _, flags in _GROUPS for flag in flags.split() if flag.endswith("=")
 )
-"""Those of them that take a value: they are written with `=` above."""
+"""The flags among them that take a value, written with `=` above."""
 
 FITTING: dict[str, dict[str, str]] = {
     "--dataloader-type": {
@@ -248,4 +248,4 @@ FITTING: dict[str, dict[str, str]] = {
     "--weight-decay-incr-style": {"constant": "the weight decay is constant"},
     "--lr-warmup-init": {"0": "the warmup starts at 0", "0.0": "the warmup starts at 0"},
 }
-"""Flag -> the values that say what is so here in any case."""
+"""Flag -> the values that describe what mtrain always does."""

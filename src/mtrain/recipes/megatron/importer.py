@@ -1,65 +1,61 @@
-"""A script or a command line of Megatron-LM as a configuration, and a configuration as its command
-line.
-"""
+"""A script or a command line of Megatron-LM as a configuration."""
 
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.overrides import read_overrides
-from mtrain.config.compose.paths import program
 from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import SCRIPT_ENDINGS, read_text
-from mtrain.config.machine.devices import facts_of
-from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.machine.devices import AUTO
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.schema.model import VOCAB_MULTIPLE
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.delta import section, unequal
+from mtrain.recipes.delta import section
 from mtrain.recipes.imported import (
-    MARK,
     WHOLE,
     Imported,
-    absent_words,
-    backend_of,
-    blacked_out,
     build,
-    changing,
-    leave_open,
-    leftovers,
+    exported_keys,
     name_of,
-    read_flags,
-    residue,
+    numeric_changes,
     same_shape,
-    unread_words,
-    without_secrets,
 )
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 from mtrain.recipes.megatron.command import training_command
-from mtrain.recipes.megatron.flags_bert import PROGRAM, bert_keys, bert_words, is_megatrons
+from mtrain.recipes.megatron.flags_bert import bert_keys
 from mtrain.recipes.megatron.flags_training import vocabulary
-from mtrain.recipes.megatron.notes import too_few
-from mtrain.recipes.megatron.notes import unsaid as unsaid_keys
-from mtrain.recipes.megatron.processes import Asked, World, asked_of, directives, starts_several
-from mtrain.recipes.megatron.table import known_flags, table
+from mtrain.recipes.megatron.processes import Requested, directives, requested_by, starts_several
+from mtrain.recipes.megatron.reading import (
+    absent_words,
+    blacked_out,
+    leave_open,
+    read_flags,
+    set_cluster,
+    unplaced_flags,
+    unread_words,
+    without_secrets,
+)
+from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell.gaps import Word, shown
 from mtrain.recipes.shell.reader import Opener, Script, read_script
 
 VOCABULARY = "model.vocab_size"
+_NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
 def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported:
-    """Read scripts, or files that hold nothing but flags, the later ones as if they sourced the
-    earlier.
+    """Read scripts, or files that hold only flags, the later ones as if they sourced the earlier.
 
-    Nothing of them is run. `extra` are overrides in our own grammar, for what the scripts do not
-    say.
+    Nothing is run. `extra` are overrides in our own grammar, for values that the scripts do not
+    set.
 
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
@@ -71,7 +67,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
     """Return files as texts, each with its name.
 
     Raises:
-        ConfigError: one cannot be read, or has characters that are not shown.
+        ConfigError: one cannot be read, or has invisible characters.
     """
     texts = []
     for path in paths:
@@ -82,18 +78,14 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
-    """Return the text and the name of a file that a script sources, where it is one beside it; None
-    of any other file.
+    """Return the text and the name of a file that a script sources, if it lies next to the script;
+    else None.
     """
     for folder in dict.fromkeys((Path(), Path(script).parent)):
-        found = Path(os.path.realpath(folder / path))
-        inside = os.path.realpath(folder) in map(str, found.parents)
-        if (
-            inside
-            and found.suffix in SCRIPT_ENDINGS
-            and found.is_file()
-            and not os.path.isabs(path)
-        ):
+        file = Path(os.path.realpath(folder / path))
+        inside = os.path.realpath(folder) in map(str, file.parents)
+        is_script = file.suffix in SCRIPT_ENDINGS and file.is_file()
+        if inside and is_script and not os.path.isabs(path):
             return read_texts([folder / path])[0]
     return None
 
@@ -105,13 +97,11 @@ def import_texts(
     *,
     opener: Opener | None = None,
 ) -> Imported:
-    """`import_scripts` for texts that were read before, each with its source; `name` is what the
-    model is called.
-    """
+    """Import scripts from texts, each with its source; `name` is the name of the model."""
     whole = "\n".join(text for text, _ in texts)
     script = read_script(*texts, opener=opener)
     return import_commands(
-        script, name, texts[-1][1], extra, directives(whole), residue(whole, texts[-1][1])
+        script, name, texts[-1][1], extra, directives(whole), exported_keys(whole, texts[-1][1])
     )
 
 
@@ -120,17 +110,17 @@ def import_commands(
     name: str,
     source: str,
     extra: Sequence[str] = (),
-    asked: Mapping[str, str] = MappingProxyType({}),
-    said: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, str] = MappingProxyType({}),
+    exported: Mapping[str, Any] = MappingProxyType({}),
 ) -> Imported:
-    """Return the configuration of the command, among those of a script, that trains.
+    """Return the configuration of the training command of a script.
 
     Args:
-        script: the commands; `source`: what holds them.
-        name: what the model is called.
+        script: the commands; `source`: the file that holds them.
+        name: the name of the model.
         extra: overrides in our own grammar.
-        asked: the directives of a batch script.
-        said: keys that an export wrote, which have no flag.
+        options: the directives of a batch script.
+        exported: keys without a flag, from the lines that an export wrote.
 
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
@@ -138,89 +128,90 @@ def import_commands(
     secrets = Secrets(
         {n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()}
     )
-    found = training_command(script, source)
-    launched = asked_of(found.launcher, asked)
-    notes = [*found.notes, *script.notes]
-    unsaid = launched.why if launched.world is None and found.launcher else ""
-    several = starts_several(found.launcher)
-    if unsaid and not several:
-        notes.append(f"{unsaid}: cluster.nodes and cluster.devices_per_node are unset")
-    if _alone(found.launcher):
-        unsaid = ""
+    command = training_command(script, source)
+    launched = requested_by(command.launcher, options)
+    notes = [*command.notes, *script.notes]
+    why_unknown = launched.why if launched.world is None and command.launcher else ""
+    several = starts_several(command.launcher)
+    if why_unknown and not several:
+        notes.append(f"{why_unknown}: cluster.nodes and cluster.devices_per_node are unset")
+    if _starts_one_process(command.launcher):
+        why_unknown = ""
     world = launched if launched.world is not None or several else None
     return import_words(
-        found.words,
+        command.words,
         world,
         name,
         source,
         extra,
         secrets,
         notes,
-        dict(said),
-        unsaid,
-        family=found.family,
-        doubt=found.doubt,
+        dict(exported),
+        why_unknown,
+        family=command.family,
+        doubt=command.doubt,
     )
 
 
 def import_words(
     words: Sequence[Word],
-    launched: Asked | None,
+    launched: Requested | None,
     name: str,
     source: str,
     extra: Sequence[str],
     secrets: Secrets,
     notes: Sequence[str],
-    said: Draft,
-    unsaid: str = "",
+    exported: Draft,
+    why_unknown: str = "",
     *,
     family: str = "gpt",
     doubt: str = "",
 ) -> Imported:
-    """Return a configuration of a program's words and the world it is started in.
+    """Return the configuration of a program's words and the processes that run it.
 
     Args:
-        words: what stands behind the program.
-        launched: the processes that are started, None where nothing starts several; `unsaid`: why
-            they are not known.
-        name: what the model is called.
-        source: what holds the words.
-        extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
-        secrets: what is shown nowhere.
-        notes: what was found out before.
-        family: what the program trains, gpt or bert.
-        doubt: why the words may not be those that are meant.
+        words: the words after the program.
+        launched: the started processes, None if nothing starts several; `why_unknown`: why they
+            are unknown.
+        name: the name of the model.
+        source: the file that holds the words.
+        extra: overrides in our own grammar; `exported`: keys without a flag, from an export.
+        secrets: values that are never shown.
+        notes: earlier notes.
+        family: the family that the program trains, gpt or bert.
+        doubt: why the user may mean other words.
     """
-    a, d, left = read_flags(words, launched.world if launched is not None else None, unsaid)
+    a, d, left = read_flags(words, launched.world if launched is not None else None, why_unknown)
     if family == "bert":
         d |= bert_keys(a, d, left)
-    backend_of(a, d, launched, left)
+    set_cluster(a, d, launched, left)
     without_secrets(d, a, secrets)
     d["model.name"] = name
     notes = [*notes, *absent_words(a), *a.notes]
     leave_open(a, d, left)
-    if VOCABULARY not in said:
+    if VOCABULARY not in exported:
         _vocabulary(d, notes, extra, left)
-    run = _padding(build(d, a, extra, source, said), said, notes)
-    unplaced = blacked_out([*leftovers(a), *unread_words(a)], secrets)
-    doubts = [*filter(None, [left.get(WHOLE), doubt]), *changing(unplaced)]
+    run = _padding(build(d, a, extra, source, exported), exported, notes)
+    unplaced = blacked_out([*unplaced_flags(a), *unread_words(a)], secrets)
+    doubts = [*filter(None, [left.get(WHOLE), doubt]), *numeric_changes(unplaced)]
     if doubts:
         left[WHOLE] = "; ".join(doubts)
     given = read_overrides(extra)
     left = {
         key: secrets.hide(why)
         for key, why in left.items()
-        if key not in said
+        if key not in exported
         and key not in given.values
         and key.partition(".")[0] not in given.choices
     }
-    notes += unsaid_keys(d | said, run, extra, list(left))
-    notes += [] if any(key.startswith(("parallel.", "cluster.")) for key in left) else too_few(run)
+    notes += _unset_keys(d | exported, run, extra, list(left))
+    if not any(key.startswith(("parallel.", "cluster.")) for key in left):
+        notes += _too_few(run)
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
 
 
-def _alone(launcher: Sequence[Word]) -> bool:
-    """Return whether a program is started by Python itself, in one process."""
+def _starts_one_process(launcher: Sequence[Word]) -> bool:
+    """Return whether Python itself starts the program, in one process."""
     return (
         bool(launcher)
         and shown(launcher[0]).rpartition("/")[2].startswith("python")
@@ -229,7 +220,7 @@ def _alone(launcher: Sequence[Word]) -> bool:
 
 
 def _known(words: Sequence[Word]) -> list[str]:
-    """Return the texts of words, as far as they are known."""
+    """Return the known pieces of words."""
     pieces = (
         piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces)
     )
@@ -237,7 +228,7 @@ def _known(words: Sequence[Word]) -> list[str]:
 
 
 def _given_as_flags(script: Script) -> dict[str, list[Word]]:
-    """Secrets given as flags: `--wandb-api-key VALUE` under the name of the flag."""
+    """Return secrets given as flags: `--wandb-api-key VALUE` under the name of the flag."""
     out: dict[str, list[Word]] = {}
     for command in script.commands:
         for flag, values in Arguments(command.words).flags.items():
@@ -247,38 +238,38 @@ def _given_as_flags(script: Script) -> dict[str, list[Word]]:
 
 
 def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str, str]) -> None:
-    """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same
+    """Set a vocabulary that neither flags nor overrides set: that of a shipped model of the same
     shape.
 
-    Where there is none, or a flag says it that is not known, a number stands for it and the key is
-    left open.
+    If there is no such model, or an unknown flag sets it, a number stands in and the key is left
+    open.
     """
     if any(word.startswith((f"{VOCABULARY}=", "model=")) for word in extra):
         return
     if VOCABULARY in d and VOCABULARY not in left:
         return
     open_shape = any(key.startswith("model.") for key in left)
-    like = None if open_shape else same_shape(d)
-    if like is None:
+    lookalike = None if open_shape else same_shape(d)
+    if lookalike is None:
         d.setdefault(VOCABULARY, VOCAB_MULTIPLE * max(1, d["parallel.tp"]))
         left.setdefault(VOCABULARY, "only the tokenizer knows it, and that is not read")
         notes.append(f"{VOCABULARY} is left to fill in: {left[VOCABULARY]}")
         return
-    size = section("model", like).model_dump()["vocab_size"]
+    size = section("model", lookalike).model_dump()["vocab_size"]
     d[VOCABULARY] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
     notes.append(
-        f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer"
-        " is read"
+        f"the vocabulary of {size} is that of model={lookalike}, which has the same shape; no"
+        " tokenizer is read"
     )
 
 
-def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
-    """Megatron-LM's softmax is over the padded vocabulary: `run` says so where there is padding,
-    and only there.
+def _padding(run: RunConfig, exported: Draft, notes: list[str]) -> RunConfig:
+    """Set the mask of padded ids: Megatron-LM's softmax is over the padded vocabulary, so it
+    matters only with padding.
     """
     key = "model.mask_padded_vocab"
     m = run.model
-    if key in said:
+    if key in exported:
         return run
     if m.vocab_size == m.padded_vocab_size:
         return run.model_copy(update={"model": m.model_copy(update={"mask_padded_vocab": True})})
@@ -287,107 +278,48 @@ def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
     return run
 
 
-def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
-    """Return the world of a resolved configuration, and its flags with their values in the order of
-    the table.
+def _unset_keys(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Return notes on keys that Megatron-LM requires and the script does not set: their values, and
+    why.
+
+    `left` are keys that are still to be filled in; values that depend on them, or on the machine,
+    are unknown.
     """
-    values = run.flat()
-    ranks = run.parallel.ranks or 1
-    nodes = run.cluster.nodes
-    words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
-    for entry in table():
-        words += entry.write(values)
-    return World(nodes, max(1, ranks // nodes)), list(_grouped(words))
+    keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
+    made_from: dict[str, frozenset[str]] = {}
+    why: dict[str, str] = {}
+    unknown = [*left]
+    if run.cluster.device == AUTO:
+        unknown.append("cluster.device")
+    values = resolve(run, _NO_MACHINE, made_from=made_from, why=why).flat()
 
+    def becomes(key: str) -> str:
+        if touches(read_from([key], made_from), unknown):
+            return "chosen where it runs"
+        return spell(values[key]) + (f", {why[key]}" if key in why else "")
 
-def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with its values."""
-    group: list[str] = []
-    for word in words:
-        if word.startswith("--") and group:
-            yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
-
-
-def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
-    """Return a command line that means what `run` means, and in comments what has no flag.
-
-    The flags are those of `by_steps`, where it is given: the same run with what it does by time
-    counted in steps. What no flag says is found out by reading the flags back, so that nothing is
-    lost unsaid.
-    """
-    world, groups = export_words(by_steps or run)
-    groups += bert_words(run)
-    program_file = PROGRAM if is_megatrons(run) else "pretrain_gpt.py"
-    lines = [
-        " ".join([*world.words(), program_file]),
-        *(" ".join(map(_quoted, group)) for group in groups),
+    missing = [
+        key
+        for key in keys
+        if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
     ]
-    text = " \\\n  ".join(lines) + "\n"
-    left = leftover_keys(run, text)
-    if run.model.padding_in_words and run.model.mask_padded_vocab:
-        text += (
-            f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses"
-            " are others.\n"
-        )
-    if run.model.family != "gpt" and not is_megatrons(run):
-        text += (
-            "# This command trains a decoder-only model of these sizes, none of the family"
-            f" {run.model.family}.\n"
-        )
-    name = run.optim.name
-    if OPTIMIZERS[name].megatron_name is None:
-        text += (
-            f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
-        )
-    if left:
-        text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
-        text += "".join(f"{MARK}{word}\n" for word in left)
-    return text
+    return [f"{key} is not set; it is {becomes(key)}" for key in missing]
 
 
-def _quoted(word: str) -> str:
-    """Return a word of a shell; what a terminal would obey, or a line would end at, as an
-    escape of bash.
-    """
-    if word.isprintable():
-        return shlex.quote(word)
-    plain = (c.isprintable() and c not in "'\\" for c in word)
-    codes = (
-        c if ok else "".join(f"\\x{b:02x}" for b in c.encode())
-        for c, ok in zip(word, plain, strict=True)
+def _too_few(run: RunConfig) -> list[str]:
+    """Return a note if the script starts fewer processes than its layout has."""
+    p = run.parallel
+    per_node = run.cluster.devices_per_node
+    ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
+    etp = p.etp or p.tp
+    needed, axes = max(
+        (p.model_ranks, f"tp {p.tp} x cp {p.cp} x pp {p.pp}"),
+        (p.ep * etp * p.pp, f"ep {p.ep} x etp {etp} x pp {p.pp}"),
+        key=lambda pair: pair[0],
     )
-    return f"$'{''.join(codes)}'"
-
-
-def leftover_keys(run: RunConfig, text: str) -> list[str]:
-    """Return keys with their values that make of the flags in `text` the configuration they were
-    written from.
-    """
-    back = import_texts([(text, "export")], "imported").run
-    per_node = back.cluster.devices_per_node
-    derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node
-    if derived and per_node is not None:  # the number of ranks is resolved from the machines
-        whole = back.parallel.model_copy(update={"ranks": back.cluster.nodes * per_node})
-        back = back.model_copy(update={"parallel": whole})
-    wanted = run.flat()
-    out = list[str]()
-    for key in unequal(back, run):
-        above = next((p for p in _above(key) if wanted.get(p, ...) is None), None)
-        if above is not None:
-            out.append(f"{above}=null")
-        elif key in wanted:
-            out.append(f"{key}={spell(wanted[key])}")
-    for key, value in {"cluster.peak_tflops": run.to_dict()["cluster"]["peak_tflops"]}.items():
-        if any(word.startswith(f"{key}.") for word in out):
-            out = [word for word in out if not word.startswith(f"{key}.")]
-            out.append(f"{key}={spell(value)}")
-    return list(dict.fromkeys(out))
-
-
-def _above(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
+    if ranks is None or ranks >= needed:
+        return []
+    nodes = f": set cluster.nodes={-(-needed // per_node)}" if per_node else ""
+    return [
+        f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"
+    ]

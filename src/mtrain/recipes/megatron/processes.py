@@ -1,4 +1,4 @@
-"""How many processes a command line starts, in the words of torchrun, SLURM and MPI."""
+"""The number of processes that a command line starts, in the words of torchrun, SLURM and MPI."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from mtrain.recipes.shell.gaps import Unread, Word, shown
 
 _NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
 _OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
-"""Processes of a machine in the words of what starts them, which count before what a job was given.
-"""
+"""Options of a launcher for its processes per machine, which override those of the job."""
 _EACH_GPU = ("gpu", "auto")
-"""Words that torchrun takes for a process on each GPU; on other words it starts others."""
+"""Words by which torchrun starts a process on each GPU; other words mean other devices."""
 _GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
 _PER_NODE = "--ntasks-per-node"
-"""Counts where no GPUs are said: one task of a machine may start a process for each GPU."""
+"""Counts if no number of GPUs is given: one task of a machine may start a process for each GPU."""
 _IN_ALL = ("--np", "--num-processes")
 _TASKS = (*_IN_ALL, "--ntasks")
 _SHORT = {
@@ -34,19 +33,19 @@ _SHORT = {
 _MPI = ("mpirun", "mpiexec", "orterun", "prun", "aprun", "horovodrun")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _STARTERS = (
-    *(
-        "torchrun",
-        "deepspeed",
-        "accelerate",
-        "srun",
-        "sbatch",
-        "mpirun",
-        "mpiexec",
-        "orterun",
-        "prun",
-        "jsrun",
-    ),
-    *("aprun", "horovodrun", "ray"),
+    "torchrun",
+    "deepspeed",
+    "accelerate",
+    "srun",
+    "sbatch",
+    "mpirun",
+    "mpiexec",
+    "orterun",
+    "prun",
+    "jsrun",
+    "aprun",
+    "horovodrun",
+    "ray",
 )
 """Programs that start several processes."""
 _NUMBER = re.compile(r"[0-9]{1,6}")
@@ -62,7 +61,7 @@ class World:
 
     @property
     def ranks(self) -> int:
-        """Processes in all."""
+        """Return the number of processes."""
         return self.nodes * self.per_node
 
     def words(self) -> list[str]:
@@ -72,48 +71,51 @@ class World:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Machines, and processes on each, that a launcher and its job ask for."""
+class Requested:
+    """Machines, and processes on each, that a launcher and its job request."""
 
     nodes: int | None
     """None: only running the script could tell."""
     per_node: int | None
-    """None: it is not said, or only running the script could tell."""
-    why: str = "how many processes it starts is not said"
+    """None: it is unset, or only running the script could tell."""
+    why: str = "how many processes it starts is not set"
 
     @property
     def world(self) -> World | None:
-        """Both, where both are known."""
+        """Return both numbers if both are known."""
         if self.nodes is None or self.per_node is None:
             return None
         return World(self.nodes, self.per_node)
 
 
-def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
-    """Return what a launcher's words, and failing them the directives of a batch
-    script, ask for.
-    """
+def requested_by(words: Sequence[Word], directives: Mapping[str, str]) -> Requested:
+    """Return the request of a launcher's words, completed by the directives of a batch script."""
     for index, word in enumerate(words):
         if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
-            return Asked(
-                None, None, f"{word.text} may say how many processes are started: it {word.why}"
+            return Requested(
+                None, None, f"{word.text} may set how many processes are started: it {word.why}"
             )
     programs = {shown(word).rpartition("/")[2] for word in words}
     if "jsrun" in programs:
-        return Asked(None, None, "how many processes jsrun starts is not known here")
-    said = _flags(words) if programs.isdisjoint(_MPI) else _of_mpi(_flags(words))
-    given = {**{flag: value for flag, value in directives.items() if flag not in said}, **said}
+        return Requested(None, None, "how many processes jsrun starts is not known here")
+    own_options = _flags(words) if programs.isdisjoint(_MPI) else _of_mpi(_flags(words))
+    given = {
+        **{flag: value for flag, value in directives.items() if flag not in own_options},
+        **own_options,
+    }
     named = not given.keys().isdisjoint(_NODES)
     tasks = _first(given, _TASKS)
     nodes = _first(given, _NODES)
     machines = nodes if named else 1
     gpus = _gpus(given, machines, tasks)
-    own = [flag for flag in _OWN if flag in said]
+    own = [flag for flag in _OWN if flag in own_options]
     if own:
-        per_node = _first(said, own)
-        if per_node is None and (said[own[0]] in _EACH_GPU or not said[own[0]].isalpha()):
+        per_node = _first(own_options, own)
+        if per_node is None and (
+            own_options[own[0]] in _EACH_GPU or not own_options[own[0]].isalpha()
+        ):
             per_node = gpus
-    elif tasks is not None and not said.keys().isdisjoint(_IN_ALL):
+    elif tasks is not None and not own_options.keys().isdisjoint(_IN_ALL):
         per_node = _share(tasks, machines)
         if not named and gpus and tasks % gpus == 0:
             per_node = gpus
@@ -128,27 +130,27 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
         nodes = (
             _share(tasks, per_node) if in_all else _share(tasks, _first(given, [_PER_NODE]))
         ) or 1
-        if "--hostfile" in said and (
-            not in_all or not own
-        ):  # a file says how many machines there are
-            return Asked(
+        # A file has the number of machines.
+        if "--hostfile" in own_options and (not in_all or not own):
+            return Requested(
                 None,
                 per_node if own else None,
                 "how many machines --hostfile names is not known here",
             )
-        if per_node is None and _starts(
-            words, _STARTERS[1:]
-        ):  # what starts torchrun may do so on several machines
+        # A launcher that starts torchrun may do so on several machines.
+        if per_node is None and _starts(words, _STARTERS[1:]):
             nodes = None
     lost = own if per_node is None else [flag for flag in _NODES if flag in given and nodes is None]
     unread = [f"{flag} {given[flag]}" for flag in lost[:1]]
-    return Asked(
+    return Requested(
         nodes, per_node, *(f"how many processes {text} starts is not known here" for text in unread)
     )
 
 
 def starts_several(words: Sequence[Word]) -> bool:
-    """Tell if words before a program start it several times, as far as they are known."""
+    """Return whether the words before a program start it several times, as far as they are
+    known.
+    """
     return _starts(words, _STARTERS) or any(map(_may_be_any, words))
 
 
@@ -173,19 +175,19 @@ def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int
 
 
 def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """Return the tasks of a machine; one of them may start a process for each GPU, of which the
-    number is not known.
+    """Return the tasks of a machine; None for one task that may start a process for each of an
+    unknown number of GPUs.
     """
-    found = _first(given, [_PER_NODE]) or _share(tasks, nodes)
-    return None if found == 1 and not given.keys().isdisjoint(_GPUS) else found
+    count = _first(given, [_PER_NODE]) or _share(tasks, nodes)
+    return None if count == 1 and not given.keys().isdisjoint(_GPUS) else count
 
 
-def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
-    """Options of MPI under the names that others have for them: there `-N` counts the processes of
-    a machine.
+def _of_mpi(own_options: Mapping[str, str]) -> dict[str, str]:
+    """Return options of MPI under the names that other launchers use: MPI's `-N` counts the
+    processes of a machine.
     """
     names = {"--ntasks": "--np", "--nodes": "--npernode"}
-    out = {names.get(flag, flag): value for flag, value in said.items()}
+    out = {names.get(flag, flag): value for flag, value in own_options.items()}
     mapped = re.match(r"ppr:([^:]*):(\w*)", out.get("--map-by", ""))
     if mapped is not None:
         out["--npernode"] = mapped[1] if mapped[2] == "node" else mapped[0]
@@ -199,9 +201,7 @@ def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
 
 
 def _share(whole: int | None, parts: int | None) -> int | None:
-    """Return a part of what is split evenly; None where it is not, or where something
-    is not known.
-    """
+    """Return a part of an even split; None if the split is not even, or a number is unknown."""
     return None if whole is None or parts is None or whole % parts else whole // parts
 
 
@@ -214,23 +214,23 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
     """Yield the options of a line: --a=b, --a b, -Nb and -N b."""
     try:
         words = shlex.split(line, comments=True)
-    except ValueError:  # a quote that nothing closes
+    except ValueError:  # a quote is not closed
         words = line.split()
     for index, word in enumerate(words):
         if index + 1 < len(words) and not words[index + 1].startswith("-"):
-            behind = words[index + 1]
+            following = words[index + 1]
         else:
-            behind = ""
+            following = ""
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            yield name, value if equals else behind
+            yield name, value if equals else following
         elif word[:2] in _SHORT:
-            yield _SHORT[word[:2]], word[2:].removeprefix("=") or behind
+            yield _SHORT[word[:2]], word[2:].removeprefix("=") or following
 
 
 def _with_gres(given: dict[str, str]) -> dict[str, str]:
-    """Return the same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those
-    of several types.
+    """Return the options with GPUs as numbers, also from `--gres`, as gpu:8 or gpu:h100:8, and from
+    several types.
     """
     for flag in ("--gres", "--tres-per-node"):
         parts = [
@@ -262,13 +262,13 @@ def _flags(words: Sequence[Word]) -> dict[str, str]:
         name, equals, value = attached.group(1, 0, 2) if attached else word.partition("=")
         name = _SHORT.get(name, name)
         if name.startswith("--"):
-            behind = shown(words[index + 1]) if index + 1 < len(words) else ""
-            out[name.replace("_", "-")] = value if equals else behind
+            following = shown(words[index + 1]) if index + 1 < len(words) else ""
+            out[name.replace("_", "-")] = value if equals else following
     return _with_gres(out)
 
 
 def _first(given: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """Return the first number above 0 of options."""
+    """Return the first positive number of these options."""
     for name in names:
         text = given.get(name, "")
         if _NUMBER.fullmatch(text) and int(text) > 0:

@@ -1,5 +1,5 @@
-"""What a program of Megatron-LM trains, by its name, its folder and its flags; GPTs and BERTs can
-be imported.
+"""The kind of model that a program of Megatron-LM trains, by its name, folder and flags; GPTs and
+BERTs can be imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OTHER: dict[str, str] = {
     **dict.fromkeys(("preprocess", "tokenize", "merge"), "prepares data"),
     **dict.fromkeys(("prune", "quantize", "distill"), "changes a model that was trained"),
 }
-"""Word of a name -> what a program of that name does; the second where the name does not speak of
+"""Word of a name -> the purpose of such a program; this table applies if the name does not speak of
 training.
 """
 TRAINS = {
@@ -58,22 +58,20 @@ TRAINS = {
 OTHER_WORDS = frozenset((*_OTHER, "tokenizer", "vocab"))
 """Words in the names of programs that do not train."""
 _FOLDERS = {
-    *(
-        "t5",
-        "bert",
-        "retro",
-        "mamba",
-        "hybrid",
-        "multimodal",
-        "mimo",
-        "vision",
-        "rl",
-        "tasks",
-        "inference",
-        "llava",
-    )
+    "t5",
+    "bert",
+    "retro",
+    "mamba",
+    "hybrid",
+    "multimodal",
+    "mimo",
+    "vision",
+    "rl",
+    "tasks",
+    "inference",
+    "llava",
 }
-"""Words of a folder that say what is in it, such as `multimodal/train.py`."""
+"""Words of a folder that describe its content, such as `multimodal/train.py`."""
 
 _FLAGS: tuple[tuple[str, str], ...] = (
     (r"img-[hw]|patch-dim|vision-.*|language-model-type|freeze-(LM|ViT)|image-tag-type", "vlm"),
@@ -95,14 +93,13 @@ _ANY = re.compile(f"--({'|'.join(pattern for pattern, _ in _FLAGS)})\\Z")
 
 
 def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source: str = "") -> str:
-    """What a program does other than to train a GPT, as `trains a T5, ...`; empty for a GPT.
+    """Return what a program does if not training a GPT, such as `trains a T5, ...`; empty for a
+    GPT.
 
     Args:
-        program: the path of the program, or the name of a module; None where only its flags are
-            known.
+        program: the path of the program, or the name of a module; None if only its flags are known.
         flags: its flags with their values.
-        source: the file that holds the flags; the folder of a `model_config.yaml` says what it is
-            for.
+        source: the file that holds the flags; the folder of a `model_config.yaml` shows its purpose.
     """
     folders: set[str] = set()
     name: set[str] = set()
@@ -112,14 +109,14 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
         folders = _words(parts[-3:-1])
     elif source.endswith((".yaml", ".yml")):
         folders = _words(source.split("/")[-3:-1])
-    found = _named(name, name)
-    if not found and "gpt" not in name | folders:
-        found = _named(folders & _FOLDERS, name)
-    return found or _by_flags(flags)
+    purpose = _named(name, name)
+    if not purpose and "gpt" not in name | folders:
+        purpose = _named(folders & _FOLDERS, name)
+    return purpose or _by_flags(flags)
 
 
 def family_of(does: str) -> str | None:
-    """Return `model.family` of what a program does by `other_than_gpt`; None where it cannot be
+    """Return the `model.family` of the result of `other_than_gpt`; None if it cannot be
     imported.
     """
     if not does:
@@ -127,7 +124,7 @@ def family_of(does: str) -> str | None:
     return "bert" if does.startswith(_TRAINED["bert"]) else None
 
 
-def known(program: str, family: str) -> bool:
+def is_trainer(program: str, family: str) -> bool:
     """Return whether a program is one of Megatron-LM's that train a family."""
     programs = {"gpt": GPT, "bert": ("pretrain_bert",)}[family]
     return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2] in programs
@@ -140,16 +137,16 @@ def _words(parts: Iterable[str]) -> set[str]:
 
 
 def _named(words: set[str], name: set[str]) -> str:
-    said = _TRAINED if name & TRAINS else _OTHER | _TRAINED
-    return next((does for word, does in said.items() if word in words), "")
+    purposes = _TRAINED if name & TRAINS else _OTHER | _TRAINED
+    return next((does for word, does in purposes.items() if word in words), "")
 
 
 def _by_flags(flags: Mapping[str, list[Word]]) -> str:
     telling = [f for f in flags if _ANY.match(f) and flags[f] not in (["0"], ["0.0"], ["None"])]
     for pattern, word in _FLAGS if telling else ():
-        found = [f for f in telling if re.fullmatch(f"--({pattern})", f)]
-        if found:
-            return f"{(_TRAINED | _OTHER)[word]} ({', '.join(found[:3])})"
+        matching = [f for f in telling if re.fullmatch(f"--({pattern})", f)]
+        if matching:
+            return f"{(_TRAINED | _OTHER)[word]} ({', '.join(matching[:3])})"
     spec, kind, stage = (
         " ".join(map(shown, flags.get(flag, ())))
         for flag in ("--spec", "--tokenizer-type", "--stage")

@@ -1,4 +1,4 @@
-"""The one table between Megatron-LM's flags and the keys here, read in both directions."""
+"""The table between Megatron-LM's flags and mtrain's keys, read in both directions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from functools import cache
 from mtrain.config.messages.keys import flag_of, keys
 from mtrain.recipes.megatron.arguments import Entry
 from mtrain.recipes.megatron.entries import of_schema
-from mtrain.recipes.megatron.flags_graphs import GRAPHS
 from mtrain.recipes.megatron.flags_layout import AXES, CUTS
 from mtrain.recipes.megatron.flags_model import EXPERTS, LATENT, MODEL
 from mtrain.recipes.megatron.flags_optim import OPTIM
 from mtrain.recipes.megatron.flags_precision import PRECISION
-from mtrain.recipes.megatron.flags_running import RUNNING
+from mtrain.recipes.megatron.flags_running import GRAPHS, RUNNING
 from mtrain.recipes.megatron.flags_training import DATA, TRAINER
 from mtrain.recipes.megatron.flags_unmapped import OTHERS, VALUED
 
@@ -29,13 +28,13 @@ WRITTEN: tuple[Entry, ...] = (
     *OPTIM,
     *RUNNING,
 )
-"""What is more than one flag with one value."""
+"""Entries that are more than one flag with one value."""
 
 
 @cache
 def table() -> tuple[Entry, ...]:
-    """Return every entry, in the order of the schema: those above, and one for each key whose
-    schema names its flag.
+    """Return every entry, in the order of the schema: WRITTEN, and one for each key whose schema
+    names its flag.
     """
     taken = {key for entry in WRITTEN for key in entry.keys}
     declared = [
@@ -54,19 +53,19 @@ def table() -> tuple[Entry, ...]:
 
 @cache
 def flags_of() -> dict[str, tuple[str, ...]]:
-    """Return key -> the flags that say it."""
+    """Return key -> the flags that set it."""
     return {key: entry.flags for entry in table() for key in entry.keys if entry.flags}
 
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Return every flag that the table, or the list of flags without a key, has."""
+    """Return every flag of the table and of the list of flags without a key."""
     return frozenset(flag for entry in table() for flag in entry.flags) | OTHERS.keys()
 
 
 @cache
 def switches() -> frozenset[str]:
-    """Return every flag of them that takes no value."""
+    """Return every known flag that takes no value."""
     return frozenset(flag for entry in table() for flag in entry.switches) | (
         OTHERS.keys() - VALUED
     )

@@ -1,6 +1,6 @@
-"""How many ids known tokenizers have: what Megatron-LM pads from where no flag says it.
+"""The number of ids of known tokenizers, from which Megatron-LM pads if no flag sets it.
 
-No file of them is read.
+No file of a tokenizer is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TYPES: dict[str, tuple[int, str]] = {
     "Llama2Tokenizer": (32000, "tokenizer.model of Llama 2"),
     "TikTokenizer": (131072, "Megatron-LM's CustomTikTokenizer without --vocab-size: 2**17"),
 }
-"""Value of `--tokenizer-type` -> ids, and whence the number is."""
+"""Value of `--tokenizer-type` -> ids, and the source of the number."""
 
 _MODELS: tuple[tuple[str, int, str], ...] = (
     (r"deepseek-r1-distill-qwen", 151665, "tokenizer.json of Qwen2.5"),
@@ -62,19 +62,18 @@ _MODELS: tuple[tuple[str, int, str], ...] = (
     (r"falcon-(7|40)b", 65024, "tokenizer.json of Falcon"),
     (r"yi-(6|9|34)b", 64000, "tokenizer.model of Yi"),
 )
-"""Pattern of a model's name on Hugging Face -> ids (`len` of its tokenizer, which Megatron-LM
-asks), and whence.
+"""Pattern of a model's name on Hugging Face -> ids (the `len` of its tokenizer, as Megatron-LM
+takes it), and the source.
 """
 _EXTENDED = re.compile("chinese|japanese|korean|arabic|vocab|extend|expand")
-"""Words of models that were trained further with a larger tokenizer."""
+"""Words in the names of models that were trained further with a larger tokenizer."""
 _BY_NAME = tuple(
-    (re.compile(rf"(?:^|[/_-])(?:{name})(?![a-z0-9])"), n, whence) for name, n, whence in _MODELS
+    (re.compile(rf"(?:^|[/_-])(?:{name})(?![a-z0-9])"), n, source) for name, n, source in _MODELS
 )
 
 
 def ids_of(kind: str | None, model: str | None) -> tuple[int, str] | None:
-    """Return the number of ids of a tokenizer, and whence it is known; None for one that is not
-    known.
+    """Return the number of ids of a tokenizer, and its source; None if the tokenizer is unknown.
 
     Args:
         kind: the value of `--tokenizer-type`.
@@ -84,4 +83,4 @@ def ids_of(kind: str | None, model: str | None) -> tuple[int, str] | None:
         return TYPES[kind]
     if kind != "HuggingFaceTokenizer" or model is None or _EXTENDED.search(model.lower()):
         return None
-    return next(((n, whence) for name, n, whence in _BY_NAME if name.search(model.lower())), None)
+    return next(((n, source) for name, n, source in _BY_NAME if name.search(model.lower())), None)

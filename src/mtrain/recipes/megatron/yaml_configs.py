@@ -1,7 +1,7 @@
-"""Megatron-LM's configurations in YAML as the words of its command line.
+"""Megatron-LM's configurations in YAML, as the words of its command line.
 
-Two kinds: `MODEL_ARGS` with flags as keys, as in its functional tests, and the arguments by their
-names in sections, as `--yaml-cfg` reads them.
+There are two kinds: `MODEL_ARGS` with flags as keys, as in its functional tests, and arguments by
+name in sections, as `--yaml-cfg` reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMED = {
     "fp4": "--fp4-format",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
-"""Arguments of `--yaml-cfg` that have another name than their flag."""
+"""Arguments of `--yaml-cfg` whose flag has another name."""
 _TRUE = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
 _FALSE = {"add_bias_linear": "--disable-bias-linear", "fp8_wgrad": "--no-fp8-wgrad"}
 _ACTIVATIONS = {
@@ -58,15 +58,15 @@ _WITHOUT_FLAG = re.findall(
 
 
 def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = ()) -> Imported:
-    """Return a configuration of the last text, which is YAML; those before are scripts that set its
-    `${VARIABLES}`.
+    """Return the configuration of the last text, which is YAML; the texts before it are scripts
+    that set its `${VARIABLES}`.
 
     Args:
         texts: each a text with the name of its file. `name` and `extra` are as for `import_texts`.
 
     Raises:
-        ConfigError: it holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains something
-            else than a GPT.
+        ConfigError: the text holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains
+            another model than a GPT.
     """
     text, source = texts[-1]
     document = parse(text, source, foreign=True)
@@ -80,7 +80,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
         source,
     )
     notes = [
-        "how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are"
+        "how many processes it starts is not set: cluster.nodes and cluster.devices_per_node are"
         " unset"
     ]
     notes += [f"{key} is written twice; the later one counts" for key in document.repeated]
@@ -120,7 +120,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
 
 
 def is_yaml(text: str) -> bool:
-    """Return whether a text that has no name is one of these files, and no script."""
+    """Return whether a text without a name is such a file, and not a script."""
     return (
         re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
     )
@@ -135,7 +135,9 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[Word]:
-    """Yield the words of `MODEL_ARGS`: true is a switch, false leaves one out, text is one word."""
+    """Yield the words of `MODEL_ARGS`: true is a switch, false leaves a flag out, text is one
+    word.
+    """
     for key, value in args.items():
         if value is False:
             continue
@@ -156,8 +158,8 @@ def _items(value: Any) -> list[str]:
 
 
 def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a file for `--yaml-cfg`; what is null or says what is so by default has
-    none.
+    """Yield the words of a file for `--yaml-cfg`, without those that are null or equal the
+    default.
     """
     flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for section in _SECTIONS:
