@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.families import COMMON
-from mtrain.recipes.huggingface.kind import Kind
 from mtrain.recipes.huggingface.readers import UNGATED_WORDS
 
 HEADS = {"ForPreTraining": True, "ForMaskedLM": False}

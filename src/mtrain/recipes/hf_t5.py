@@ -6,8 +6,7 @@ from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.t5 import T5Config
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
-from mtrain.recipes.huggingface.kind import Kind
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}

@@ -1,5 +1,5 @@
-"""What the classes of transformers read of a `config.json`, and what they take null for: a table of
-their source.
+"""The keys that the classes of transformers read in a `config.json`, and their meaning of null: a
+table of their source.
 
 The table is generated (`python -m tests.support.hf_classes`), and a test makes it again from the
 installed release.
@@ -25,11 +25,11 @@ class Class:
     read: frozenset[str]
     """Keys that it reads, of those that any class declares."""
     null: Mapping[str, str]
-    """Key -> what null is taken for: `refused`, `absent` (as where it is left out), `filled` (with
-    another value), `false`, or `nothing`.
+    """Key -> the meaning of null: `refused`, `absent` (as if left out), `filled` (with another
+    value), `false`, or `nothing`.
     """
     declared: frozenset[str]
-    """Keys that the class of some kind declares or reads."""
+    """Keys that the class of any kind declares or reads."""
 
     def ignores(self, key: str) -> bool:
         """Return whether other classes read a key, and this one does not."""
@@ -53,8 +53,8 @@ def classes() -> dict[str, Class]:
 
 
 def class_of(kind: str, values: Mapping[str, Any]) -> Class | None:
-    """Return the class that reads a file of a `model_type`; None: it is not in the table."""
-    # AutoConfig's own rule: layer_types make a Ministral of a Mistral
+    """Return the class that reads a file of a `model_type`; None if the table lacks it."""
+    # AutoConfig's own rule: a Mistral with layer_types is a Ministral
     by_layer = kind == "mistral" and (
         "layer_types" in values or values.get("model_type") == "ministral"
     )

@@ -1,5 +1,5 @@
-"""A Hugging Face `config.json` while it is read: each of its keys is used, irrelevant for a reason,
-or refused.
+"""A Hugging Face `config.json` while it is read: each key is used, irrelevant for a reason, or
+refused.
 """
 
 from __future__ import annotations
@@ -10,37 +10,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.huggingface.classes import Class
 from mtrain.recipes.megatron.arguments import Draft, Unplaced, Why
 
 Json = dict[str, Any]
 HINTS = 20
-"""Unknown keys of a file whose nearest known one is looked for: it takes a millisecond each."""
+"""Unknown keys of a file that get a suggestion: each takes a millisecond."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the configurations of one `model_type` are read."""
+    """The rules to read the configurations of one `model_type`."""
 
     keys: Mapping[str, str]
-    """Their key -> ours, copied."""
+    """Hugging Face's key -> our key, for keys that are copied."""
     fixed: Mapping[str, Any]
-    """Our keys that hold for the whole family."""
+    """Our keys with the same value in the whole family."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """What leaving out a key means: the default of the family's class in transformers."""
+    """The value of a missing key: the default of the family's class in transformers."""
     more: tuple[Callable[[ConfigFile], None], ...] = ()
-    """Readers of what is more than a copy."""
+    """Readers of keys that are more than a copy."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Another name of a key that transformers reads as well -> the key."""
+    """Another name of a key that transformers also reads -> the key."""
     irrelevant: Mapping[str, str] = field(default_factory=dict)
-    """Keys of this family that say nothing of the numbers -> why."""
+    """Keys of this family that do not change the numbers -> why."""
 
 
 class ConfigFile:
     """A configuration file while it is read.
 
-    What the class of transformers that would read it leaves unread says nothing here either, and
-    null is what that class takes it for.
+    A key that the class of transformers leaves unread has no effect here either, and null means
+    what that class takes it for.
     """
 
     def __init__(self, values: Json, family: Family, read_by: Class | None = None) -> None:
@@ -59,7 +60,7 @@ class ConfigFile:
         for alias, key in family.aliases.items():
             if alias in self.given and self.given.get(key, values[alias]) == values[alias]:
                 self.given[key] = self.given.pop(alias)
-        self.said = {**values, **self.given}
+        self.original = {**values, **self.given}
         self.values = {**family.absent, **self.given}
         for key, value in self.given.items():
             if value is None and read_by is not None:
@@ -72,7 +73,7 @@ class ConfigFile:
         return key in self.family.irrelevant or key in IRRELEVANT or key in ELSEWHERE
 
     def _null(self, key: str, read_by: Class) -> None:
-        """Put what the class takes null for in its place."""
+        """Replace null by the value that the class takes it for."""
         meaning = read_by.null.get(key)
         if meaning == "false":
             self.values[key] = False
@@ -87,14 +88,14 @@ class ConfigFile:
             self.values[key] = self.family.absent.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, which is thereby read."""
+        """Return the value of a key, and mark the key as read."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return the value of a key that others are multiplied with; `TypeError` for a text, which
-        would be repeated.
+        """Return the value of a key that others are multiplied with; a text, which multiplication
+        would repeat, raises TypeError.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float):
@@ -102,11 +103,9 @@ class ConfigFile:
         return value
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
-        """Note that a key could not be taken over; `value` is the part of what it holds that
-        counts.
-        """
+        """Note that a key could not be imported; `value` is the relevant part of its value."""
         self.read.add(key)
-        shown = json.dumps(self.said.get(key, self.values.get(key)) if value is ... else value)
+        shown = json.dumps(self.original.get(key, self.values.get(key)) if value is ... else value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         if (key, text) not in self._refused:
             self._refused.add((key, text))
@@ -114,44 +113,44 @@ class ConfigFile:
 
     @property
     def layers(self) -> int:
-        """Return how many layers to go through; a number that no model has is left to the checks of
-        the configuration.
+        """Return the number of layers to visit, bounded; the checks of the configuration refuse
+        absurd numbers.
         """
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
-        """Note a value that means something that is not there here; null is the family's default.
+        """Note a value that means something mtrain does not build; null is the family's default.
 
-        It is noted even where today's class does not read the key: another release, or the
-        publisher's code, does.
+        It is noted even if today's class does not read the key: another release, or the publisher's
+        code, does.
         """
         if key in self._unread:
             self._unread.remove(key)
-            self.values[key] = self.said[key]
+            self.values[key] = self.original[key]
         if self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
             self.refuse(key, "not supported", text)
 
     def idle(self, keys: Sequence[str], text: str) -> None:
-        """Note keys that the file says and transformers does not read beside the others."""
+        """Note keys of the file that transformers does not read together with its other keys."""
         for key in keys:
             self.read.add(key)
             if self.given.get(key) is not None:
                 self.refuse(key, "no effect", text)
 
     def finish(self) -> None:
-        """Accounts for every key that no reader asked for."""
+        """Account for every key that no reader used."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
         for key in self._unread:
-            if self.said[key] not in (None, False):
+            if self.original[key] not in (None, False):
                 name = self.read_by.name.removesuffix("Config") if self.read_by else ""
                 self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
         for key, (allowed, text) in PLAIN.items():
-            if key in self.given and key not in self.read:  # a family may judge it for itself
+            if key in self.given and key not in self.read:  # a family may have its own rule
                 self.must(key, allowed, text)
         for key in self.given:
             if key in self.family.aliases:
                 self.refuse(
-                    key, "not supported", f"says another value than {self.family.aliases[key]}"
+                    key, "not supported", f"has another value than {self.family.aliases[key]}"
                 )
             elif key == "auto_map" and self._is_of_transformers():
                 self.refuse(
@@ -165,8 +164,10 @@ class ConfigFile:
                 self.unknown(key, known)
 
     def _is_of_transformers(self) -> bool:
-        """Tell if the file's architectures are those of the class of transformers that reads it."""
-        names = self.said.get("architectures")
+        """Return whether the file's architectures are those of the transformers class that reads
+        it.
+        """
+        names = self.original.get("architectures")
         if self.read_by is None or not isinstance(names, list) or not names:
             return False
         return all(
@@ -178,19 +179,38 @@ class ConfigFile:
         self.refuse(key, why, f"{inner}: {text}", {inner: value})
 
     def unknown(self, key: str, known: set[str], within: str | None = None) -> None:
-        """Note a key, in the object of another one or in the file, with the nearest one that is
-        known.
-        """
+        """Note an unknown key, in the file or in the object of another key, with a suggestion."""
         self._hints -= 1
         if self._hints >= 0:
-            near = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8)
+            suggestions = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8)
         else:
-            near = []
-        text = "is not read for this family" + (f"; did you mean {near[0]}?" if near else "")
+            suggestions = []
+        text = "is not read for this family"
+        if suggestions:
+            text += f"; did you mean {suggestions[0]}?"
         if within is None:
             self.refuse(key, "unknown", text)
         else:
             self.inside(within, key, "unknown", text, self.values[within].get(key))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The rules to read and write one `model_type` of Hugging Face."""
+
+    reads: Family
+    writes: Callable[[ModelConfig], Json]
+    """Returns the keys of a model's `config.json` beyond the copied ones.
+
+    Raises KeyError, ValueError, TypeError or AttributeError for a model that it cannot describe.
+    """
+    architecture: Callable[[ModelConfig], str]
+    """Returns the class of transformers that loads the folder of a model."""
+
+    @property
+    def family(self) -> str:
+        """Return the `model.family` of the models that it describes."""
+        return str(self.reads.fixed.get("model.family", "gpt"))
 
 
 _REASONS = {
@@ -199,7 +219,7 @@ _REASONS = {
         bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
     """
     ),
-    "says what a call returns or keeps, not what the model computes": (
+    "sets the output or cache of a call, not what the model computes": (
         """
         use_cache return_dict use_return_dict output_hidden_states output_attentions output_scores
         return_dict_in_generate torchscript output_router_logits keys_to_ignore_at_inference
@@ -232,10 +252,10 @@ _REASONS = {
     "is read by a model for classification": (
         "id2label label2id num_labels problem_type classifier_dropout"
     ),
-    "is so in any case: the model is causal": "is_decoder",
+    "is always true: the model is causal": "is_decoder",
 }
 IRRELEVANT: dict[str, str] = {key: why for why, keys in _REASONS.items() for key in keys.split()}
-"""Keys that say nothing of the numbers of training, in any family -> why."""
+"""Keys that do not change the numbers of training, in any family -> why."""
 
 PLAIN: dict[str, tuple[Sequence[Any], str]] = {
     "is_encoder_decoder": ((False,), "changes the numbers: this family has one stack of layers"),
@@ -244,23 +264,25 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
     "tie_encoder_decoder": ((False,), "changes the numbers: encoder and decoder share no layers"),
     "pruned_heads": (({}, []), "changes the numbers: every layer has all of its heads"),
 }
-"""Keys that any family may hold -> the values that are so here, and a sentence for the others."""
+"""Keys that any family may hold -> the values that mtrain builds, and a sentence for other
+values.
+"""
 
 OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
-"""Keys that say something here whatever transformers reads: of layers that predict further, which
-it leaves out, and the length of samples where positions are relative.
+"""Keys that mtrain reads even if transformers does not: those of prediction layers, which it leaves
+out, and the length of samples where positions are relative.
 """
 
 ELSEWHERE: dict[str, tuple[Why, str]] = {
     "auto_map": (
         "not supported",
         (
-            "names code, which is never loaded: where the class of transformers is meant, leave it"
-            " out of config.json"
+            "names code, which is never loaded: to use the class of transformers, remove it from"
+            " config.json"
         ),
     ),
-    "torch_dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
-    "dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
-    "quantization_config": ("not supported", "says how weights are stored"),
+    "torch_dtype": ("derived here", "sets how weights are stored; a run chooses precision=bf16"),
+    "dtype": ("derived here", "sets how weights are stored; a run chooses precision=bf16"),
+    "quantization_config": ("not supported", "sets how weights are stored"),
 }
-"""Keys that are refused wherever they stand -> why."""
+"""Keys that are refused in every family -> why."""

@@ -1,4 +1,4 @@
-"""`config.json` of DeepSeek-V3.2: that of DeepSeek-V3, and an indexer."""
+"""`config.json` of DeepSeek-V3.2: that of DeepSeek-V3, with an indexer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEXER = {
 
 
 def _layers(f: ConfigFile) -> None:
-    """Every layer chooses keys of its own, and dense MLPs come first."""
+    """Refuse layers without an indexer, and dense MLPs that do not come first."""
     dense = min(int(f.get("first_k_dense_replace")), f.layers)
     kinds = {
         "layer_types": ["indexed_attention"] * f.layers,
@@ -52,7 +52,7 @@ READS = Family(
 
 
 def writes(m: ModelConfig) -> Json:
-    """What the file says beyond the keys that are copied."""
+    """Return the keys of the file beyond the copied ones."""
     if m.dsa is None:
         raise ValueError("there is no sparse attention")
     return WRITERS["deepseek_v3"](m)

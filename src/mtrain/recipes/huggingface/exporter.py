@@ -1,10 +1,11 @@
-"""A model's shape as a Hugging Face `config.json`, which reads back as the same model or is not
-written.
+"""A model's shape as a Hugging Face `config.json`, which is written only if it reads back as the
+same model.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
@@ -22,66 +23,43 @@ from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.recipes.imported import Imported
 
 TRAINING = frozenset(
-    (
-        *(
-            "name",
-            "builder",
-            "mask_padded_vocab",
-            "attention_dropout",
-            "hidden_dropout",
-            "init_method_std",
-        ),
-        *(
-            "embedding_init_method_std",
-            "mtp_num_layers",
-            "mtp_loss_scaling_factor",
-            "moe.aux_loss_coeff",
-        ),
-        *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
-        *(
-            "moe.router_padding_for_quantization",
-            "moe.input_jitter_eps",
-            "moe.token_dispatcher_type",
-        ),
-        *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "bert.masked_share"),
-        *("moe.pad_alltoall", "moe.alltoall_capacity_factor"),
-        *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
-        "mtp_detach_heads",
-        *(
-            "t5.noise_density",
-            "t5.mean_noise_span_length",
-            "t5.sentinels",
-            "t5.first_sentinel",
-            "t5.start_id",
-        ),
-        *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),
-        *(
-            "llava.freeze",
-            "hybrid.chunk_size",
-            "dsa.indexer_loss_coeff",
-            "dsa.indexer_use_sparse_loss",
-        ),
+    re.findall(
+        r"[\w.]+",
+        """
+        mtp_detach_heads name builder mask_padded_vocab attention_dropout hidden_dropout
+        init_method_std embedding_init_method_std mtp_num_layers mtp_loss_scaling_factor
+        moe.aux_loss_coeff moe.z_loss_coeff moe.router_load_balancing_type
+        moe.router_bias_update_rate moe.router_padding_for_quantization moe.input_jitter_eps
+        moe.token_dispatcher_type moe.flex_dispatcher_backend moe.shared_expert_overlap
+        moe.pad_alltoall moe.alltoall_capacity_factor
+        bert.masked_share bert.mask_token_id bert.cls_token_id bert.sep_token_id
+        t5.noise_density t5.mean_noise_span_length t5.sentinels t5.first_sentinel t5.start_id
+        t5.end_id t5.encoder_length t5.decoder_length t5.initializer_factor
+        llava.freeze
+        hybrid.chunk_size
+        dsa.indexer_loss_coeff dsa.indexer_use_sparse_loss
+        """,
     )
 )
-"""Keys of `model` that a trained model's forward pass does not read, or that no file has."""
+"""Keys of `model` that do not change a trained model's forward pass, or that no file has."""
 PRESENT = {"not supported", "unknown", "unreadable", "secret"}
-"""Why a key of a file that was not taken over may change what the model computes."""
+"""Reasons of keys that were not imported and may change the model's computation."""
 STORED = ("quantization_config", "torch_dtype", "dtype")
-"""Keys that say how weights are stored, which a conversion reads from the weights."""
+"""Keys about the format of stored weights, which a conversion reads from the weights."""
 
 
 def differing(imported: Imported) -> list[str]:
-    """What a `config.json` says and our model does not do, key by key; empty where nothing changes
-    the numbers.
+    """Return the keys of a `config.json` that our model does not follow; empty if the numbers are
+    the same.
     """
-    found = [
+    unplaced = [
         u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED
     ]
-    return [f"{u.flag} = {u.value}: {u.text}" for u in found]
+    return [f"{u.flag} = {u.value}: {u.text}" for u in unplaced]
 
 
 def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Return keys in which two models compute something else."""
+    """Return the keys in which two models compute different results."""
     left = _flat(a.model_dump(mode="json"))
     right = _flat(b.model_dump(mode="json"))
     left["kv_channels"] = a.head_dim
@@ -101,8 +79,8 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _narrow(m: ModelConfig) -> int | None:
-    """Return the window, where some token does not see all before it, or layers with it turn
-    otherwise.
+    """Return the window if it hides some earlier token, or if layers with a window have another
+    rotary base.
     """
     wide = m.window_size is None or m.window_size >= m.max_position_embeddings
     return None if wide and not m.rotary_base_local else m.window_size
@@ -114,7 +92,7 @@ def _head(m: ModelConfig) -> str | None:
 
 
 def shipped(model: ModelConfig) -> str | None:
-    """Return the choice of `model` that computes the same."""
+    """Return the shipped choice of `model` that computes the same."""
     for name in choices_of_group("model"):
         known: Any = section("model", name)
         if not same_model(known, model):
@@ -128,11 +106,10 @@ def config_json(
     """Return the `config.json` of a model for `kind`, or for the first `model_type` that is the
     same model.
 
-    `dtype` is that of the weights, as torch names it; `tokens` are ids such as `eos_token_id`.
+    `dtype` is the torch name of the weights' dtype; `tokens` are ids such as `eos_token_id`.
 
     Raises:
-        ConfigError: no `model_type` here computes what the model does; each one's differences are
-            named.
+        ConfigError: no known `model_type` computes the same; names the differences of each.
     """
     of_family = [one for one, known in KINDS.items() if known.family == model.family]
     kinds: Iterable[str] = of_family if kind is None else (kind,)
@@ -146,24 +123,24 @@ def config_json(
             continue
         try:
             body = _body(model, one)
-            found = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
+            imported = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
         except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
             reasons.append(f"{one}: {str(error)[:120]}")
             continue
-        # a resolved model has values where a file's has null
-        known = resolve(found.run, Machine.here()).model
-        apart = [
-            *differing(found),
-            *(same_model(model, found.run.model) and same_model(model, known)),
+        # a resolved model has values where the file's has null
+        known = resolve(imported.run, Machine.here()).model
+        differences = [
+            *differing(imported),
+            *(same_model(model, imported.run.model) and same_model(model, known)),
         ]
-        if not apart:
+        if not differences:
             return {
                 "architectures": [KINDS[one].architecture(model)],
                 **body,
                 "torch_dtype": dtype,
                 **tokens,
             }
-        reasons.append(f"{one}: {', '.join(apart[:4])}")
+        reasons.append(f"{one}: {', '.join(differences[:4])}")
     rule = "; ".join(("no model of transformers computes what this one does", *reasons[:6]))
     raise ConfigError(
         [Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")]
@@ -196,5 +173,5 @@ def _body(m: ModelConfig, kind: str) -> Json:
         out["num_key_value_heads"] = m.query_groups
     if "head_dim" in out:
         out["head_dim"] = m.head_dim
-    # some classes take an id beyond a small vocabulary where a file says none
+    # the default of some classes is an id beyond a small vocabulary
     return {"pad_token_id": None, **out, **known.writes(m)}

@@ -1,4 +1,4 @@
-"""What the keys of a Hugging Face `config.json` mean, family by family."""
+"""The keys of a Hugging Face `config.json`, family by family, and their meaning here."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ from mtrain.recipes.huggingface.readers import (
     mixtral_experts,
     neox_block,
     no_attention_bias,
-    no_cap_of_scores,
     phi3_block,
     qwen2_experts,
     qwen_experts,
+    uncapped_scores,
 )
 from mtrain.recipes.huggingface.rope import (
-    all_or_none_slide,
-    every_layer_slides,
-    every_nth_layer_sees_all,
-    every_other_layer_slides,
     first_channels_rotary,
     neox_rotary,
-    odd_layers_slide,
+    optional_window,
     partly_rotary,
     phi3_rotary,
     rotary,
     two_bases,
-    upper_layers_slide,
+    window_everywhere,
+    window_except_every_nth,
+    window_in_every_other_layer,
+    window_in_odd_layers,
+    window_in_upper_layers,
 )
 
 
 def _named(*names: str) -> dict[str, str]:
-    """Return keys of `model` under the names that their schema says Llama's `config.json` has for
-    them.
-    """
+    """Return keys of `model` under the names that the schema records for Llama's `config.json`."""
     return {key_of(f"model.{name}").hf.split()[0]: f"model.{name}" for name in names}
 
 
@@ -113,7 +111,7 @@ _DEEPSEEK = {
 _COMPUTED = dict.fromkeys(
     ("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim"
 )
-_LAYOUT = {"ep_size": "says how experts are sharded, which is parallel.ep"}
+_LAYOUT = {"ep_size": "sets how experts are sharded, which is parallel.ep"}
 _ALIASES = {"num_experts": "num_local_experts"}
 _UNREAD_BY_PHI3 = (
     "embd_pdrop",
@@ -154,7 +152,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
             "num_key_value_heads": 8,
         },
-        (gate, every_layer_slides, rotary),
+        (gate, window_everywhere, rotary),
     ),
     "mixtral": Family(
         LLAMA,
@@ -169,11 +167,11 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "router_aux_loss_coef": 0.001,
         },
-        (gate, every_layer_slides, rotary, mixtral_experts),
+        (gate, window_everywhere, rotary, mixtral_experts),
         _ALIASES,
     ),
     "qwen2": Family(
-        LLAMA, {**GATED, "model.add_qkv_bias": True}, _QWEN, (gate, upper_layers_slide, rotary)
+        LLAMA, {**GATED, "model.add_qkv_bias": True}, _QWEN, (gate, window_in_upper_layers, rotary)
     ),
     "qwen2_moe": Family(
         LLAMA,
@@ -187,20 +185,20 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 5632,
             "qkv_bias": True,
         },
-        (gate, odd_layers_slide, rotary, qwen2_experts),
+        (gate, window_in_odd_layers, rotary, qwen2_experts),
         _ALIASES,
     ),
     "qwen3": Family(
         LLAMA,
         {**GATED, "model.qk_layernorm": True},
         {**_QWEN, "head_dim": 128},
-        (gate, attention_biases, upper_layers_slide, rotary),
+        (gate, attention_biases, window_in_upper_layers, rotary),
     ),
     "qwen3_moe": Family(
         LLAMA,
         {**GATED, "model.qk_layernorm": True},
         {**QWEN_MOE, "num_key_value_heads": 4},
-        (gate, attention_biases, all_or_none_slide, rotary, qwen_experts),
+        (gate, attention_biases, optional_window, rotary, qwen_experts),
         _ALIASES,
         {"max_window_layers": "is not read for this family"},
     ),
@@ -213,7 +211,7 @@ FAMILIES: dict[str, Family] = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        (gemma_attention, every_other_layer_slides, rotary),
+        (gemma_attention, window_in_every_other_layer, rotary),
         irrelevant=_OTHER_ACTIVATION,
     ),
     "gemma3_text": Family(
@@ -227,7 +225,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
         },
-        (gemma_attention, no_cap_of_scores, every_nth_layer_sees_all, two_bases),
+        (gemma_attention, uncapped_scores, window_except_every_nth, two_bases),
         irrelevant={
             **_OTHER_ACTIVATION,
             "_sliding_window_pattern": "is sliding_window_pattern, which made layer_types",
@@ -291,7 +289,7 @@ FAMILIES: dict[str, Family] = {
                 "truncate": False,
             },
         },
-        (every_other_layer_slides, rotary, gpt_oss_experts),
+        (window_in_every_other_layer, rotary, gpt_oss_experts),
         _ALIASES,
         {"initial_context_length": "is original_max_position_embeddings of the rotary positions"},
     ),
@@ -368,7 +366,7 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "resid_pdrop": 0.0,
         },
-        (gate, every_layer_slides, phi3_rotary, phi3_block),
+        (gate, window_everywhere, phi3_rotary, phi3_block),
         {},
         dict.fromkeys(_UNREAD_BY_PHI3, "is read by no layer of this family"),
     ),

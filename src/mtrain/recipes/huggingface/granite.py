@@ -1,6 +1,6 @@
-"""The `config.json` of Granite 4's hybrids: what it means, and what it says of one of ours.
+"""The `config.json` of Granite 4's hybrids, read and written.
 
-A layer of theirs is two of ours: a mixer or attention, then an MLP, or experts beside a shared one.
+A layer of theirs is two of ours: a mixer or attention, then an MLP, or experts with a shared one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import math
 from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_hybrid import BASE, NO_BOUND, OF_BOTH, WORDS, own
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.families import COMMON
-from mtrain.recipes.huggingface.kind import Kind
 from mtrain.recipes.huggingface.readers import mixtral_experts
 from mtrain.recipes.huggingface.writers import mixture
 
-_WIDTH = "changes the numbers: the heads have another width in all"
+_WIDTH = "changes the numbers: the total width of the heads differs"
 
 
 def _granite(f: ConfigFile) -> None:
@@ -66,14 +65,14 @@ def _mixers(f: ConfigFile) -> str:
 
 
 def _limits(f: ConfigFile) -> None:
-    """What is not built is refused."""
+    """Refuse values that mtrain does not build."""
     limits = f.get("time_step_limit")
     f.out["model.hybrid.time_step_min"] = float(limits[0])
     if len(limits) != 2 or limits[1] not in NO_BOUND:
         f.refuse(
             "time_step_limit",
             "not supported",
-            "changes the numbers: time steps have a lower bound alone",
+            "changes the numbers: time steps have only a lower bound",
         )
     f.must(
         "position_embedding_type", ("nope",), "changes the numbers: attention has no positions here"
@@ -182,9 +181,7 @@ def _writes(m: ModelConfig) -> Json:
     if moe is None:
         return body
     if moe.shared_expert_intermediate_size is None:
-        raise ValueError(
-            "it has no shared experts beside the others, and layers of theirs always have them"
-        )
+        raise ValueError("it has no shared experts, which layers of theirs always have")
     return body | {
         **mixture(m, "num_local_experts", "intermediate_size", dense=m.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,

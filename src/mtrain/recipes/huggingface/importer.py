@@ -1,6 +1,6 @@
 """A Hugging Face `config.json` as the shape of a model.
 
-It is data: no code that it names is loaded.
+The file is data: code that it names is never loaded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from mtrain.recipes.imported import WHOLE, Imported, as_published, build, name_o
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 
 WITH_IMAGES = {"gemma3": "gemma3_text"}
-"""`model_type` of models that read images -> that of their text model, which is read alone."""
+"""`model_type` of models that read images -> that of their text model, which is imported without
+the rest.
+"""
 _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
 def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
-    """Read a `config.json`; `extra` are overrides in our own grammar, for layout, data and all
-    else.
+    """Read a `config.json`; `extra` are overrides in our own grammar, for layout, data and other
+    keys.
 
     Raises:
-        ConfigError: no JSON, a family that is not known, or a value that is refused.
+        ConfigError: the file is no JSON, or has an unknown family or a refused value.
     """
     source = str(path)
     given = read_json(path, source)
@@ -45,12 +47,12 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     try:
         d = _read(f, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-        rule = f"a value is of another type or size than it must be: {error}"
+        rule = f"a value has a wrong type or size: {error}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     if values is not given:
         f.notes.append(
-            f"{given['model_type']} reads images too: the text model alone is read, and"
-            " vision_config and what joins both are left out"
+            f"{given['model_type']} reads images too: only the text model is read;"
+            " vision_config and the projector are left out"
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
@@ -60,17 +62,17 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
 
 
 def kind_of(values: Json) -> str:
-    """Return the `model_type` of the family that reads a file; empty where the file says none."""
+    """Return the `model_type` of the family that reads a file; empty if the file has none."""
     kind = values.get("model_type")
     kind = WITH_IMAGES.get(kind, kind) if isinstance(kind, str) else ""
     return ALIASES.get(kind, kind)
 
 
 def as_text(values: Json) -> Json:
-    """What a file says of its text model: itself, or the object inside where the model reads images
-    as well.
+    """Return the configuration of a file's text model: the file itself, or an object inside if the
+    model reads images.
 
-    Ids of tokens, and whether embeddings are tied, may stand outside of that object.
+    Token ids, and whether embeddings are tied, may stand outside of that object.
     """
     kind = values.get("model_type")
     text = values.get("text_config", {})
@@ -106,10 +108,10 @@ def _read(f: ConfigFile, family: Family) -> Draft:
 
 
 def read_json(path: Path, source: str) -> Json:
-    """Return a JSON object of bounded size and depth, no key of it written twice.
+    """Return a JSON object of bounded size and depth, without duplicate keys.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the file holds anything else.
     """
     text = read_text(path, source, (".json",))
     refuse_hidden(text, source, UNSHOWN)

@@ -1,5 +1,5 @@
-"""Every `model_type` of Hugging Face that is known, of any family of models: how it is read and
-written.
+"""Every known `model_type` of Hugging Face, of any family of models, with its rules to read and
+write it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from mtrain.recipes.hf_bert import BERT, MEGATRON_BERT
 from mtrain.recipes.hf_hybrid import MAMBA2, NEMOTRON_H
 from mtrain.recipes.hf_t5 import T5
 from mtrain.recipes.huggingface import deepseek_v32, nemotron, qwen3_next
+from mtrain.recipes.huggingface.config_file import Kind
 from mtrain.recipes.huggingface.families import FAMILIES
 from mtrain.recipes.huggingface.granite import GRANITE
-from mtrain.recipes.huggingface.kind import Kind
 from mtrain.recipes.huggingface.writers import WRITERS
 
 DECODERS = {
@@ -37,7 +37,8 @@ DECODERS = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
-"""Decoder-only: `model_type` -> its class in transformers, in the order in which one is looked for.
+"""Decoder-only: `model_type` -> its class in transformers, in the order of the search for a
+matching type.
 """
 
 
@@ -65,4 +66,4 @@ KINDS: dict[str, Kind] = {
     "granitemoehybrid": GRANITE,
     "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
-"""`model_type` -> how it is read and written."""
+"""`model_type` -> its rules to read and write it."""

@@ -1,5 +1,5 @@
-"""`config.json` of Nemotron-3, Nemotron-4 and Minitron: norms around 1 with biases, an MLP without
-a gate, and rotary positions in a part of each head.
+"""`config.json` of Nemotron-3, Nemotron-4 and Minitron: biased norms around 1, an MLP without a
+gate, partial rotary positions.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from mtrain.recipes.huggingface.writers import partly
 
 UNREAD = {
     **dict.fromkeys(
-        ("rope_percent", "rope_percentage"), "partial_rotary_factor says how much of a head turns"
+        ("rope_percent", "rope_percentage"), "partial_rotary_factor sets the rotary part of a head"
     ),
-    "layer_norm_eps": "norm_eps says it",
-    "kv_channels": "head_dim says how wide a head is",
+    "layer_norm_eps": "norm_eps sets it",
+    "kv_channels": "head_dim sets the width of a head",
 }
-"""Keys of published files that transformers does not read -> the one that it does."""
+"""Keys of published files that transformers does not read -> the key that it reads."""
 WORDS = {"squared_relu": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_new"}
-"""Activations of an MLP without a gate -> the word that is written."""
+"""Activations of an MLP without a gate -> the word in the file."""
 
 
 def _block(f: ConfigFile) -> None:
@@ -67,7 +67,7 @@ READS = Family(
 
 
 def writes(m: ModelConfig) -> Json:
-    """What the file says beyond the keys that are copied."""
+    """Return the keys of the file beyond the copied ones."""
     biases = {
         "attention_bias": m.add_bias_linear or m.add_proj_bias,
         "mlp_bias": m.add_bias_linear or m.add_mlp_bias,

@@ -1,5 +1,5 @@
-"""`config.json` of Qwen3-Next: linear attention but in every n-th layer, gated attention, experts,
-a shared one.
+"""`config.json` of Qwen3-Next: linear attention except in every n-th layer, gated attention,
+experts and a shared expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mtrain.recipes.huggingface.writers import gate_of, partly, qwen_moe
 LINEAR = "linear_attention"
 SOFTMAX = "full_attention"
 OWN = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Keys of `model.linear_attention`; theirs have `linear_` in front."""
+"""Keys of `model.linear_attention`; Hugging Face's have the prefix `linear_`."""
 
 
 def _layers(count: int, every: int) -> list[str]:
@@ -22,7 +22,7 @@ def _layers(count: int, every: int) -> list[str]:
 
 
 def _linear_attention(f: ConfigFile) -> None:
-    """The pattern of layers, and the sizes of those with linear attention."""
+    """Read the pattern of layers, and the sizes of those with linear attention."""
     f.must(
         "hidden_act",
         ("silu", "swish"),
@@ -37,9 +37,9 @@ def _linear_attention(f: ConfigFile) -> None:
     kinds = f.get("layer_types", _layers(f.layers, every))
     every = kinds.index(SOFTMAX) + 1 if SOFTMAX in kinds else max(every, len(kinds) + 1)
     if every < 2 or kinds != _layers(f.layers, every):
-        said = "layer_types" if f.given.get("layer_types") else "full_attention_interval"
+        key = "layer_types" if f.given.get("layer_types") else "full_attention_interval"
         f.refuse(
-            said,
+            key,
             "not supported",
             "changes the numbers: linear attention is in all layers but every n-th here",
         )
@@ -49,7 +49,9 @@ def _linear_attention(f: ConfigFile) -> None:
 
 
 def _experts(f: ConfigFile) -> None:
-    """Experts as in Qwen3-MoE, beside a shared one; none where every layer is dense."""
+    """Read the experts of Qwen3-MoE and a shared one; if every layer is dense, there are no
+    experts.
+    """
     qwen_experts(f)
     shared_expert(f)
     if f.out["model.moe.first_dense_layers"] >= f.layers:
@@ -87,7 +89,7 @@ QWEN3_NEXT = Family(
 
 
 def writes(m: ModelConfig) -> Json:
-    """What the file says beyond the keys that are copied."""
+    """Return the keys of the file beyond the copied ones."""
     own = m.linear_attention
     if own is None:
         raise ValueError("there is no linear attention")

@@ -1,4 +1,4 @@
-"""Readers of what is more than a copy in a Hugging Face `config.json`: activations, biases,
+"""Readers of a Hugging Face `config.json` for keys that are more than a copy: activations, biases,
 experts, attention.
 """
 
@@ -12,14 +12,14 @@ UNGATED_WORDS = {
     **dict.fromkeys(_TANH, "gelu_tanh"),
     "relu2": "squared_relu",
 }
-"""Their activation functions in an MLP without a gate -> ours."""
+"""Hugging Face's activations of an MLP without a gate -> ours."""
 GATED_WORDS = {
     **dict.fromkeys(("silu", "swish"), "swiglu"),
     **dict.fromkeys(("gelu", "gelu_python"), "geglu"),
     **dict.fromkeys(_TANH, "geglu_tanh"),
     "quick_gelu": "quick_geglu",
 }
-"""Their activation functions of a gate -> ours."""
+"""Hugging Face's activations of a gate -> ours."""
 
 
 def _activation(f: ConfigFile, key: str, words: dict[str, str]) -> None:
@@ -32,19 +32,19 @@ def _activation(f: ConfigFile, key: str, words: dict[str, str]) -> None:
 
 
 def gate(f: ConfigFile) -> None:
-    """The activation of a gate."""
+    """Read the activation of a gate."""
     _activation(f, "hidden_act", GATED_WORDS)
 
 
 def llama_biases(f: ConfigFile) -> None:
-    """Biases in attention, in the MLP or in both, which is one key here."""
+    """Read biases in attention, in the MLP or in both; both are one key here."""
     attention = bool(f.get("attention_bias", False))
     mlp = bool(f.get("mlp_bias", False))
     _biases(f, attention, mlp)
 
 
 def attention_biases(f: ConfigFile) -> None:
-    """Biases in all projections of attention, or in none (Qwen3)."""
+    """Read biases in all projections of attention, or in no projection (Qwen3)."""
     _biases(f, bool(f.get("attention_bias", False)), mlp=False)
 
 
@@ -59,17 +59,17 @@ def _biases(f: ConfigFile, attention: bool, mlp: bool) -> None:
 
 
 def no_attention_bias(f: ConfigFile) -> None:
-    """Qwen3, OLMo 2 and Gemma have no biases."""
+    """Refuse biases, which OLMo 2 and Gemma do not have."""
     f.must(
         "attention_bias",
         (False,),
-        "changes the numbers: biases in query, key and value alone, or everywhere",
+        "changes the numbers: biases only in query, key and value, or everywhere",
     )
 
 
 def gemma_attention(f: ConfigFile) -> None:
-    """Scores of Gemma 2 and 3, divided by the root of a number of their own, and the activation by
-    its name there.
+    """Read the divisor of Gemma 2's and 3's attention scores, and the activation under its name
+    there.
     """
     _activation(f, "hidden_activation", GATED_WORDS)
     divisor = f.get("query_pre_attn_scalar")
@@ -80,18 +80,18 @@ def gemma_attention(f: ConfigFile) -> None:
     f.must(
         "sliding_window_size",
         (f.get("sliding_window"),),
-        "changes the numbers: sliding_window says another width",
+        "changes the numbers: sliding_window is another width",
     )
     no_attention_bias(f)
 
 
-def no_cap_of_scores(f: ConfigFile) -> None:
-    """Gemma 3, whose class in transformers has the key of Gemma 2 and does nothing with it."""
+def uncapped_scores(f: ConfigFile) -> None:
+    """Note the cap of Gemma 2, a key that Gemma 3's class has and does not use."""
     f.idle(("attn_logit_softcapping",), "scores of this family are not capped")
 
 
 def _experts(f: ConfigFile, count: str, width: str) -> int:
-    """Return keys of every mixture of experts; the number of experts that a token visits."""
+    """Read the keys of every mixture of experts; return the number of experts per token."""
     topk: int = f.get("num_experts_per_tok")
     f.out |= {
         "model.moe.num_experts": f.get(count),
@@ -102,10 +102,10 @@ def _experts(f: ConfigFile, count: str, width: str) -> int:
 
 
 def _balancing(f: ConfigFile, topk: int, dense: int = 0) -> None:
-    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to
+    """Convert Hugging Face's coefficient of the balancing loss to `model.moe.aux_loss_coeff`, to
     six digits.
 
-    `dense` layers have no experts, and no part in their mean.
+    `dense` layers have no experts, and do not count in Hugging Face's mean.
     """
     theirs = float(f.get("router_aux_loss_coef"))
     layers = max(1, f.layers - dense)
@@ -120,22 +120,22 @@ def _balancing(f: ConfigFile, topk: int, dense: int = 0) -> None:
 
 
 def mixtral_experts(f: ConfigFile) -> None:
-    """Experts of Mixtral, as wide as a dense MLP."""
+    """Read the experts of Mixtral, as wide as a dense MLP."""
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
     text = (
-        "changes the numbers: model.moe.input_jitter_eps reaches the router alone, and theirs the"
-        " experts too"
+        "changes the numbers: model.moe.input_jitter_eps reaches only the router, and theirs also"
+        " the experts"
     )
     f.must("router_jitter_noise", (0,), text)
-    more_than_one_expert(f)
+    refuse_single_expert(f)
 
 
 def qwen_experts(f: ConfigFile) -> None:
-    """Experts of Qwen3-MoE, in all layers or behind dense ones."""
+    """Read the experts of Qwen3-MoE, in all layers or after dense ones."""
     topk = _experts(f, "num_local_experts", "moe_intermediate_size")
     f.out["model.moe.router_pre_softmax"] = not f.get("norm_topk_prob", False)
     if f.get("norm_topk_prob", False):
-        more_than_one_expert(f)
+        refuse_single_expert(f)
     step = f.get("decoder_sparse_step")
     dense = set(f.get("mlp_only_layers", []))
     layers = range(f.layers)
@@ -152,14 +152,14 @@ def qwen_experts(f: ConfigFile) -> None:
 
 
 def qwen2_experts(f: ConfigFile) -> None:
-    """Experts of Qwen2-MoE, beside shared ones with a gate."""
+    """Read the experts of Qwen2-MoE, with gated shared ones."""
     qwen_experts(f)
     shared_expert(f)
     f.out["model.add_qkv_bias"] = f.get("qkv_bias")
 
 
 def shared_expert(f: ConfigFile) -> None:
-    """An expert that every token visits, with a gate (Qwen2-MoE, Qwen3-Next)."""
+    """Read an expert that every token visits, with a gate (Qwen2-MoE, Qwen3-Next)."""
     shared = f.get("shared_expert_intermediate_size") or None
     f.out |= {
         "model.moe.shared_expert_intermediate_size": shared,
@@ -168,7 +168,7 @@ def shared_expert(f: ConfigFile) -> None:
 
 
 def minimax_experts(f: ConfigFile) -> None:
-    """Experts of MiniMax-M2: scores are a sigmoid, chosen with a bias, and normalised."""
+    """Read the experts of MiniMax-M2: scores are a sigmoid, chosen with a bias, and normalised."""
     _experts(f, "num_local_experts", "intermediate_size")
     f.out |= {
         "model.moe.router_score_function": "sigmoid",
@@ -186,15 +186,15 @@ def minimax_experts(f: ConfigFile) -> None:
         "sliding_window": (None, "no layer has a window"),
         "router_jitter_noise": (
             0,
-            "model.moe.input_jitter_eps reaches the router alone, and theirs the experts too",
+            "model.moe.input_jitter_eps reaches only the router, and theirs also the experts",
         ),
-        "output_router_logits": (False, "the bias alone balances experts here"),
+        "output_router_logits": (False, "only the bias balances experts here"),
     }.items():
         f.must(key, (allowed,), f"changes the numbers: {text}")
-    more_than_one_expert(f)
+    refuse_single_expert(f)
     f.idle(
         ("router_aux_loss_coef",),
-        "is read with output_router_logits alone; the bias balances experts",
+        "is read only with output_router_logits; the bias balances experts",
     )
     f.idle(
         ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
@@ -203,8 +203,8 @@ def minimax_experts(f: ConfigFile) -> None:
 
 
 def gpt_oss_experts(f: ConfigFile) -> None:
-    """Experts of GPT-OSS, with clamped gates and biases; its first files say how many of them
-    twice.
+    """Read the experts of GPT-OSS, with clamped gates and biases; its first files hold the number
+    of experts twice.
     """
     if f.get("experts_per_token", f.get("num_experts_per_tok")) != f.get("num_experts_per_tok"):
         f.refuse("experts_per_token", "no effect", "is read by no layer of GptOss in transformers")
@@ -223,13 +223,11 @@ def gpt_oss_experts(f: ConfigFile) -> None:
     )
     f.out["model.activation_func_clamp_value"] = float(f.get("swiglu_limit"))
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
-    more_than_one_expert(f)
+    refuse_single_expert(f)
 
 
-def _experts_behind_dense_layers(f: ConfigFile) -> None:
-    """The shape of the experts of DeepSeek and of those that followed: shared ones, and dense
-    layers before them.
-    """
+def _experts_after_dense_layers(f: ConfigFile) -> None:
+    """Read the experts of DeepSeek and its successors: with shared ones, and after dense layers."""
     shared = f.number("n_shared_experts", 0) * f.number("moe_intermediate_size")
     _experts(f, "n_routed_experts", "moe_intermediate_size")
     f.out |= {
@@ -246,17 +244,17 @@ def _experts_behind_dense_layers(f: ConfigFile) -> None:
             " report"
         )
     f.must(
-        "moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts"
+        "moe_layer_freq", (1,), "changes the numbers: every layer after the dense ones has experts"
     )
 
 
 _LATENT_EPSILON = 1e-6
-"""Of the norms of MLA in both DeepSeek families, whatever the others have."""
+"""The epsilon of MLA's norms in both DeepSeek families, whatever that of the other norms."""
 
 
 def _latent(f: ConfigFile) -> None:
-    """MLA and the shape of the experts of both DeepSeek families."""
-    _experts_behind_dense_layers(f)
+    """Read MLA and the shape of the experts of both DeepSeek families."""
+    _experts_after_dense_layers(f)
     f.out |= {
         "model.num_query_groups": None,
         "model.mla.q_lora_rank": f.get("q_lora_rank"),
@@ -274,7 +272,9 @@ def _latent(f: ConfigFile) -> None:
 
 
 def _groups(f: ConfigFile, best: int) -> None:
-    """Group-limited routing, where a group is worth its `best` scores; one group is none."""
+    """Read group-limited routing, where a group's score is the sum of its `best` scores; one group
+    means no groups.
+    """
     many = f.get("n_group", 1) > 1
     f.out |= {
         "model.moe.router_num_groups": f.get("n_group") if many else None,
@@ -285,21 +285,18 @@ def _groups(f: ConfigFile, best: int) -> None:
         f.must("topk_group", (1,), "changes the numbers: of one group of experts, one is chosen")
 
 
-def more_than_one_expert(f: ConfigFile) -> None:
-    """Refuse one expert per token where chosen scores are normalised: megatron-core builds no such
-    router.
-    """
+def refuse_single_expert(f: ConfigFile) -> None:
+    """Refuse one expert per token with normalised scores: megatron-core builds no such router."""
     if f.get("num_experts_per_tok") == 1:
         text = (
-            "the score of one chosen expert is 1 there, whatever the router says, so that no"
-            " gradient reaches it; two experts or more are computed here, or one whose score is not"
-            " normalised"
+            "the score of one chosen expert is 1 there, whatever the router computes, so that no"
+            " gradient reaches it; use two experts or more, or one whose score is not normalised"
         )
         f.refuse("num_experts_per_tok", "not supported", text)
 
 
 def deepseek_v2_experts(f: ConfigFile) -> None:
-    """Scores are a softmax; a group is worth its best one."""
+    """Read experts whose scores are a softmax; a group's score is its best one."""
     _latent(f)
     f.out |= {"model.moe.router_score_function": "softmax", "model.moe.router_pre_softmax": True}
     f.must("scoring_func", ("softmax",), "changes the numbers: scores of this family are a softmax")
@@ -320,7 +317,8 @@ def deepseek_v2_experts(f: ConfigFile) -> None:
 
 
 def _balanced_by_bias(f: ConfigFile) -> None:
-    """Scores are a sigmoid, chosen with a bias; a group is worth its two best.
+    """Read experts whose scores are a sigmoid, chosen with a bias; a group's score is the sum of
+    its two best.
 
     MTP layers follow the model's own.
     """
@@ -335,14 +333,14 @@ def _balanced_by_bias(f: ConfigFile) -> None:
         (True,),
         "changes the numbers: chosen scores of this family are normalised",
     )
-    more_than_one_expert(f)
+    refuse_single_expert(f)
 
 
 def glm4_experts(f: ConfigFile) -> None:
-    """GLM-4.5: the experts of DeepSeek-V3 behind attention with groups, biases and, in some sizes,
-    norms.
+    """Read GLM-4.5: the experts of DeepSeek-V3, and attention with groups, biases and, in some
+    sizes, norms.
     """
-    _experts_behind_dense_layers(f)
+    _experts_after_dense_layers(f)
     _balanced_by_bias(f)
     f.out |= {
         "model.add_qkv_bias": f.get("attention_bias"),
@@ -351,16 +349,16 @@ def glm4_experts(f: ConfigFile) -> None:
 
 
 def phi3_block(f: ConfigFile) -> None:
-    """Phi-3, whose residuals alone would have dropout."""
+    """Refuse the dropout of Phi-3, which applies only to residuals."""
     text = (
-        "changes the numbers: model.hidden_dropout is that of the embeddings too, which have none"
-        " there"
+        "changes the numbers: model.hidden_dropout applies to the embeddings too, and Phi-3's has"
+        " no dropout there"
     )
     f.must("resid_pdrop", (0,), text)
 
 
 def _computed_widths(f: ConfigFile) -> None:
-    """Refuse a value that transformers puts in place of one that it computed, null too."""
+    """Refuse a value, or null, that transformers puts in the place of one that it computed."""
     rotary = f.get("qk_rope_head_dim")
     declared = f.read_by.null if f.read_by else {}
     for key, width in {
@@ -376,7 +374,7 @@ def _computed_widths(f: ConfigFile) -> None:
 
 
 def deepseek_v3_experts(f: ConfigFile) -> None:
-    """MLA, and experts that a bias balances."""
+    """Read MLA, and experts that a bias balances."""
     _latent(f)
     _balanced_by_bias(f)
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
@@ -392,7 +390,7 @@ def deepseek_v3_experts(f: ConfigFile) -> None:
 
 
 def gpt2_block(f: ConfigFile) -> None:
-    """GPT-2, whose configuration has names of its own."""
+    """Read GPT-2, whose configuration has its own names."""
     f.out["model.ffn_hidden_size"] = f.get("n_inner", 4 * f.get("n_embd", 0))
     _activation(f, "activation_function", UNGATED_WORDS)
     drops = {key: float(f.get(key)) for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
@@ -420,7 +418,7 @@ def gpt2_block(f: ConfigFile) -> None:
 
 
 def neox_block(f: ConfigFile) -> None:
-    """GPT-NeoX, where attention and MLP stand side by side or one behind the other."""
+    """Read GPT-NeoX, where attention and MLP are parallel or in sequence."""
     _activation(f, "hidden_act", UNGATED_WORDS)
     f.out["model.parallel_residual"] = f.get("use_parallel_residual")
     f.out["model.hidden_dropout"] = float(f.get("hidden_dropout"))

@@ -49,23 +49,23 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def rotary(f: ConfigFile) -> None:
-    """Base, share and scaling of rotary positions of all of a head."""
+    """Read base and scaling of rotary positions of entire heads."""
     _rotary(f, "rope_theta", "partial_rotary_factor", 1.0)
 
 
 def partly_rotary(f: ConfigFile) -> None:
-    """The same of a part of each head (GLM-4.5)."""
+    """Read rotary positions of a part of each head (GLM-4.5)."""
     _rotary(f, "rope_theta", "partial_rotary_factor", None)
 
 
 def phi3_rotary(f: ConfigFile) -> None:
-    """The same for Phi-3, whose first files have two other words for longrope."""
+    """Read those of Phi-3, whose first files have two other words for longrope."""
     _rotary(f, "rope_theta", "partial_rotary_factor", None, {"su": "longrope", "yarn": "longrope"})
 
 
 def neox_rotary(f: ConfigFile) -> None:
-    """The same for GPT-NeoX, which has names of its own; files of transformers 4 hold the usual
-    ones beside them.
+    """Read those of GPT-NeoX, under its own names; files of transformers 4 also hold the usual
+    ones.
     """
     for theirs, alias, absent in (
         ("rotary_emb_base", "rope_theta", 1e4),
@@ -82,40 +82,42 @@ def neox_rotary(f: ConfigFile) -> None:
 
 
 def first_channels_rotary(f: ConfigFile) -> None:
-    """The same for MiniMax-M2, which turns a part of each head and may say how wide it is."""
+    """Read those of MiniMax-M2, which rotates a part of each head and may set its width."""
     width = f.get("rotary_dim")
     head = f.get("head_dim")
-    if width is not None and "partial_rotary_factor" not in f.given:  # null is all of a head
+    if width is not None and "partial_rotary_factor" not in f.given:  # null means the entire head
         f.values["partial_rotary_factor"] = width / head
     _rotary(f, "rope_theta", "partial_rotary_factor", None)
     if width is not None and f.out["model.rotary_percent"] != width / head:
-        f.refuse("rotary_dim", "no effect", "partial_rotary_factor says another width")
+        f.refuse("rotary_dim", "no effect", "partial_rotary_factor sets another width")
 
 
 def two_bases(f: ConfigFile) -> None:
-    """Base and scaling of layers that see all keys, and the base of those with a window, read
-    before (Gemma 3).
+    """Read base and scaling of layers without a window, and the base of those with one, which is
+    read first (Gemma 3).
     """
-    said: Json = f.values.get("rope_parameters") or {}
-    local: Json = said.get("sliding_attention") or {}
-    if said:
-        f.values["rope_parameters"] = {k: v for k, v in said.items() if k != "sliding_attention"}
-        if f.given.get("rope_scaling") or not said.keys() <= set(LAYER_TYPES):
+    parameters: Json = f.values.get("rope_parameters") or {}
+    local: Json = parameters.get("sliding_attention") or {}
+    if parameters:
+        f.values["rope_parameters"] = {
+            key: value for key, value in parameters.items() if key != "sliding_attention"
+        }
+        if f.given.get("rope_scaling") or not parameters.keys() <= set(LAYER_TYPES):
             text = (
-                "changes the numbers: here it holds full_attention and sliding_attention, and"
-                " stands alone"
+                "changes the numbers: here it holds only full_attention and sliding_attention,"
+                " without rope_scaling"
             )
-            f.refuse("rope_parameters", "not supported", text, said)
+            f.refuse("rope_parameters", "not supported", text, parameters)
     base = local.get("rope_theta", f.get("rope_local_base_freq"))
     if f.given.get("rope_local_base_freq", base) != base:
         f.refuse(
-            "rope_local_base_freq", "no effect", "rope_theta in rope_parameters says another value"
+            "rope_local_base_freq", "no effect", "rope_theta in rope_parameters has another value"
         )
     if (
         local.get("rope_type", local.get("type", "default")) != "default"
         or not local.keys() <= _BASE
     ):
-        text = "changes the numbers: positions of layers with a window have a base alone here"
+        text = "changes the numbers: positions of layers with a window have only a base here"
         f.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
     rotary(f)
     f.out["model.rotary_base_local"] = float(base) if f.out.get("model.window_size") else None
@@ -128,20 +130,22 @@ def _rotary(
     whole: float | None,
     words: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """`whole` is the only share that is computed, None: any; `words` are those for kinds that have
-    another one.
+    """Read rotary positions.
+
+    `whole` is the only share that is computed, None: any; `words` translates other words for a
+    kind.
     """
     name, inner = _parameters(f)
     for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
         f.read.add(outer)
         if None not in (f.given.get(outer), inner.get(key)) and f.given[outer] != inner[key]:
-            f.refuse(outer, "no effect", f"{key} in {name} says another value")
+            f.refuse(outer, "no effect", f"{key} in {name} has another value")
     f.out["model.rotary_base"] = float(inner.get("rope_theta", f.get(base_key, 10000.0)))
     share = float(inner.get("partial_rotary_factor", f.get(share_key, 1.0)))
     if whole is None:
         f.out["model.rotary_percent"] = share
     elif share != whole:
-        text = "changes the numbers: all of a head turns in this family"
+        text = "changes the numbers: this family rotates the entire head"
         if "partial_rotary_factor" in inner:
             f.inside(name, "partial_rotary_factor", "not supported", text, share)
         else:
@@ -157,7 +161,7 @@ def _rotary(
             f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
     if "rope_type" in inner and inner.get("type", inner["rope_type"]) != inner["rope_type"]:
         f.inside(
-            name, "type", "no effect", "rope_type stands beside it and is read first", inner["type"]
+            name, "type", "no effect", "rope_type is present too and is read first", inner["type"]
         )
     if latent and kind == "yarn":
         _yarn(f, name, inner)
@@ -179,7 +183,7 @@ def _rotary(
 
 
 def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
-    """`model.rope_scaling`, or one of the keys that say linear scaling and Llama 3.1's."""
+    """Set `model.rope_scaling`, or one of the keys for linear scaling and for Llama 3.1's."""
     before = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
     factor: Any = inner.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
@@ -209,21 +213,18 @@ def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
 
 
 def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
-    """Return the numbers that a kind of scaling reads of a file, beside factor and length."""
+    """Return the numbers that a kind of scaling reads from a file, except factor and length."""
     own = READ_BY[kind] - _BASE - {"factor", "original_max_position_embeddings"}
     out = {key: inner[key] for key in sorted(own & inner.keys())}
     for key in ("beta_fast", "beta_slow"):
         if key in out and not out[key]:
-            del out[key]  # transformers takes 0 for nothing said
+            del out[key]  # transformers takes 0 as unset
     pair = [key for key in ("mscale", "mscale_all_dim") if key in out]
     if out.get("attention_factor") is not None or not all(
         out.get(key) for key in ("mscale", "mscale_all_dim")
     ):
         for key in pair:
-            text = (
-                "is read beside the other of mscale and mscale_all_dim alone, without"
-                " attention_factor"
-            )
+            text = "is read only if mscale and mscale_all_dim are set, and attention_factor is not"
             f.inside(name, key, "no effect", text, out.pop(key))
     return {key: _floats(value) for key, value in out.items()}
 
@@ -235,7 +236,7 @@ def _floats(value: Any) -> Any:
 
 
 def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
-    """Put the length that stands outside of the rotary parameters into them: it is read first
+    """Put the length from outside of the rotary parameters into them, because it is read first
     (Phi-3).
     """
     outer = "original_max_position_embeddings"
@@ -246,26 +247,28 @@ def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
 
 
 def _parameters(f: ConfigFile) -> tuple[str, Json]:
-    """Return the key that says the rotary parameters, and what it says for all layers; values of
-    null are left out.
+    """Return the key with the rotary parameters, and the parameters of all layers, without null
+    values.
     """
     f.read |= {"rope_scaling", "rope_parameters"}
     name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
     if name == "rope_scaling" and f.given.get("rope_parameters"):
-        f.refuse("rope_parameters", "no effect", "rope_scaling stands beside it and is read first")
-    said = f.values.get(name) or {}
-    if not isinstance(said, dict):
+        f.refuse("rope_parameters", "no effect", "rope_scaling is present too and is read first")
+    parameters = f.values.get(name) or {}
+    if not isinstance(parameters, dict):
         raise TypeError(f"{name} is no object")
     layers = {
-        key: value for key, value in said.items() if key in LAYER_TYPES and isinstance(value, dict)
+        key: value
+        for key, value in parameters.items()
+        if key in LAYER_TYPES and isinstance(value, dict)
     }
-    inner = {key: value for key, value in said.items() if key not in layers}
+    inner = {key: value for key, value in parameters.items() if key not in layers}
     for value in layers.values():
         if value != next(iter(layers.values())):
             f.refuse(
                 name,
                 "not supported",
-                "changes the numbers: all layers turn by the same angles here",
+                "changes the numbers: all layers rotate by the same angles here",
             )
         inner = {**inner, **next(iter(layers.values()))}
     return name, {key: value for key, value in inner.items() if value is not None}
@@ -283,16 +286,16 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
             name,
             "mscale_all_dim",
             "not supported",
-            "changes the numbers: it goes with an mscale here",
+            "changes the numbers: it requires an mscale here",
             of_all,
         )
-    if mscale and not of_all:  # transformers reads the two together alone
+    if mscale and not of_all:  # transformers reads only both together
         if mscale != 1.0:
             f.inside(
                 name,
                 "mscale",
                 "no effect",
-                "transformers reads it with mscale_all_dim alone",
+                "transformers reads it only with mscale_all_dim",
                 mscale,
             )
         mscale = 1.0
@@ -307,10 +310,10 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
         if inner.get(key):
             f.out[f"model.mla.{key}"] = float(inner[key])
     ours = _temperature(factor, mscale or 1.0) / _temperature(factor, of_all)
-    said = inner.get("attention_factor", ours)
-    if not math.isclose(said, ours, rel_tol=1e-6):
-        text = f"changes the numbers: it is {ours:.6g} here, of mscale and mscale_all_dim"
-        f.inside(name, "attention_factor", "not supported", text, said)
+    given = inner.get("attention_factor", ours)
+    if not math.isclose(given, ours, rel_tol=1e-6):
+        text = f"changes the numbers: it is {ours:.6g} here, from mscale and mscale_all_dim"
+        f.inside(name, "attention_factor", "not supported", text, given)
     if inner.get("truncate", True) is not True:
         text = "changes the numbers: the range of stretched frequencies has whole ends here"
         f.inside(name, "truncate", "not supported", text, inner["truncate"])
@@ -320,50 +323,52 @@ def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def every_layer_slides(f: ConfigFile) -> None:
-    """A window in all layers, where there is one that is narrower than the positions (Mistral,
-    Mixtral, Phi-3).
+def window_everywhere(f: ConfigFile) -> None:
+    """Read a window in all layers, if it is narrower than the positions (Mistral, Mixtral,
+    Phi-3).
     """
     width = f.get("sliding_window")
     if width is not None and width >= f.get("max_position_embeddings") and not f.get("layer_types"):
         f.idle(
             ("sliding_window",),
-            "is as wide as the positions, so that every token sees all before it",
+            "is as wide as the positions, so that every token sees all earlier ones",
         )
         return
     usual = "full_attention" if width is None else "sliding_attention"
     _windows(f, width, [usual] * f.layers)
 
 
-def upper_layers_slide(f: ConfigFile) -> None:
-    """A window from layer `max_window_layers` on (Qwen2, Qwen3)."""
+def window_in_upper_layers(f: ConfigFile) -> None:
+    """Read a window from layer `max_window_layers` on (Qwen2, Qwen3)."""
     width = _optional_width(f, ("max_window_layers",))
     first = f.get("max_window_layers", 28)
     layers = range(f.layers)
     _windows(f, width, [LAYER_TYPES[width is not None and i >= first] for i in layers])
 
 
-def odd_layers_slide(f: ConfigFile) -> None:
-    """A window in the first, third, ... layer below `max_window_layers` (Qwen2-MoE)."""
+def window_in_odd_layers(f: ConfigFile) -> None:
+    """Read a window in the first, third, ... layer below `max_window_layers` (Qwen2-MoE)."""
     width = _optional_width(f, ("max_window_layers",))
     last = f.get("max_window_layers", 28)
     layers = range(f.layers)
     _windows(f, width, [LAYER_TYPES[width is not None and i % 2 == 0 and i < last] for i in layers])
 
 
-def all_or_none_slide(f: ConfigFile) -> None:
-    """A window in all layers where `use_sliding_window` says so (Qwen3-MoE)."""
+def optional_window(f: ConfigFile) -> None:
+    """Read a window in all layers, if `use_sliding_window` is true (Qwen3-MoE)."""
     width = _optional_width(f, ())
     _windows(f, width, [LAYER_TYPES[width is not None]] * f.layers)
 
 
-def every_other_layer_slides(f: ConfigFile) -> None:
-    """A window in the first, third, ... layer (GPT-OSS)."""
+def window_in_every_other_layer(f: ConfigFile) -> None:
+    """Read a window in the first, third, ... layer (GPT-OSS)."""
     _windows(f, f.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(f.layers)])
 
 
-def every_nth_layer_sees_all(f: ConfigFile) -> None:
-    """A window in all layers but every sixth, or as `sliding_window_pattern` says (Gemma 3)."""
+def window_except_every_nth(f: ConfigFile) -> None:
+    """Read a window in all layers but every sixth, or as `sliding_window_pattern` sets it (Gemma
+    3).
+    """
     every = f.get("sliding_window_pattern", 6)
     _windows(
         f, f.get("sliding_window"), [LAYER_TYPES[(i + 1) % every != 0] for i in range(f.layers)]
@@ -379,7 +384,7 @@ def _optional_width(f: ConfigFile, more: Sequence[str]) -> int | None:
 
 
 def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
-    """Ours: a window in all layers but every n-th."""
+    """Set our keys: a window in all layers but every n-th."""
     kinds = f.get("layer_types", list(usual))
     full = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
     every = full[0] if full else len(kinds) + 1
@@ -388,9 +393,9 @@ def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
         f.idle(("sliding_window",) if width is not None else (), "no layer has a window")
         return
     if not fits or every < 2 or full != list(range(every, len(kinds) + 1, every)):
-        said = "layer_types" if f.given.get("layer_types") else "max_window_layers"
+        key = "layer_types" if f.given.get("layer_types") else "max_window_layers"
         f.refuse(
-            said,
+            key,
             "not supported",
             "changes the numbers: a window is in all layers but every n-th here",
         )
@@ -398,7 +403,7 @@ def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
         f.refuse(
             "layer_types",
             "not supported",
-            "changes the numbers: layers slide, and no window is said",
+            "changes the numbers: layers have a window, and no width is set",
         )
     else:
         f.out["model.window_size"] = width

@@ -1,4 +1,4 @@
-"""What the `config.json` of each `model_type` says of a model, beyond the keys that are copied."""
+"""Writers of each `model_type`'s keys in a `config.json`, beyond the copied ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Extra = Callable[[ModelConfig], Json]
 
 def _word(m: ModelConfig, words: Mapping[str, str]) -> str:
     preferred = {"geglu_tanh": "gelu_pytorch_tanh", "gelu_tanh": "gelu_new"}
-    found = [theirs for theirs, ours in words.items() if ours == m.activation]
-    if not found:
+    matching = [theirs for theirs, ours in words.items() if ours == m.activation]
+    if not matching:
         raise ValueError(f"the activation is {m.activation}")
-    return preferred.get(m.activation, found[0])
+    return preferred.get(m.activation, matching[0])
 
 
 def gate_of(m: ModelConfig) -> Json:
@@ -40,14 +40,14 @@ def _rope(m: ModelConfig) -> Json:
             "factor": m.rotary_seq_len_interpolation_factor,
         }
     elif m.rope_scaling is not None:
-        said = {
+        parameters = {
             key: value
             for key, value in m.rope_scaling.model_dump(mode="json").items()
             if value is not None
         }
         if m.rope_scaling.rope_type == "llama3":
-            said = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **said}
-        out["rope_scaling"] = said
+            parameters = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **parameters}
+        out["rope_scaling"] = parameters
     return out
 
 
@@ -57,7 +57,7 @@ def partly(m: ModelConfig) -> Json:
 
 
 def _layer_types(m: ModelConfig) -> Json:
-    """Return the window of each layer, where there is one."""
+    """Return the window of each layer, if there are windows."""
     if m.window_size is None:
         return {"layer_types": ["full_attention"] * m.num_layers}
     every = m.window_attn_skip_freq
@@ -90,8 +90,8 @@ def _mistral(m: ModelConfig) -> Json:
 
 
 def _ministral(m: ModelConfig) -> Json:
-    """Return a Mistral; one with a window in some layers says which, and AutoConfig makes a
-    Ministral of it.
+    """Return the keys of a Mistral; windows in some layers are listed, which makes it a Ministral
+    for AutoConfig.
     """
     windows = {"sliding_window": m.window_size} if m.window_size is None else _layer_types(m)
     windows.pop("use_sliding_window", None)
@@ -101,12 +101,8 @@ def _ministral(m: ModelConfig) -> Json:
 
 def _qwen(m: ModelConfig) -> Json:
     windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    return {
-        **gate_of(m),
-        **_rope(m),
-        **windows,
-        **({"attention_bias": True} if m.add_proj_bias else {}),
-    }
+    biases = {"attention_bias": True} if m.add_proj_bias else {}
+    return {**gate_of(m), **_rope(m), **windows, **biases}
 
 
 def _experts(m: ModelConfig) -> MoEConfig:
@@ -121,8 +117,8 @@ def _balance(m: ModelConfig, dense: int = 0) -> float:
 
 
 def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
-    """Return keys of a mixture of experts, which `dense` layers do not have; `count` and `width`
-    are two of their names.
+    """Return keys of a mixture of experts, which `dense` layers lack; `count` and `width` are two
+    key names.
     """
     moe = _experts(m)
     sizes = {
@@ -146,7 +142,7 @@ def _qwen_experts(m: ModelConfig) -> Json:
 
 
 def qwen_moe(m: ModelConfig) -> Json:
-    """Qwen3-MoE, and what its successors have in common with it."""
+    """Return the keys of Qwen3-MoE, which its successors share."""
     windows: Json = {"use_sliding_window": False}
     if m.window_size is not None:
         windows = {**_everywhere(m), "use_sliding_window": True}
@@ -168,16 +164,16 @@ def _gpt_oss(m: ModelConfig) -> Json:
     }
     kinds = _layer_types(m)
     kinds.pop("use_sliding_window", None)
-    turned = _rope(m)["rope_scaling"] or {"rope_type": "default"}
+    rotary = _rope(m)["rope_scaling"] or {"rope_type": "default"}
     return {
-        "rope_parameters": {**turned, "rope_theta": m.rotary_base},
+        "rope_parameters": {**rotary, "rope_theta": m.rotary_base},
         **kinds,
         **mixture(m, "num_local_experts", "intermediate_size"),
         **limits,
     }
 
 
-def _behind_dense_layers(m: ModelConfig) -> Json:
+def _experts_after_dense_layers(m: ModelConfig) -> Json:
     """Return the experts of DeepSeek-V2, V3 and GLM-4.5."""
     moe = _experts(m)
     return {
@@ -199,7 +195,7 @@ def _latent(m: ModelConfig) -> Json:
         raise ValueError("there is no MLA")
     out = {
         **gate_of(m),
-        **_behind_dense_layers(m),
+        **_experts_after_dense_layers(m),
         "rope_theta": m.rotary_base,
         "rope_scaling": None,
         "num_key_value_heads": m.num_attention_heads,
@@ -250,7 +246,7 @@ def _glm4_moe(m: ModelConfig) -> Json:
     return {
         **gate_of(m),
         **partly(m),
-        **_behind_dense_layers(m),
+        **_experts_after_dense_layers(m),
         "attention_bias": m.add_qkv_bias,
         "use_qk_norm": m.qk_layernorm,
         "n_group": moe.router_num_groups or 1,
@@ -318,14 +314,14 @@ def _gpt2(m: ModelConfig) -> Json:
 
 
 def _gpt_neox(m: ModelConfig) -> Json:
-    turned = {
+    rotary = {
         "rotary_emb_base": m.rotary_base,
         "rotary_pct": m.rotary_percent,
         "rope_scaling": _rope(m)["rope_scaling"],
     }
     drops = {"attention_dropout": m.attention_dropout, "hidden_dropout": m.hidden_dropout}
     return {
-        **turned,
+        **rotary,
         **drops,
         "hidden_act": _word(m, UNGATED_WORDS),
         "use_parallel_residual": m.parallel_residual,
@@ -353,4 +349,4 @@ WRITERS: dict[str, Extra] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }
-"""`model_type` -> what its `config.json` says beyond the keys that are copied."""
+"""`model_type` -> the writer of its keys beyond the copied ones."""

@@ -99,7 +99,8 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
     Args:
         program: the path of the program, or the name of a module; None if only its flags are known.
         flags: its flags with their values.
-        source: the file that holds the flags; the folder of a `model_config.yaml` shows its purpose.
+        source: the file that holds the flags; the folder of a `model_config.yaml` shows its
+            purpose.
     """
     folders: set[str] = set()
     name: set[str] = set()
