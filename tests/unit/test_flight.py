@@ -16,7 +16,7 @@ from torch.distributed import Work
 
 from mtrain.world import flight, stacks, stall
 from mtrain.world.heartbeat import heartbeat, noting_waits, waiting
-from mtrain.world.stall import UNKNOWN, Calls, Status, blame
+from mtrain.world.stall import UNKNOWN, Calls, Status, name_straggler
 
 
 def entry(
@@ -130,7 +130,7 @@ def of_rank(
 
 def said(*statuses: Status) -> str:
     """Blame a rank by statuses that have travelled as text."""
-    return blame({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
+    return name_straggler({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
 
 
 def test_of_ranks_in_one_line_the_one_that_lacks_a_collective_is_blamed() -> None:

@@ -80,7 +80,7 @@ class Place:
     """Ranks on this machine."""
     cores: int = field(default_factory=cpu_cores)
     """Cores that these ranks share."""
-    alone: bool = True
+    on_one_machine: bool = True
     """Whether all ranks of the run are on this machine."""
     home_filesystem: str = ""
     """The type of the home folder's filesystem, as /proc/mounts names it; empty if unknown."""
@@ -92,10 +92,17 @@ class Place:
     """The folder in which failed ranks leave their records."""
 
     @classmethod
-    def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
+    def here(
+        cls, ranks_here: int, *, on_one_machine: bool = True, errors: Path | None = None
+    ) -> Place:
         """Return the place of ranks on this machine."""
         home = Path(os.path.expanduser("~"))  # Path.home raises for a user without a home
-        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(home), errors=errors)
+        return cls(
+            ranks_here,
+            on_one_machine=on_one_machine,
+            home_filesystem=filesystem_of(home),
+            errors=errors,
+        )
 
 
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
@@ -199,7 +206,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
         "torch would print a C++ stack whenever another rank ends",
         (),
     )
-    if device.on_host and place.alone:
+    if device.on_host and place.on_one_machine:
         yield "GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine", ()
     if device.triton and place.home_filesystem in NETWORK:
         reason = (

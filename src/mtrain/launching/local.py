@@ -28,7 +28,7 @@ from mtrain.train.request import Questions, Request
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
 
-ADVICE = "go on with checkpoint.resume=latest"
+ADVICE = "resume with checkpoint.resume=latest"
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,12 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
             rule = (
                 f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
             )
-            fix = f"checkpoint.accept_changes=true to go on with that curve, or {key}={old}"
+            fix = f"checkpoint.accept_changes=true to continue with that curve, or {key}={old}"
             problems.append(Problem("MT504", key, new, rule, fix))
         elif effect is Effect.NUMERICS and key not in free and not run.checkpoint.accept_changes:
             fix = (
-                f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
+                f"{key}={show(old)}, or checkpoint.accept_changes=true to continue with the new"
+                " value"
             )
             problems.append(
                 Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix)

@@ -67,7 +67,7 @@ def ready_environment(run: RunConfig) -> None:
 def place_here() -> Place:
     """Return the place of this rank, as its launcher set it."""
     env = RankEnv.here()
-    return Place.here(env.local_size, alone=env.size == env.local_size)
+    return Place.here(env.local_size, on_one_machine=env.size == env.local_size)
 
 
 def record_name(rank: int) -> str:

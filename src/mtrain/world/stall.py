@@ -75,7 +75,7 @@ class Finding:
 
     idle_s: float
     """Time since any live rank made progress."""
-    blame: str
+    straggler: str
     """The straggler, in words."""
     observer: int
     number: int
@@ -96,7 +96,7 @@ def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
     return min((s.idle_s for rank, s in known.items() if rank not in silent), default=float("inf"))
 
 
-def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
+def name_straggler(known: Mapping[int, Status], silent: set[int], size: int) -> str:
     """Name the straggler.
 
     Ranks that have not begun, or give no sign of life, come first. Otherwise the suspects are the
@@ -120,17 +120,17 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
     suspects = busy or set(known)
     suspects = (suspects & lacking.keys()) or suspects
     fewest = min(known[rank].count for rank in suspects)
-    behind = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
-    first = behind[0]
-    if len(behind) == size > 1 and not busy:
+    stragglers = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
+    first = stragglers[0]
+    if len(stragglers) == size > 1 and not busy:
         return f"every rank waits for the others, in {first.phase}"
     doing = "is" if busy or first.rank in lacking else "waits like all others, and is"
-    verb = doing if len(behind) == 1 else "are"
-    if first.rank in lacking and len(behind) == 1:
+    verb = doing if len(stragglers) == 1 else "are"
+    if first.rank in lacking and len(stragglers) == 1:
         why = f"; {lacking[first.rank].words(known, first.rank)}"
     else:
         why = ""
-    return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}{why}"
+    return f"{_who(stragglers)} {verb} behind, in {first.phase}, at {first.place}{why}"
 
 
 @dataclass(frozen=True)

@@ -148,21 +148,21 @@ class Watchdog:
             if speaks:
                 _say(
                     f"warning: no progress for {finding.idle_s:.1f} s"
-                    f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.blame}; stacks of every"
-                    f" rank: {files}; the run ends after {self.hard_s:g} s (trainer.timeout_s)"
+                    f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.straggler};"
+                    f" stacks of every rank: {files}; the run ends after {self.hard_s:g} s (trainer.timeout_s)"
                 )
             self.recorder.write(self.folder / flight_name(self.world.rank))
         if finding.idle_s >= self.hard_s:
             text = (
                 f"no progress for {finding.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
-                f" {finding.blame}; stacks: {files}{self._advice()}"
+                f" {finding.straggler}; stacks: {files}{self._advice()}"
             )
             self.end(TrainingError(text), speaks)
 
     def _advice(self) -> str:
         """Return the advice to resume; empty where this run has saved no checkpoint."""
         saved = any((self.folder.parent / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
-        return "; go on with checkpoint.resume=latest" if saved else ""
+        return "; resume with checkpoint.resume=latest" if saved else ""
 
     def _conclude(self) -> tuple[Finding, bool]:
         """Return the finding about the stall, and whether this rank is to report it."""
@@ -177,14 +177,16 @@ class Watchdog:
                 return replace(finding, idle_s=idle_s), finding.observer == rank
             # No rank has compared all yet; if none does, this rank ends with what it knows.
             idle_s = self.idle_s if self.idle_s > self.soft_s + 2 * self.silent_s else 0.0
-            return Finding(idle_s, "it is not known who is behind", rank, 0), env.speaks
+            return Finding(idle_s, "the straggler is unknown", rank, 0), env.speaks
         # The store is silent: the process that serves it is stopped or dead.
         first = 0 if env.launcher_serves else min(1, self.world.size - 1)
-        blame = (
+        straggler = (
             f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or"
             " dead)"
         )
-        return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
+        return Finding(
+            self.idle_s, finding.straggler if finding else straggler, first, 0
+        ), rank == first
 
     def _write_stacks(self, finding: Finding) -> None:
         title = (
@@ -290,8 +292,8 @@ class Wire:
             rank for rank in known if now - self.changed[rank][1] >= self.watchdog.silent_s * 0.8
         }
         number = self.finding.number + 1 if self.finding else 1
-        blame = stall.blame(known, silent, self.world.size)
-        return Finding(stall.idle_s(known, silent), blame, self.world.rank, number)
+        straggler = stall.name_straggler(known, silent, self.world.size)
+        return Finding(stall.idle_s(known, silent), straggler, self.world.rank, number)
 
     def _recover(self, store: Store) -> None:
         """End the stall on this rank; the observer makes way for the next stall's."""

@@ -120,7 +120,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     (
         "not supported",
         (
-            f"checkpoints of Megatron-LM are not read; go on with a run of mtrain by `{program()}"
+            f"checkpoints of Megatron-LM are not read; resume a run of mtrain with `{program()}"
             " resume RUN`"
         ),
         """
