@@ -283,7 +283,7 @@ def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:
     )
     found = {d.key: (d.left, d.right) for d in differences(dense, experts)}
     assert "model.moe" not in found
-    assert found["model.moe.num_experts"] == ("(not there)", 4)
+    assert found["model.moe.num_experts"] == ("(absent)", 4)
     assert {d.key for d in differences(experts, dense)} == set(found)
     assert differences(dense, dense) == []
 

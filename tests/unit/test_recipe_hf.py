@@ -117,14 +117,14 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "another type"),
+        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "a wrong type"),
         ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
         (
             {"model_type": "llava", "vision_config": [["hidden_size", 64]]},
             "vision_config is no object",
         ),
         ({"model_type": "mamba2", "time_step_limit": []}, "out of range"),
-        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "another type"),
+        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "a wrong type"),
         (
             {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
             "mamba_expand is no number",

@@ -486,7 +486,7 @@ def test_a_value_that_cannot_be_computed_with_is_refused(
     odd: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
-    with pytest.raises(ConfigError, match="another type or size"):
+    with pytest.raises(ConfigError, match="a wrong type or size"):
         import_config(tmp_path / "config.json")
 
 

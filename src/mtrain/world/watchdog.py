@@ -149,7 +149,8 @@ class Watchdog:
                 _say(
                     f"warning: no progress for {finding.idle_s:.1f} s"
                     f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.straggler};"
-                    f" stacks of every rank: {files}; the run ends after {self.hard_s:g} s (trainer.timeout_s)"
+                    f" stacks of every rank: {files}; the run ends after {self.hard_s:g} s"
+                    " (trainer.timeout_s)"
                 )
             self.recorder.write(self.folder / flight_name(self.world.rank))
         if finding.idle_s >= self.hard_s:
