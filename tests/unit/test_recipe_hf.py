@@ -127,15 +127,15 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
         ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "a wrong type"),
         (
             {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
-            "mamba_expand is no number",
+            "mamba_expand is not a number",
         ),
         (
             {"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26},
-            "is no number",
+            "is not a number",
         ),
         (
             {**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26},
-            "n_shared_experts is no number",
+            "n_shared_experts is not a number",
         ),
     ],
 )

@@ -52,10 +52,14 @@ def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differ
     The default is every effect that changes the resulting weights.
     """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
-    mine = anchored(run).recorded().flat()
-    theirs = anchored(other).recorded().flat()
-    keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
-    return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}
+    left_values = anchored(run).recorded().flat()
+    right_values = anchored(other).recorded().flat()
+    keys = [k for k in {**left_values, **right_values} if effect_of(k) in wanted]
+    return {
+        k: (right_values.get(k), left_values.get(k))
+        for k in keys
+        if right_values.get(k) != left_values.get(k)
+    }
 
 
 def without_adapters(differences: Differences, other: RunConfig) -> Differences:

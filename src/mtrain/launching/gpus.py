@@ -197,7 +197,7 @@ def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
             f" {', '.join(others)}"
         )
         yield Shortage(
-            f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True
+            f"{text}: plan and MFU are for other GPUs", "cluster=local", "MT056", warning=True
         )
 
 

@@ -74,10 +74,10 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     elif not engine.is_supported(engine.release() or (0, 0, 0)):
         present = engine.folder()
         if present:
-            there = f"not what is in {present}"
+            reason = f"not what is in {present}"
         else:
-            there = "and there is no module megatron.core: pip install mtrain"
-        lacking.append(Shortage(f"needs megatron-core {engine.supported_words()}, {there}"))
+            reason = "and there is no module megatron.core: pip install mtrain"
+        lacking.append(Shortage(f"needs megatron-core {engine.supported_words()}, {reason}"))
     if run.cluster.nodes > 1 and ranks_here is None:
         lacking.append(
             Shortage(

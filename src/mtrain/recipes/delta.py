@@ -253,6 +253,10 @@ def _words(text: str) -> str:
 
 def unequal(first: RunConfig, second: RunConfig) -> list[str]:
     """Return keys whose values differ, without a recipe's description."""
-    mine = first.flat()
-    theirs = second.flat()
-    return [key for key in {**mine, **theirs} if mine.get(key, ...) != theirs.get(key, ...)]
+    left_values = first.flat()
+    right_values = second.flat()
+    return [
+        key
+        for key in {**left_values, **right_values}
+        if left_values.get(key, ...) != right_values.get(key, ...)
+    ]

@@ -34,7 +34,7 @@ def overrides_of(words: Sequence[str]) -> list[str]:
     """Return command-line words in which a bare one names a recipe, a run or checkpoint folder, or
     a run file.
 
-    `~key` removes a key, and is no path; `~/mine.yaml` is one.
+    `~key` removes a key, and is no path; `~/left_values.yaml` is one.
 
     Raises:
         ConfigError: a folder holds no run, or there is no such recipe.
@@ -76,23 +76,29 @@ def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
     """Return the differences, the gravest kind first, without a recipe's description and the resume
     keys.
     """
-    mine = left.recorded().flat()
-    theirs = right.recorded().flat()
-    keys = [key for key in {**mine, **theirs} if mine.get(key, ABSENT) != theirs.get(key, ABSENT)]
+    left_values = left.recorded().flat()
+    right_values = right.recorded().flat()
+    keys = [
+        key
+        for key in {**left_values, **right_values}
+        if left_values.get(key, ABSENT) != right_values.get(key, ABSENT)
+    ]
     changed = [
-        Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), effect_of(key))
+        Difference(key, left_values.get(key, ABSENT), right_values.get(key, ABSENT), effect_of(key))
         for key in keys
-        if not _repeats_its_section(key, mine, theirs)
+        if not _repeats_its_section(key, left_values, right_values)
     ]
     order = list(Effect)
     return sorted(changed, key=lambda d: order.index(d.kind))
 
 
-def _repeats_its_section(key: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+def _repeats_its_section(
+    key: str, left_values: dict[str, Any], right_values: dict[str, Any]
+) -> bool:
     """Return whether a key only marks a section as present, while the other side lists the
     section's keys.
     """
-    left = key in mine
-    right = key in theirs
-    other = theirs if left else mine
+    left = key in left_values
+    right = key in right_values
+    other = right_values if left else left_values
     return left != right and any(k.startswith(f"{key}.") for k in other)

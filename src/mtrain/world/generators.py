@@ -22,10 +22,10 @@ def tracker_of(run: RunConfig) -> dict[str, bool]:
     register.
     """
     graphs = run.trainer.cuda_graph_impl
-    theirs = graphs == "transformer_engine" or run.kernels.linear == "te"
+    by_engine = graphs == "transformer_engine" or run.kernels.linear == "te"
     return {
         "use_cudagraphable_rng": graphs != "none",
-        "te_rng_tracker": graphs != "none" and theirs,
+        "te_rng_tracker": graphs != "none" and by_engine,
     }
 
 

@@ -80,10 +80,10 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
             process 0.
     """
     for reader in (_torchrun, _open_mpi, _slurm, _pmi, _kubernetes):
-        found = reader(environment)
-        if found is not None:
-            _check(found, environment)
-            return found if found.size > 1 or found.launcher == "torchrun" else None
+        place = reader(environment)
+        if place is not None:
+            _check(place, environment)
+            return place if place.size > 1 or place.launcher == "torchrun" else None
     return None
 
 
@@ -363,52 +363,52 @@ def _count(environment: Mapping[str, str], name: str, default: int | None = None
     return count
 
 
-def _check(found: Launched, environment: Mapping[str, str]) -> None:
+def _check(place: Launched, environment: Mapping[str, str]) -> None:
     """Refuse variables that contradict each other.
 
     Raises:
         BadEnvironment: names the variables and the fix.
     """
     rank, size, local_rank, local_size, port = (
-        found.read.get(name, name)
+        place.read.get(name, name)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
-    in_all = f"{size} is {found.size}" if environment.get(size) else f"{size} is not set"
-    here = f"{local_size} puts {found.local_size} processes on this machine"
+    in_all = f"{size} is {place.size}" if environment.get(size) else f"{size} is not set"
+    here = f"{local_size} puts {place.local_size} processes on this machine"
     wrong = []
-    if found.rank >= found.size:
-        last = found.size - 1
+    if place.rank >= place.size:
+        last = place.size - 1
         wrong.append(
-            f"{rank} is {found.rank} and {in_all}: processes are numbered from 0 to {last}"
+            f"{rank} is {place.rank} and {in_all}: processes are numbered from 0 to {last}"
         )
-    if found.local_size > found.size:
+    if place.local_size > place.size:
         wrong.append(f"{here} and {in_all}")
-    if found.local_size > 1 and found.local_rank >= found.local_size:
-        last = found.local_size - 1
+    if place.local_size > 1 and place.local_rank >= place.local_size:
+        last = place.local_size - 1
         wrong.append(
-            f"{local_rank} is {found.local_rank} and {here}: they are numbered from 0 to {last}"
+            f"{local_rank} is {place.local_rank} and {here}: they are numbered from 0 to {last}"
         )
-    if not 0 < found.port < 1 << 16:
-        wrong.append(f"{port} is {found.port}: a port is a number from 1 to 65535")
-    if found.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
-        wrong += _differences(found, environment)
+    if not 0 < place.port < 1 << 16:
+        wrong.append(f"{port} is {place.port}: a port is a number from 1 to 65535")
+    if place.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
+        wrong += _differences(place, environment)
     if wrong:
         raise BadEnvironment(
-            f"the variables of {found.launcher} contradict each other: {'; '.join(wrong)}",
+            f"the variables of {place.launcher} contradict each other: {'; '.join(wrong)}",
             "  fix: unset those that do not belong to this launch, on every machine",
         )
 
 
-def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
+def _differences(place: Launched, environment: Mapping[str, str]) -> list[str]:
     """Return a sentence where RANK contradicts the number that srun or mpirun set, as when a user
     exports one RANK.
     """
     out = []
     for reader in (_open_mpi, _slurm):
         other = reader(environment)
-        if other is not None and other.size == found.size > 1 and other.rank != found.rank:
+        if other is not None and other.size == place.size > 1 and other.rank != place.rank:
             own = other.read["RANK"]
             out.append(
-                f"RANK is {found.rank} and {own} is {other.rank}, each of {found.size} processes"
+                f"RANK is {place.rank} and {own} is {other.rank}, each of {place.size} processes"
             )
     return out

@@ -54,7 +54,7 @@ class RankEnv:
         """Return the rank of this process; a process without a launcher is rank 0 of 1.
 
         Raises:
-            BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
+            BadEnvironment: a variable is not a number, or RANK is not below WORLD_SIZE.
         """
         rank = number(environment, "RANK", 0)
         size = number(environment, "WORLD_SIZE", 1)

@@ -128,18 +128,18 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
 
     `config_of` returns the flat configuration of a digest, where it is known.
     """
-    found = [
+    problems = [
         f"{state.infos[i].who} ended before it was ready: {text}"
         for i, text in sorted(state.failed.items())
     ]
     for rank, infos in _by_rank(state.infos):
         if len(infos) > 1:
-            found.append(
+            problems.append(
                 f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}"
             )
     for gpu, infos in state.shared_gpus().items():
         ranks = _numbers(info.rank for info in infos)
-        found.append(
+        problems.append(
             f"ranks {ranks} were given the same GPU, {gpu} of {infos[0].host}\n"
             "  fix: a GPU for each task (srun --gpus-per-task=1), or fewer tasks on a machine"
         )
@@ -149,13 +149,13 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
             f"{size} on {_named(c for c in state.infos if c.size == size)}"
             for size, _ in sizes.most_common()
         ]
-        found.append(
+        problems.append(
             f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same"
             " WORLD_SIZE"
         )
     else:
-        found += _differences(state.able(), config_of)
-    return found
+        problems += _differences(state.able(), config_of)
+    return problems
 
 
 def absence(state: RendezvousState, size: int, waited_s: float) -> str:
@@ -201,7 +201,7 @@ def _differences(
     if len(kinds) < 2:
         return []
     usual, *odd = sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0].rank))
-    found = []
+    differences = []
     for kind in odd[:3]:
         lines = _lines(kind[0], usual[0], config_of)
         hidden = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
@@ -209,8 +209,8 @@ def _differences(
             f"ranks [{_numbers(c.rank for c in kind)}] differ from rank {usual[0].rank} in version"
             " or configuration:"
         )
-        found.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
-    return found
+        differences.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
+    return differences
 
 
 def _lines(

@@ -150,11 +150,11 @@ class Lack:
 
     def words(self, known: Mapping[int, Status], rank: int) -> str:
         """Return in words which collective the rank lacks, and which ranks wait for it."""
-        there = {other: status for other, status in known.items() if self.group in status.calls}
+        members = {other: status for other, status in known.items() if self.group in status.calls}
         number = self.number(known[rank]) + 1
         waiters = [
             other
-            for other, s in sorted(there.items())
+            for other, s in sorted(members.items())
             if self.number(s) >= number > s.calls[self.group].done
         ]
         verb = "begun" if self.begun else "launched"

@@ -99,7 +99,7 @@ class ConfigFile:
         """
         value = self.get(key, default)
         if not isinstance(value, int | float):
-            raise TypeError(f"{key} is no number")
+            raise TypeError(f"{key} is not a number")
         return value
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:

@@ -143,7 +143,7 @@ class Arguments:
             return convert(text)
         except (ValueError, OverflowError):
             self.refuse(
-                flag, "unreadable", f"{text[:40]!r} is no {_NAMES.get(convert, 'value of it')}"
+                flag, "unreadable", f"{text[:40]!r} is not a {_NAMES.get(convert, 'valid value')}"
             )
             return None
 

@@ -69,7 +69,7 @@ def one(
     """
     means: Absent = absent if callable(absent) else lambda d: absent
     kind = kind_of(key)
-    theirs = dict(words or {})
+    translations = dict(words or {})
 
     def read(a: Arguments, d: Draft) -> Draft:
         for name in (flag, *also):
@@ -77,7 +77,7 @@ def one(
             choices = choices_of(key)
             if value is None:
                 continue
-            value = theirs.get(value, value) if kind is str else value
+            value = translations.get(value, value) if kind is str else value
             if choices and value not in choices:
                 a.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
                 continue
@@ -91,7 +91,7 @@ def one(
             return [flag, spelled(none[0])]
         if value is None or (not always and value == means(d)):
             return []
-        back: dict[Any, str] = {ours: word for word, ours in theirs.items()}
+        back: dict[Any, str] = {ours: word for word, ours in translations.items()}
         return [flag, back.get(value, str(value)) if kind is str else spelled(value)]
 
     return Entry((flag, *also), (key,), read, write)

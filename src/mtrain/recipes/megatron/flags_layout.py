@@ -137,8 +137,8 @@ def _context(a: Arguments, d: Draft) -> Draft:
 
 def _context_words(d: Values) -> list[str]:
     word: str | None = d["parallel.cp_comm_type"]
-    theirs = {ours: word for word, ours in COMM.items()}
-    return [] if word is None else ["--cp-comm-type", theirs.get(word, word)]
+    back = {ours: word for word, ours in COMM.items()}
+    return [] if word is None else ["--cp-comm-type", back.get(word, word)]
 
 
 STRATEGY = "--data-parallel-sharding-strategy"

@@ -26,7 +26,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "derived here",
-        "kernels.* says which implementation an operation uses, and fusions go with it",
+        "kernels.* chooses the implementation of an operation, fusions included",
         """
         --use-flash-attn --attention-backend= --no-masked-softmax-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --bias-dropout-fusion --no-rope-fusion
@@ -59,7 +59,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "derived here",
-        "optim.muon.ns_dtype says what Newton-Schulz steps multiply in",
+        "optim.muon.ns_dtype is the dtype of the products of Newton-Schulz steps",
         """
         --muon-fp32-matmul-prec=
         """,
@@ -163,7 +163,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "changes the numbers: a number format that is not there yet",
+        "changes the numbers: a number format that mtrain does not have",
         """
         --fp8-param-gather
         --fp4-param-gather
@@ -175,7 +175,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "changes the numbers: the network has no such part here",
+        "changes the numbers: mtrain has no such part of the network",
         """
         --apply-residual-connection-post-layernorm
         --mrope-section= --relative-attention-num-buckets= --relative-attention-max-distance=
@@ -191,7 +191,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "changes the numbers: training has no such choice here",
+        "changes the numbers: mtrain has no such choice for training",
         """
         --iterations-to-skip=
         --init-method-xavier-uniform --data-parallel-random-init --lr-warmup-init= --decoupled-lr=
@@ -204,7 +204,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     (
         "not supported",
         (
-            "changes the numbers: data.fim.rate is near: boundaries fall between tokens, and ids"
+            "changes the numbers: data.fim.rate is similar: boundaries fall between tokens, and ids"
             " mark the parts"
         ),
         """
@@ -214,7 +214,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     (
         "not supported",
         (
-            "changes the numbers: data.packed=true is near: documents do not see each other and"
+            "changes the numbers: data.packed=true is similar: documents do not see each other and"
             " start at position 0"
         ),
         """

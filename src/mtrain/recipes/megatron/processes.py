@@ -99,10 +99,7 @@ def requested_by(words: Sequence[Word], directives: Mapping[str, str]) -> Reques
     if "jsrun" in programs:
         return Requested(None, None, "how many processes jsrun starts is not known here")
     own_options = _flags(words) if programs.isdisjoint(_MPI) else _of_mpi(_flags(words))
-    given = {
-        **{flag: value for flag, value in directives.items() if flag not in own_options},
-        **own_options,
-    }
+    given = {**directives, **own_options}
     named = not given.keys().isdisjoint(_NODES)
     tasks = _first(given, _TASKS)
     nodes = _first(given, _NODES)
