@@ -23,7 +23,7 @@ import numpy as np
 
 from mtrain.config.compose.composer import compose
 from mtrain.convert.tensor_file import Writer
-from mtrain.recipes.hf_write import config_json
+from mtrain.recipes.huggingface.exporter import config_json
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)

@@ -21,7 +21,6 @@ KERNELS = ROOT / "kernels/mtrain_kernels"
 
 LAYERS = {
     "errors": 0,
-    "collecting": 0,
     "processes": 0,
     "units": 0,
     "strict_json": 0,

@@ -24,12 +24,12 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.count import prediction_parameters
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_keys import Json
-from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.hf_write import TRAINING, same_model
+from mtrain.recipes.delta import section
+from mtrain.recipes.huggingface.config_file import Json
+from mtrain.recipes.huggingface.exporter import TRAINING, same_model
+from mtrain.recipes.huggingface.importer import import_config, kind_of
+from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.write import section
 
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 

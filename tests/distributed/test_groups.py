@@ -61,7 +61,7 @@ def test_no_group_connects_before_it_is_used() -> None:
             return real(*args, **kwargs)
 
         dist.new_group = new_group
-        with groups.few_communicators(mcore.parallel_state):
+        with groups.shared_communicators(mcore.parallel_state):
             mcore.parallel_state.create_group([0, 1])
             mcore.parallel_state.create_group([0])
         return bound, world.bound_device_id == device

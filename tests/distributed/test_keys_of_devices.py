@@ -16,7 +16,8 @@ from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.parallel import RecomputeConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.megatron import export_words, import_texts
+from mtrain.recipes.megatron.exporter import export_words
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone
 from tests.support.runs import tiny_run

@@ -22,8 +22,8 @@ from mtrain.config.rules import check
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import to_ours, to_theirs
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.delta import delta, recipe_text
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf import theirs
 
 BATCH = 2

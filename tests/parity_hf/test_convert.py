@@ -254,7 +254,7 @@ def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
 
 
 def _model(folder: Path) -> Any:
-    from mtrain.recipes.hf import import_config
+    from mtrain.recipes.huggingface.importer import import_config
 
     return import_config(folder / "config.json").run.model
 

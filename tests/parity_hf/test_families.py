@@ -135,7 +135,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
 
 
 def test_every_family_has_a_case_and_random_configurations() -> None:
-    from mtrain.recipes.hf_kinds import KINDS
+    from mtrain.recipes.huggingface.kinds import KINDS
 
     known = {name for name, kind in KINDS.items() if kind.family == "gpt"}
     assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == known

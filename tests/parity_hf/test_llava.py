@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mtrain.cli.main import main
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import config_json, differing
+from mtrain.recipes.huggingface.exporter import config_json, differing
+from mtrain.recipes.huggingface.importer import import_config
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 
@@ -308,7 +308,7 @@ def test_what_is_another_model_is_refused_by_its_key(name: str, tmp_path: Path) 
 
 
 def test_the_published_config_json_is_the_shipped_model(tmp_path: Path) -> None:
-    from mtrain.recipes.hf_write import shipped
+    from mtrain.recipes.huggingface.exporter import shipped
 
     text = {
         "model_type": "llama",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain.plan.count import parameters
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from tests.support.forked import run_alone
 
 FACTS: dict[str, Any] = json.loads(

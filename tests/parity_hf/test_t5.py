@@ -342,8 +342,8 @@ def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
     """The model of a `config.json`, and the keys of it that change the numbers and are not taken
     over.
     """
-    from mtrain.recipes.hf import import_config
-    from mtrain.recipes.hf_write import differing
+    from mtrain.recipes.huggingface.exporter import differing
+    from mtrain.recipes.huggingface.importer import import_config
 
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "t5", **values}))
@@ -378,8 +378,8 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(tmp_path:
 
 @pytest.mark.parametrize("name", ["t5_small", "t5_11b", "t5_v1_1_base", "t5_v1_1_xxl"])
 def test_a_shipped_model_is_written_and_read_again(name: str, tmp_path: Path) -> None:
-    from mtrain.recipes.hf_write import config_json, shipped
-    from mtrain.recipes.write import section
+    from mtrain.recipes.delta import section
+    from mtrain.recipes.huggingface.exporter import config_json, shipped
 
     values = config_json(section("model", name), "float32")
     assert values["architectures"] == ["T5ForConditionalGeneration"]

@@ -34,7 +34,7 @@ def import_engine(without: Iterable[str] = ()) -> None:
 
     import mtrain.train.assemble
     import mtrain.train.prove
-    import mtrain.world.guard  # noqa: F401
+    import mtrain.world.groups  # noqa: F401
 
     for name in OF_FAMILIES:
         importlib.import_module(f"mtrain.{name}")

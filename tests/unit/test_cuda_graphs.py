@@ -13,7 +13,8 @@ from mtrain.config.engine.release import Release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.megatron import export_words, import_texts
+from mtrain.recipes.megatron.exporter import export_words
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 GPU = "cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"

@@ -24,7 +24,8 @@ from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import Samples
 from mtrain.errors import ConfigError
-from mtrain.recipes.megatron import export_script, import_texts
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import errors, first_fix, tiny
 
 L = 8

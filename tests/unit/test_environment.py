@@ -38,7 +38,9 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    assert "GLOO_SOCKET_IFNAME" not in values(run, Place(ranks_here=1, cores=1, alone=False))
+    assert "GLOO_SOCKET_IFNAME" not in values(
+        run, Place(ranks_here=1, cores=1, on_one_machine=False)
+    )
 
 
 @pytest.mark.parametrize(

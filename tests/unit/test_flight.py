@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed import Work
 
-from mtrain.world import flight, stacks, stall, waits
-from mtrain.world.heartbeat import heartbeat, waiting
-from mtrain.world.stall import UNKNOWN, Calls, Status, blame
+from mtrain.world import flight, stacks, stall
+from mtrain.world.heartbeat import heartbeat, noting_waits, waiting
+from mtrain.world.stall import UNKNOWN, Calls, Status, name_straggler
 
 
 def entry(
@@ -79,7 +79,7 @@ def test_entries_say_how_far_each_group_has_come(version: str) -> None:
         entry("5", 9, "completed", started=False),  # nothing is timed
         *(entry("6", number, p2p=True) for number in (40, 41)),
     ]
-    assert flight.of_entries(dump(*entries, version=version)) == {
+    assert flight.calls_of_entries(dump(*entries, version=version)) == {
         "0": Calls("group 0", 4, 3, 2),
         "5": Calls("group 5", 9, UNKNOWN, 9),
     }
@@ -87,11 +87,11 @@ def test_entries_say_how_far_each_group_has_come(version: str) -> None:
 
 def test_a_collective_of_gloo_has_ended_when_it_is_retired() -> None:
     entries = [entry("1", 1, by="gloo"), entry("1", 2, "scheduled", by="gloo")]
-    assert flight.of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
+    assert flight.calls_of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
 
 
 def test_a_dump_without_entries_is_of_no_group() -> None:
-    assert flight.of_entries(b"{}") == flight.of_entries(dump(of_0=(3, 3, 3))) == {}
+    assert flight.calls_of_entries(b"{}") == flight.calls_of_entries(dump(of_0=(3, 3, 3))) == {}
 
 
 def test_a_status_that_counts_transfers_too_is_not_taken_for_one_of_collectives() -> None:
@@ -100,7 +100,7 @@ def test_a_status_that_counts_transfers_too_is_not_taken_for_one_of_collectives(
         flight.Group(4, "11", "pipeline", 2),
         flight.Group(9, "12", "tp", 0),
     ]
-    assert flight.of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
+    assert flight.calls_of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
         "0": Calls("world", 7, UNKNOWN, 6),
         "11": Calls("pipeline", 2, UNKNOWN, UNKNOWN),
         "12": Calls("tp", 0, UNKNOWN, UNKNOWN),
@@ -130,7 +130,7 @@ def of_rank(
 
 def said(*statuses: Status) -> str:
     """Blame a rank by statuses that have travelled as text."""
-    return blame({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
+    return name_straggler({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
 
 
 def test_of_ranks_in_one_line_the_one_that_lacks_a_collective_is_blamed() -> None:
@@ -212,7 +212,7 @@ def test_every_wait_of_the_main_thread_is_noted_while_it_is_watched() -> None:
         (heartbeat.waits, stacks.is_waiting(None), stacks.place(stacks.main_frame()))
     )  # type: ignore[assignment,method-assign]
     try:
-        with waits.noted():
+        with noting_waits():
             Slow().wait()
             other = threading.Thread(target=Slow().wait)
             other.start()

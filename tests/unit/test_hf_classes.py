@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.recipes import hf_classes
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import differing
+from mtrain.recipes.huggingface import classes
+from mtrain.recipes.huggingface.exporter import differing
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES, MOE, NEOX, PHI3, QWEN_MOE, SIZES, V2, V3
 from tests.support import hf_classes as source
 
@@ -42,10 +42,10 @@ def read(
 
 
 def test_the_table_is_that_of_the_source_of_transformers() -> None:
-    version = json.loads(hf_classes.TABLE.read_text())["transformers"]
+    version = json.loads(classes.TABLE.read_text())["transformers"]
     if source.table()["transformers"] != version:
         pytest.skip(f"the table is of transformers {version}")
-    assert source.text() == hf_classes.TABLE.read_text(), (
+    assert source.text() == classes.TABLE.read_text(), (
         "python -m tests.support.hf_classes writes it again"
     )
 

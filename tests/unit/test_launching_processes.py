@@ -18,7 +18,7 @@ import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import beside, machine, signals, start
+from mtrain.launching import child_process, machine, signals, start
 from mtrain.launching.supervise import Supervisor
 from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
@@ -87,8 +87,8 @@ def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(
     os_pipe = os.pipe
     monkeypatch.setenv("WRITE_END", "")
     monkeypatch.setattr(os, "pipe", pipe)
-    monkeypatch.setitem(beside.WORK, "import", killed)
-    work = beside.Beside("import", resolve(tiny(), LAPTOP))
+    monkeypatch.setitem(child_process.WORK, "import", killed)
+    work = child_process.ChildProcess("import", resolve(tiny(), LAPTOP))
     with pytest.raises(BadEnvironment, match="importing the weights ended with -9"):
         work.result()
 

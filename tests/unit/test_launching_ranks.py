@@ -16,7 +16,7 @@ import pytest
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, MtrainError
-from mtrain.launching import beside, jobs, rank, start, torchrun
+from mtrain.launching import child_process, jobs, rank, start, torchrun
 from mtrain.launching.environment import Place
 from mtrain.launching.supervise import Supervisor
 from tests.support.configs import LAPTOP, tiny
@@ -78,7 +78,7 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
 ) -> None:
     for name, value in ALL.items():
         monkeypatch.setenv(name, value if name in names else "")
-    assert bool(torchrun.stray()) == warned
+    assert bool(torchrun.unused_variable()) == warned
     if worker is None:
         with pytest.raises(BadEnvironment) as refused:
             torchrun.here()
@@ -86,7 +86,7 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
         monkeypatch.setenv("WORLD_SIZE", "1")  # one process needs no other
         worker = False
     assert (torchrun.here() is not None) == worker
-    assert not torchrun.stray() or warned
+    assert not torchrun.unused_variable() or warned
 
 
 def test_a_rank_refuses_a_configuration_that_is_not_the_launchers(tmp_path: Path) -> None:
@@ -136,15 +136,15 @@ def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -
     try:
         assert start.has_threads()
         assert not start.may_fork(run)
-        work = beside.Beside("prepare", run, checkpoint=None)
+        work = child_process.ChildProcess("prepare", run, checkpoint=None)
         command = psutil.Process(work.pid).cmdline()
         assert work.result() is None
     finally:
         over.set()
         thread.join()
-    assert "mtrain.launching.beside" in command
+    assert "mtrain.launching.child_process" in command
     missing = run.model_copy(
         update={"data": run.data.model_copy(update={"kind": "indexed", "path": "nowhere"})}
     )
     with pytest.raises(MtrainError, match="nowhere"):
-        beside.Beside("prepare", missing, checkpoint=None).result()
+        child_process.ChildProcess("prepare", missing, checkpoint=None).result()

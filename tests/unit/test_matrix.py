@@ -17,7 +17,7 @@ from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.compose.recipe import read_recipe
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import findings
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from tests.support.configs import LAPTOP
 
 RECIPES = [

@@ -17,8 +17,8 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert import megatron_args
 from mtrain.models.registry import family_of
-from mtrain.recipes.flags_other import OTHERS
-from mtrain.recipes.imported import read_flags
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.reading import read_flags
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 

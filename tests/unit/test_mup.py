@@ -13,8 +13,9 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.mup import MupConfig
 from mtrain.errors import ConfigError
-from mtrain.recipes.hf_write import config_json
-from mtrain.recipes.megatron import export_words, import_texts
+from mtrain.recipes.huggingface.exporter import config_json
+from mtrain.recipes.megatron.exporter import export_words
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 WIDER = "model.mup.base_hidden_size=128"

@@ -9,7 +9,7 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.recipe.capture import capture
 from mtrain.recipes.imported import WHOLE
-from mtrain.recipes.megatron import import_texts
+from mtrain.recipes.megatron.importer import import_texts
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512"

@@ -24,9 +24,9 @@ from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
+from mtrain.recipes.delta import Delta, delta, recipe_text, unequal
 from mtrain.recipes.diff import differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
-from mtrain.recipes.write import Delta, delta, recipe_text, unequal
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.patience import patient
@@ -283,7 +283,7 @@ def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:
     )
     found = {d.key: (d.left, d.right) for d in differences(dense, experts)}
     assert "model.moe" not in found
-    assert found["model.moe.num_experts"] == ("(not there)", 4)
+    assert found["model.moe.num_experts"] == ("(absent)", 4)
     assert {d.key for d in differences(experts, dense)} == set(found)
     assert differences(dense, dense) == []
 

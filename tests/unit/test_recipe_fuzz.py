@@ -19,11 +19,11 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.lock_file import read_lock
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError, MtrainError
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.delta import delta, recipe_text
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.lock import lock_text, mismatches
-from mtrain.recipes.megatron import import_scripts
-from mtrain.recipes.table import known_flags
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.megatron.importer import import_scripts
+from mtrain.recipes.megatron.table import known_flags
 from tests.support.configs import LAPTOP
 from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
 

@@ -13,8 +13,8 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import import_config, kind_of
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,25 +117,25 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "another type"),
+        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "a wrong type"),
         ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
         (
             {"model_type": "llava", "vision_config": [["hidden_size", 64]]},
             "vision_config is no object",
         ),
         ({"model_type": "mamba2", "time_step_limit": []}, "out of range"),
-        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "another type"),
+        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "a wrong type"),
         (
             {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
-            "mamba_expand is no number",
+            "mamba_expand is not a number",
         ),
         (
             {"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26},
-            "is no number",
+            "is not a number",
         ),
         (
             {**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26},
-            "n_shared_experts is no number",
+            "n_shared_experts is not a number",
         ),
     ],
 )

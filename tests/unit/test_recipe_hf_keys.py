@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
-from mtrain.recipes.hf_kinds import DECODERS, KINDS
+from mtrain.recipes.huggingface.config_file import ELSEWHERE, IRRELEVANT
+from mtrain.recipes.huggingface.importer import import_config
+from mtrain.recipes.huggingface.kinds import DECODERS, KINDS
 from mtrain.recipes.imported import Imported
 
 transformers = pytest.importorskip("transformers")
@@ -486,7 +486,7 @@ def test_a_value_that_cannot_be_computed_with_is_refused(
     odd: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
-    with pytest.raises(ConfigError, match="another type or size"):
+    with pytest.raises(ConfigError, match="a wrong type or size"):
         import_config(tmp_path / "config.json")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import differing
+from mtrain.recipes.huggingface.exporter import differing
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import Imported
 
 MINITRON: dict[str, Any] = {

@@ -10,9 +10,11 @@ from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.megatron import MARK, export_script, import_texts
-from mtrain.recipes.table import flags_of, table
-from mtrain.recipes.write import unequal
+from mtrain.recipes.delta import unequal
+from mtrain.recipes.imported import MARK
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.table import flags_of, table
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.strategies import runs

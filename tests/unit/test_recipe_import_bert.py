@@ -11,8 +11,9 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import export_script, import_texts
-from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.yaml_configs import import_yaml
 
 SIZES = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"

@@ -10,7 +10,8 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import export_script, import_texts
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 BASE = (

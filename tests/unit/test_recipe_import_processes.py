@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.recipes.megatron import import_texts
+from mtrain.recipes.megatron.importer import import_texts
 from tests.unit.test_recipe_import_programs import KNOWN, MODEL
 
 

@@ -12,12 +12,12 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import Rejected, compose
 from mtrain.errors import ConfigError
+from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported, name_of
-from mtrain.recipes.megatron import import_scripts, import_texts, read_texts
-from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.megatron.importer import import_scripts, import_texts, read_texts
+from mtrain.recipes.megatron.vocabularies import ids_of
+from mtrain.recipes.megatron.yaml_configs import import_yaml
 from mtrain.recipes.secrets import names_secret
-from mtrain.recipes.vocabularies import ids_of
-from mtrain.recipes.write import delta, recipe_text
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 MODEL = (

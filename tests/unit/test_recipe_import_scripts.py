@@ -15,10 +15,10 @@ from mtrain.cli.recipe.capture import capture
 from mtrain.config.engine.core_fields import transformer_values
 from mtrain.config.resolve.batches import linear, samples_of, steps_within
 from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import import_scripts, import_texts
-from mtrain.recipes.table import known_flags
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.megatron.importer import import_scripts, import_texts
+from mtrain.recipes.megatron.table import known_flags
 from tests.support.configs import LAPTOP
 
 RUN = ("llama3_70b",)
@@ -442,7 +442,7 @@ def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
 
 
 RATE = (
-    "optim.lr is not said; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
+    "optim.lr is not set; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
     " model"
 )
 
@@ -458,9 +458,9 @@ RATE = (
         (
             "python",
             "--vocab-size 512",
-            [RATE, "data.seq_length is not said; it is chosen where it runs"],
+            [RATE, "data.seq_length is not set; it is chosen where it runs"],
         ),
-        ("python", "--seq-length 8", ["optim.lr is not said; it is chosen where it runs"]),
+        ("python", "--seq-length 8", ["optim.lr is not set; it is chosen where it runs"]),
         ("python", "--seq-length 8 --lr 0.1", []),
     ],
 )
@@ -470,7 +470,7 @@ def test_what_is_not_said_becomes_what_it_is_resolved_to(
     model = "--num-layers 3 --hidden-size 66 --num-attention-heads 2 --max-position-embeddings 64"
     flags = f"{model} --train-iters 9 --global-batch-size 8 {flags}"
     found = import_texts([(f"{launcher} pretrain_gpt.py {flags}", "x.sh")], "x")
-    said = [note for note in found.notes if " is not said; it is " in note]
+    said = [note for note in found.notes if " is not set; it is " in note]
     assert len(said) == len(notes)
     assert all(note in text for note, text in zip(notes, said, strict=True))
 

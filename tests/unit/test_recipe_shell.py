@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.arithmetic import pattern_of, whole_number
-from mtrain.recipes.gaps import Unread, shown
-from mtrain.recipes.megatron import import_scripts
-from mtrain.recipes.shell import read_script
+from mtrain.recipes.megatron.importer import import_scripts
+from mtrain.recipes.shell.arithmetic import pattern_of, whole_number
+from mtrain.recipes.shell.gaps import Unread, shown
+from mtrain.recipes.shell.reader import read_script
 from tests.support.patience import patient
 
 

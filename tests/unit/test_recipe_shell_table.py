@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.recipe.capture import recorded
-from mtrain.recipes.command import training_command
-from mtrain.recipes.imported import WHOLE, leave_open, read_flags
-from mtrain.recipes.megatron import open_neighbour
-from mtrain.recipes.shell import read_script
+from mtrain.recipes.imported import WHOLE
+from mtrain.recipes.megatron.command import training_command
+from mtrain.recipes.megatron.importer import open_neighbour
+from mtrain.recipes.megatron.reading import leave_open, read_flags
+from mtrain.recipes.shell.reader import read_script
 from tests.support.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

@@ -27,10 +27,11 @@ from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.model import GATED
-from mtrain.recipes.arguments import Arguments, read_all
-from mtrain.recipes.flags_other import OTHERS
-from mtrain.recipes.megatron import export_script, import_texts
-from mtrain.recipes.table import table
+from mtrain.recipes.megatron.arguments import Arguments, read_all
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.table import table
 from tests.support.configs import LAPTOP, tiny
 
 SCRIPT = """
@@ -77,7 +78,9 @@ def test_a_declared_field_gets_the_value(path: str) -> None:
 def test_a_flag_is_declared_once() -> None:
     flags = [flag for entry in table() for flag in entry.flags]
     assert len(flags) == len(set(flags))
-    assert not OTHERS.keys() & set(flags), "it has a key now: take it out of recipes/flags_other.py"
+    assert not OTHERS.keys() & set(flags), (
+        "it has a key now: take it out of recipes/megatron/flags_unmapped.py"
+    )
     assert all(flag.startswith("--") for flag in flags)
 
 

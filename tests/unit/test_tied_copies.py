@@ -14,7 +14,7 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import declared
 from mtrain.convert.hugging_face import tables
 from mtrain.convert.match import match, written
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES
 from tests.support.configs import LAPTOP
 

@@ -18,8 +18,8 @@ from mtrain.world.rendezvous import (
     DECIDING,
     IMPORT_FACTOR,
     LIFE_S,
-    Beats,
     Coordinator,
+    Liveness,
     Offer,
     newest,
 )
@@ -172,16 +172,16 @@ def test_a_rank_0_whose_rendezvous_was_replaced_does_not_wait_for_ever() -> None
 
 def test_signs_of_life_are_heard_for_a_while() -> None:
     store = dist.HashStore()
-    worker = Beats(store, SIZE)
-    other = Beats(store, SIZE)
-    assert not other.heard()
-    worker.give()
-    worker.give()
+    worker = Liveness(store, SIZE)
+    other = Liveness(store, SIZE)
+    assert not other.is_alive()
+    worker.beat()
+    worker.beat()
     assert store.add("beats", 0) == 1, "no more than one in a second"
-    assert other.heard()
+    assert other.is_alive()
     other.heard_at -= LIFE_S + 1
-    assert not other.heard()
+    assert not other.is_alive()
 
 
 def test_of_many_ranks_signs_of_life_are_heard_for_longer_than_a_pause() -> None:
-    assert Beats(dist.HashStore(), 40_000).life_s > 2 * join.pause_of(40_000)
+    assert Liveness(dist.HashStore(), 40_000).life_s > 2 * join.pause_of(40_000)

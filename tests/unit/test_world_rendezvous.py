@@ -16,7 +16,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.world import heartbeat, join, stacks
 from mtrain.world.rank_env import LAUNCHER, RankEnv
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
-from mtrain.world.stall import Finding, Status, blame, idle_s
+from mtrain.world.stall import Finding, Status, idle_s, name_straggler
 from tests.support.configs import tiny
 from tests.support.nvml import Library
 
@@ -118,7 +118,7 @@ def test_a_task_that_sees_one_gpu_says_which(
     env = RankEnv.here(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher}
     )
-    assert join._lone_gpu(run, env) == gpu
+    assert join._only_gpu(run, env) == gpu
 
 
 def test_a_rank_that_failed_is_not_compared() -> None:
@@ -178,37 +178,40 @@ def known(*statuses: Status) -> dict[int, Status]:
 
 def test_a_silent_rank_is_blamed_before_one_that_is_behind() -> None:
     ranks = known(status(0, 5, waits=True), status(1, 3, waits=False), status(2, 5, waits=False))
-    said = blame(ranks, {2}, 3)
+    said = name_straggler(ranks, {2}, 3)
     assert said.startswith("rank 2 (host, process 102) gives no sign of life")
     assert "in step 7, forward" in said
 
 
 def test_a_rank_that_has_not_begun_is_blamed_first() -> None:
-    assert blame(known(status(0, 5, waits=True)), {0}, 3) == "ranks 1, 2 have not begun to train"
+    assert (
+        name_straggler(known(status(0, 5, waits=True)), {0}, 3)
+        == "ranks 1, 2 have not begun to train"
+    )
 
 
 def test_a_stage_that_waits_for_its_input_is_not_blamed_for_having_done_less() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=True), status(2, 4, waits=True))
     assert (
-        blame(ranks, set(), 3)
+        name_straggler(ranks, set(), 3)
         == "rank 0 (host, process 100) is behind, in step 7, forward, at x.py:1 in f"
     )
 
 
 def test_of_busy_ranks_the_ones_that_have_come_least_far_are_blamed() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=False), status(2, 5, waits=False))
-    assert blame(ranks, set(), 3).startswith(
+    assert name_straggler(ranks, set(), 3).startswith(
         "rank 1 (host, process 101), rank 2 (host, process 102) are behind"
     )
 
 
 def test_where_all_wait_the_one_that_has_come_least_far_is_blamed() -> None:
     ranks = known(status(0, 6, waits=True), status(1, 5, waits=True))
-    assert blame(ranks, set(), 2).startswith(
+    assert name_straggler(ranks, set(), 2).startswith(
         "rank 1 (host, process 101) waits like all others, and is behind"
     )
     ranks = known(status(0, 5, waits=True), status(1, 5, waits=True))
-    assert blame(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
+    assert name_straggler(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
 
 
 def test_a_rank_that_makes_progress_keeps_the_others_from_being_a_stall() -> None:

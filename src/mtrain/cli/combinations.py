@@ -22,7 +22,7 @@ from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from mtrain.units import GIB, bytes_
 
 AXES = ("model", "parallel", "precision", "cluster")

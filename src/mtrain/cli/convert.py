@@ -26,9 +26,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import as_text, import_config, kind_of, read_json
-from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import as_text, import_config, kind_of, read_json
+from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
@@ -331,7 +331,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     from mtrain.convert import theirs
     from mtrain.launching import local
-    from mtrain.launching.beside import Beside
+    from mtrain.launching.child_process import ChildProcess
 
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
@@ -359,7 +359,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         other = scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            Beside(
+            ChildProcess(
                 "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
             ).result()
         except MtrainError as error:

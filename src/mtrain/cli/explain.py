@@ -38,7 +38,7 @@ from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.table import flags_of
+from mtrain.recipes.megatron.table import flags_of
 
 if TYPE_CHECKING:
     from mtrain.config.rules.rule import Code

@@ -19,7 +19,6 @@ from mtrain.cli.verbs import (
     OWN_WORDS,
     VERBS,
 )
-from mtrain.collecting import without_collecting
 from mtrain.config.compose.paths import config_dirs
 from mtrain.errors import (
     STANDARD_OUTPUT,
@@ -31,6 +30,7 @@ from mtrain.errors import (
     of_the_place,
     say_page,
 )
+from mtrain.processes import without_collecting
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli.tables import table
-from mtrain.collecting import without_collecting
 from mtrain.config.compose.composer import Composed, Rejected, compose
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.sweep import jobs
@@ -22,6 +21,7 @@ from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.scale import BATCH, Point, Scale, batches, misfit, on, point
 from mtrain.plan.time.accuracy import accuracy_of
 from mtrain.plan.tune.choose import cleared, said_of
+from mtrain.processes import without_collecting
 from mtrain.units import GIB, duration, short
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
-from mtrain.collecting import without_collecting
 from mtrain.config.compose.composer import Rejected
 from mtrain.config.compose.dump import override, spell
 from mtrain.config.compose.origins import COMMAND_LINE
@@ -31,6 +30,7 @@ from mtrain.plan.tune.choose import cleared, refuse, said_of, search
 from mtrain.plan.tune.search import BEST, Found, Layout, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.plan.tune.words import reason
+from mtrain.processes import without_collecting
 from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB, devices
 

@@ -21,8 +21,8 @@ from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
 from mtrain.models.table import Table
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of, read_json
-from mtrain.recipes.hf_write import differing, same_model, shipped
+from mtrain.recipes.huggingface.exporter import differing, same_model, shipped
+from mtrain.recipes.huggingface.importer import import_config, kind_of, read_json
 from mtrain.recipes.imported import Imported
 from mtrain.units import count
 

@@ -18,13 +18,13 @@ from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
 from mtrain.convert.megatron_scaling import as_rope, scaling_apart, scaling_said
-from mtrain.recipes.arguments import Arguments, Entry
-from mtrain.recipes.flags import default_of
-from mtrain.recipes.flags_other import OTHERS
-from mtrain.recipes.gaps import shown
-from mtrain.recipes.hf_write import TRAINING
-from mtrain.recipes.imported import read_flags
-from mtrain.recipes.table import flags_of, table
+from mtrain.recipes.huggingface.exporter import TRAINING
+from mtrain.recipes.megatron.arguments import Arguments, Entry
+from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.reading import read_flags
+from mtrain.recipes.megatron.table import flags_of, table
+from mtrain.recipes.shell.gaps import shown
 
 _OF = "model."
 _NEGATED = {

@@ -15,8 +15,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrain.collecting import without_collecting
 from mtrain.errors import CorruptData
+from mtrain.processes import without_collecting
 
 MAX_STEPS = 32_000_000
 MAX_HEIGHT = 100_000

@@ -9,8 +9,8 @@ from typing import Any
 from mtrain.config.schema.model import ModelConfig
 from mtrain.convert.folder import CONFIG
 from mtrain.models.registry import family_of, probed
-from mtrain.recipes.hf import read_json
-from mtrain.recipes.hf_families import ALIASES
+from mtrain.recipes.huggingface.families import ALIASES
+from mtrain.recipes.huggingface.importer import read_json
 
 
 def installed() -> bool:

@@ -22,13 +22,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtrain.collecting import without_collecting
 from mtrain.convert import pickled
 from mtrain.convert.pickled import Mapped, Name, Record
 from mtrain.convert.plain_file import open_plain, read_plain
 from mtrain.convert.tensor_file import BYTES
 from mtrain.convert.words import IN_TORCH
 from mtrain.errors import CorruptData
+from mtrain.processes import without_collecting
 
 METADATA = ".metadata"
 BACKEND = "metadata.json"

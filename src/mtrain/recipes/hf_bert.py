@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.hf_families import COMMON
-from mtrain.recipes.hf_keys import ConfigFile, Family, Json
-from mtrain.recipes.hf_kind import Kind
-from mtrain.recipes.hf_readers import UNGATED_WORDS
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.families import COMMON
+from mtrain.recipes.huggingface.readers import UNGATED_WORDS
 
 HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
 """Ends of its classes in transformers with a head for masked tokens -> whether there is one for the

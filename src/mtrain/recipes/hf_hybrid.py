@@ -9,9 +9,8 @@ from typing import Any
 
 from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.hf_families import COMMON
-from mtrain.recipes.hf_keys import ConfigFile, Family, Json
-from mtrain.recipes.hf_kind import Kind
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.families import COMMON
 
 POSITIONS = 2048
 """Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions.

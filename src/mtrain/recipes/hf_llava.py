@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.hf_classes import class_of
-from mtrain.recipes.hf_families import FAMILIES
-from mtrain.recipes.hf_keys import ConfigFile, Family, Json
-from mtrain.recipes.hf_writers import WRITERS
+from mtrain.recipes.huggingface.classes import class_of
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
+from mtrain.recipes.huggingface.families import FAMILIES
+from mtrain.recipes.huggingface.writers import WRITERS
 
 _NUMBERS = "changes the numbers: "
 _PROJECTOR_WORDS = {

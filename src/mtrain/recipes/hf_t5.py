@@ -6,9 +6,8 @@ from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.t5 import T5Config
-from mtrain.recipes.hf_keys import ConfigFile, Family, Json
-from mtrain.recipes.hf_kind import Kind
-from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}
 _SHIPPED_VOCABULARY = 32128

@@ -1,4 +1,4 @@
-"""What a script may hold that must not be shown or written on: passwords, keys, tokens
+"""Secrets that a script may hold, which must be neither shown nor written: passwords, keys, tokens
 of services.
 """
 
@@ -24,7 +24,7 @@ _SECRET = frozenset(
     )
 )
 _PERHAPS = frozenset(("key", "token"))
-"""Words that name a secret, but for the keys of attention and the tokens of a text."""
+"""Words that name a secret, except the keys of attention and the tokens of a text."""
 _SERVICES = frozenset(
     re.findall(
         r"\w+",
@@ -52,10 +52,10 @@ _SHAPES = re.compile(
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a variable or a flag is named as one that holds a secret."""
+    """Return whether a variable or a flag has the name of a secret."""
     words = set(re.split(r"[-_.]+", name.lower()))
     if name.startswith("--") and "token" in words and len(words - {""}) > 1:
-        words.discard("token")  # flags count tokens, but for those of a service
+        words.discard("token")  # in flags, tokens are those of a text unless a service is named
         return not words.isdisjoint(_SECRET | _SERVICES)
     if words.isdisjoint(_PERHAPS) or not words.isdisjoint(_SECRET):
         return not words.isdisjoint(_SECRET)
@@ -63,7 +63,7 @@ def names_secret(name: str) -> bool:
 
 
 class Secrets:
-    """The secrets of one script: by the names of its variables, and by their shape."""
+    """The secrets of one script, known by the names of their variables and by their shape."""
 
     def __init__(self, variables: Mapping[str, Iterable[str]]) -> None:
         held = {
@@ -73,7 +73,7 @@ class Secrets:
         self._hidden: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
-        """`text` with every secret blacked out."""
+        """Return `text` with every secret blacked out."""
         if text not in self._hidden:
             shown = text
             for value in self.values:

@@ -23,19 +23,19 @@ from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.time.intervals import in_steps
+from mtrain.recipes.delta import delta, left_open, recipe_text
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import WHOLE, Imported, name_of
-from mtrain.recipes.megatron import (
-    export_script,
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import (
     import_commands,
     import_scripts,
     import_texts,
     read_texts,
 )
-from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
-from mtrain.recipes.shell import read_calls
-from mtrain.recipes.write import delta, left_open, recipe_text
+from mtrain.recipes.megatron.yaml_configs import import_yaml, is_yaml
+from mtrain.recipes.shell.reader import read_calls
 
 OUT = {"-o": "--output", "--output": "--output"}
 CAPTURE = "--capture"

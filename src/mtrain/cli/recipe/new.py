@@ -20,8 +20,8 @@ from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say
 from mtrain.layout.grid import RankGrid
+from mtrain.recipes.delta import Delta, delta, recipe_text
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.write import Delta, delta, recipe_text
 
 NOT_HERE = ("MT305", "MT306", "MT307", "MT433")
 """Codes of files and folders that are missing on this machine, and need not be on another."""
