@@ -48,6 +48,7 @@ BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|tabl
 knows the rest.
 """
 ONLY_IN = {
+    "click": ("cli/",),
     "hydra": ("config/compose/hydra_source.py", "config/compose/grammar.py"),
     "omegaconf": ("config/compose/hydra_source.py",),
     "pydantic": ("config/",),

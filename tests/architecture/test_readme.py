@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from mtrain.cli.main import VERBS
+from mtrain.cli.verbs import NAMES
 from tests.support.commands import ROOT, mtrain
 from tests.walks import LEFT, walks
 
@@ -54,7 +54,7 @@ def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
 def test_every_command_of_a_page_is_a_verb_or_an_override(page: str) -> None:
     for words in re.findall(r"`python launch.py([^`]*)`", PROSE[page]):
         for word in shlex.split(words)[:1]:
-            assert word in {*VERBS, "help"} or "=" in word or word.startswith("["), word
+            assert word in {*NAMES, "help"} or "=" in word or word.startswith("["), word
 
 
 @pytest.mark.parametrize("page", PAGES)

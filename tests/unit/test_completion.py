@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.complete import SHELLS, candidates
-from mtrain.cli.completion import SCRIPTS
-from mtrain.cli.main import VERBS, main
-from mtrain.cli.recipe import SUBVERBS
+from mtrain.cli.main import main
+from mtrain.cli.offers import SHELLS, candidates
+from mtrain.cli.verbs import NAMES
+from mtrain.cli.verbs.completion import SCRIPTS
+from mtrain.cli.verbs.recipe import recipe
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.messages.json_schema import KINDS
 from mtrain.config.messages.keys import schema_keys
@@ -24,7 +25,7 @@ from tests.support.patience import patient
 
 def test_a_first_word_is_a_verb_or_a_setting() -> None:
     found = candidates("mtrain ")
-    assert set(VERBS) <= set(found)
+    assert set(NAMES) <= set(found)
     assert {f"{group}=" for group in GROUPS} | {f"{group}." for group in GROUPS} <= set(found)
     assert {"recipe=", "run="} <= set(found)
     assert "__complete" not in found
@@ -76,7 +77,7 @@ def test_what_is_offered_at_a_place(line: str, found: list[str]) -> None:
 
 
 def test_every_subverb_and_every_schema_is_offered() -> None:
-    assert set(candidates("mtrain recipe ")) >= set(SUBVERBS)
+    assert set(candidates("mtrain recipe ")) >= set(recipe.commands)
     assert candidates("mtrain schema ") == sorted(KINDS)
 
 

@@ -392,13 +392,13 @@ def test_a_restart_waits_for_the_processes_that_it_replaces(
 
 
 def test_the_word_of_a_resume_is_no_folder_and_is_offered() -> None:
-    from mtrain.cli.complete import _values
+    from mtrain.cli.offers import values_of
     from mtrain.config.rules import check
 
     assert [
         p.code for p in check(run_of(checkpoint__resume="auto")) if p.path == "checkpoint.resume"
     ] == []
-    assert _values("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
+    assert values_of("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
 
 
 def test_a_model_larger_than_memory_is_refused_with_numbers_and_what_works() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.main import main, parse
+from mtrain.cli.main import main
+from mtrain.cli.parsing import parse
 from mtrain.cli.setup import load
 from mtrain.config.compose import paths
 from mtrain.config.compose.paths import program
@@ -148,7 +149,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def validated(*argv: str) -> list[Problem]:
     try:
         call = parse(["check", *argv])
-        load(call.arguments, LAPTOP, {})
+        load(call.words, LAPTOP, {})
     except ConfigError as error:
         return list(error.problems)
     return []

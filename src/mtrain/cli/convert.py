@@ -39,7 +39,7 @@ ENDS = ("bos_token_id", "eos_token_id")
 IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
+def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
     """Run a subverb; returns the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli import weights
-from mtrain.cli.options import read_options
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import program
@@ -53,23 +52,20 @@ MAX_KEYS = 12
 """Keys that a page shows of one code."""
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(words: list[str], *, as_json: bool) -> int:
     """Explains the first word, for the configuration that the others describe; returns the exit
     code.
 
     Raises:
         ConfigError: there is no such key and no such code, or the overrides are refused.
     """
-    options = read_options(argv)
-    if not options.words:
+    if not words:
         say_page(
-            strict_json.dumps(_contents(), indent=2)
-            if options.as_json
-            else _contents_page(_contents())
+            strict_json.dumps(_contents(), indent=2) if as_json else _contents_page(_contents())
         )
         return 0
-    word = options.words[0].partition("=")[0]
-    rest = options.words[1:]
+    word = words[0].partition("=")[0]
+    rest = words[1:]
     if _CODE.match(word):
         facts = _code(word.upper())
     elif field_of(word) is None:
@@ -78,7 +74,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, weights.composed(overrides_of(rest)))
-    say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
 
 

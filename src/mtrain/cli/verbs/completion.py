@@ -1,12 +1,12 @@
-"""`completion SHELL`: a script that lets a shell ask `mtrain __complete` what could stand at the
-cursor.
-"""
+"""`completion SHELL`: a script with which a shell asks `mtrain __complete` for candidates."""
 
 from __future__ import annotations
 
-from mtrain.cli.complete import SHELLS
-from mtrain.cli.options import needed, read_options
-from mtrain.errors import ConfigError, Problem, say_page
+import click
+
+from mtrain.cli.command import Verb, refusal
+from mtrain.cli.offers import SHELLS, shells
+from mtrain.errors import say_page
 
 BASH = r"""# bash: eval "$(mtrain completion bash)", or save this as a file in the folder of bash completions
 _mtrain() {
@@ -89,15 +89,29 @@ end
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def run(argv: list[str], *, debug: bool) -> int:
-    """Print the script of a shell; the exit code.
+@click.command(
+    "completion",
+    cls=Verb,
+    short_help="a script that completes verbs, choices and keys: completion bash|zsh|fish",
+    usage="completion bash|zsh|fish",
+    help=(
+        "Print a script with which a shell completes verbs, flags, choices, layouts, keys, recipes"
+        " and runs."
+    ),
+    arguments=(("bash|zsh|fish", "the shell"),),
+    examples=(("completion bash", 'for this shell: eval "$(... completion bash)"'),),
+    offers=shells,
+)
+def completion(words: list[str]) -> int:
+    """Print the script of a shell.
 
     Raises:
-        ConfigError: no shell, or one that is not known.
+        ConfigError: the shell is missing or unknown.
     """
-    shell = needed(read_options(argv).words, "completion bash")
-    if shell not in SCRIPTS:
-        rule = f"there is no completion for {shell}; shells: {', '.join(SHELLS)}"
-        raise ConfigError([Problem("MT010", "", None, rule, "completion bash", "command line")])
-    say_page(SCRIPTS[shell])
+    if not words:
+        raise refusal("the shell is missing", "completion bash")
+    if words[0] not in SCRIPTS:
+        rule = f"there is no completion for {words[0]}; shells: {', '.join(SHELLS)}"
+        raise refusal(rule, "completion bash")
+    say_page(SCRIPTS[words[0]])
     return 0

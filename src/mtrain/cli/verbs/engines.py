@@ -1,41 +1,57 @@
-"""`engines`: which megatron-core is here, which are supported, what only some have, and the patches
-that act.
-"""
+"""`engines`: the installed megatron-core, the supported releases, and the patches that act."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import click
+
 from mtrain import strict_json
-from mtrain.cli.options import read_options
-from mtrain.cli.tables import table
-from mtrain.config.engine import release
-from mtrain.config.engine.capabilities import CAPABILITIES, is_here
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
-from mtrain.config.messages.fields_page import fed
-from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.cli.command import Verb, as_json, refusal
+from mtrain.cli.offers import nothing
+from mtrain.errors import say_page
 
 
-def run(argv: list[str], *, debug: bool) -> int:
-    """Print what is known of this installation's megatron-core; the exit code.
+@click.command(
+    "engines",
+    cls=Verb,
+    short_help="the installed megatron-core, what only some releases have, which patches act",
+    usage="engines [FLAGS]",
+    help=(
+        "Print which megatron-core Python finds, which releases are supported, what only some have,"
+        " and which patches\nact and why."
+    ),
+    examples=(
+        ("engines", "of this installation"),
+        ("engines --fixes", "known bugs, by the way mtrain handles them"),
+    ),
+    offers=nothing,
+)
+@as_json
+@click.option(
+    "--fixes", is_flag=True, help="known bugs of megatron-core, and how mtrain handles each"
+)
+def engines(words: list[str], as_json: bool, fixes: bool) -> int:
+    """Print what is known of this installation's megatron-core.
 
     Raises:
-        ConfigError: a word that means nothing here.
+        ConfigError: a word that has no meaning here.
     """
-    options = read_options(argv, ("--fixes",))
-    if options.words:
-        rule = f"{options.words[0]}: engines takes no words"
-        raise ConfigError([Problem("MT010", "", None, rule, "engines", "command line")])
-    if "--fixes" in options.flags:
+    if words:
+        raise refusal(f"{words[0]}: engines takes no words", "engines")
+    if fixes:
         rows = _fixes()
-        say_page(strict_json.dumps(rows, indent=2) if options.as_json else _fixes_page(rows))
+        say_page(strict_json.dumps(rows, indent=2) if as_json else _fixes_page(rows))
         return 0
     facts = _facts()
-    say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
 
 
 def _facts() -> dict[str, Any]:
+    from mtrain.config.engine import release
+    from mtrain.config.engine.capabilities import CAPABILITIES, is_here
+    from mtrain.config.engine.field_versions import FIELD_VERSIONS
     from mtrain.devices import registry
     from mtrain.mcore.patches import standing
 
@@ -100,7 +116,10 @@ def _fixes_page(rows: list[dict[str, Any]]) -> str:
 
 
 def _keys_of_fields() -> dict[str, list[str]]:
-    """Field that only some releases have -> the keys that feed it."""
+    """Return, for each field that only some releases have, the keys that feed it."""
+    from mtrain.config.engine.field_versions import FIELD_VERSIONS
+    from mtrain.config.messages.fields_page import fed
+
     found: dict[str, list[str]] = {}
     for key, fields in fed().items():
         for field in fields:
@@ -110,8 +129,10 @@ def _keys_of_fields() -> dict[str, list[str]]:
 
 
 def _page(facts: dict[str, Any]) -> str:
+    from mtrain.cli.tables import table
+
     active = [row for row in facts["patches"] if row["is_active"]]
-    kept = "" if facts["is_supported"] else ", which is none of the supported"
+    kept = "" if facts["is_supported"] else ", which is not supported"
     here = (
         f"{facts['installed']}{kept}, in {facts['folder']}" if facts["folder"] else "not installed"
     )
@@ -129,7 +150,7 @@ def _page(facts: dict[str, Any]) -> str:
         (row["when"], row["versions"], "here" if row["is_here"] else "not here")
         for row in facts["capabilities"]
     ]
-    lines += ["", "what only some releases can do", *table(able, left=3)]
+    lines += ["", "capabilities of only some releases", *table(able, left=3)]
     lines += [
         "",
         (
@@ -138,10 +159,10 @@ def _page(facts: dict[str, Any]) -> str:
         ),
     ]
     for row in facts["patches"]:
-        mended = f"; {row['upstream']} mends it" if row["upstream"] else ""
+        fixed = f"; {row['upstream']} fixes it" if row["upstream"] else ""
         lines.append(
             f"  {row['name']}:"
-            f" {'not needed, ' + row['why_not'] if row['why_not'] else 'acts'}{mended}"
+            f" {'not needed, ' + row['why_not'] if row['why_not'] else 'acts'}{fixed}"
         )
         lines.append(f"    {row['where']}: {row['reason']}")
     return "\n".join(lines)
