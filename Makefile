@@ -31,7 +31,7 @@ test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
 full: install .triton-3.6
-	$(PYTEST) -m full --part=$(or $(PART),1/1)
+	$(PYTEST) -m 'full or engine' --part=$(or $(PART),1/1)
 
 # The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
 .triton-3.6: | $(STAMP)
@@ -59,7 +59,7 @@ ENGINE_SAMPLE := $(addprefix tests/distributed/test_,$(addsuffix .py,engines fie
 
 # A sample on that release: fields, patches, layouts, resume, and runs of either release that go on in the other
 engines: $(ENGINE)
-	PYTHONPATH=$(CURDIR)/$(ENGINE) MTRAIN_TWO_ENGINES=1 $(PYTEST) $(ENGINE_SAMPLE)
+	PYTHONPATH=$(CURDIR)/$(ENGINE) MTRAIN_TWO_ENGINES=1 $(PYTEST) -m 'not full' $(ENGINE_SAMPLE)
 
 lint: install
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ def compare(kind: str, found: dict[str, Any], **options: Any) -> None:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", reference.KINDS)

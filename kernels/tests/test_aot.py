@@ -18,6 +18,7 @@ from mtrain_kernels.aot import Row, table
 from mtrain_kernels.registry import ops
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arch", "variants"),
     [(90, False), *(pytest.param(arch, True, marks=pytest.mark.full) for arch in (80, 90, 100))],

@@ -79,6 +79,7 @@ def test_the_gradient_of_the_definition_is_that_of_differences() -> None:
     assert torch.autograd.gradcheck(function, leaves)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
@@ -89,6 +90,7 @@ def test_values_and_gradients_are_those_of_the_definition(
     compare(inputs(dtype=dtype, bias=bias, packed=packed) | {"activation": activation})
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1, 1), (1, 2, 2, 4), (0, 2, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (1, 9, 1030, 2)]
 )
@@ -111,7 +113,7 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
     compare(found)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -142,6 +144,7 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         compare(inputs(packed=False))
 
 
+@pytest.mark.full
 def test_torch_accepts_the_registration() -> None:
     found = inputs(bias=False)
     torch.library.opcheck(op._conv, (found["x"], found["weight"], None, found["segments"], True))

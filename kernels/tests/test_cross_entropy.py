@@ -216,6 +216,7 @@ def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[tuple[T
     ]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_padding_lies_on_the_last_ranks_whole_and_in_part():
     # of 4 parts of 16

@@ -310,6 +310,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "impl", "dtype"), CALLS, ids=str)
 def test_half_precision_is_rounded_at_the_end_and_nowhere_before(

@@ -94,6 +94,7 @@ def test_operands_are_those_of_the_definition_to_the_bit(counts: list[int], reci
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(made, right, strict=True))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("counts", COUNTS)

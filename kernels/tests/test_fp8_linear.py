@@ -69,6 +69,7 @@ def inputs(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[
     return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -65,6 +65,7 @@ def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> No
     assert y[5:].count_nonzero() == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_values_and_gradients_are_those_of_the_definition(
@@ -85,6 +86,7 @@ def test_sizes_may_be_anything(sizes: tuple[int, int]) -> None:
     compare(inputs([0, 0], sizes))
 
 
+@pytest.mark.full
 def test_programs_walk_over_many_tiles() -> None:
     with small_tiles():
         compare(inputs([40, 0, 21], rest=18))
@@ -113,7 +115,7 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     assert gradient[1].count_nonzero() == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

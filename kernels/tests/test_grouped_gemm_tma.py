@@ -51,6 +51,7 @@ def compare(found: dict[str, Any]) -> None:
     parity.check(partial(op.grouped_gemm, impl="triton"), reference.grouped_gemm, found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("counts", [[0, 0], [1], [0, 1], [17, 0, 2]])
 def test_values_and_gradients_are_those_of_the_definition(
     counts: list[int], by_descriptors: list[bool]

@@ -103,7 +103,7 @@ def test_no_copy_of_a_list_of_weights_is_kept() -> None:
     assert kept(torch.stack(weights)) == small + sum(w.nbytes for w in weights)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -121,6 +121,7 @@ def test_an_activation_in_the_product_is_that_behind_it(
     parity.check(listing(ours), listing(definition), listed, **rounded)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -66,6 +66,7 @@ def defined_tokens(
     return reference.linear_cross_entropy(hidden, weight, labels, ones, held, class_weights)[1]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,6 +90,7 @@ def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, to
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -198,6 +200,7 @@ def test_a_second_backward_is_refused():
         total.backward()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_opcheck(impl):
     given = inputs(4, 8, 40, torch.float32)
@@ -290,6 +293,7 @@ def sharded(
     return total.detach(), losses.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.dist
 @pytest.mark.parametrize("tokens", [False, True], ids=["sum", "tokens"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2sp"])

@@ -40,6 +40,7 @@ def classes(vocab: int) -> Tensor:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("weighed", [False, True], ids=["", "classes"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
@@ -113,6 +114,7 @@ def test_weights_of_classes_are_torchs() -> None:
         op.linear_cross_entropy(**given, class_weights=torch.ones(12))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["reference", "two passes", "one kernel"])
 @pytest.mark.parametrize("gradients", [True, False])
@@ -160,7 +162,7 @@ def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(
     assert plain.hits is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -114,6 +114,7 @@ def compare(forth: dict[str, Any], back: dict[str, Any]) -> None:
     parity.check(partial(op.unpermute, impl="triton"), reference.unpermute, back)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_and_gradients_are_those_of_the_definition(way: str, dtype: torch.dtype) -> None:
@@ -169,7 +170,7 @@ def test_there_and_back_is_the_identity() -> None:
         torch.testing.assert_close(back, x)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -113,6 +113,7 @@ def test_the_gradient_of_the_definition_is_that_of_differences(way: str) -> None
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_indices_counts_and_gradient_are_those_of_the_definition(way: str) -> None:
     compare(inputs(201, 20, way))
@@ -126,6 +127,7 @@ def test_half_logits_are_scored_in_fp32(way: str, dtype: torch.dtype) -> None:
     compare(inputs(33, 20, way, dtype), upcast=False)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shape", [(1, 1), (0, 8), (1, 8), (2, 2000), (65, 64)])
 def test_sizes_may_be_anything(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -184,7 +186,7 @@ def test_the_bias_gets_no_gradient_and_changes_no_weight() -> None:
         assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -61,6 +61,7 @@ def test_singular_values_come_near_one_and_vectors_stay(impl: str) -> None:
         torch.testing.assert_close(found, near if turned is g else near.mT, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 33, 70), (1, 66, 64), (2, 70, 7)])
@@ -102,7 +103,7 @@ def test_each_tile_has_a_number() -> None:
             assert row * (row + 1) // 2 + column == number
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -46,6 +46,7 @@ def compare(name: str, found: dict[str, Any], zero_centered: bool = False) -> No
     parity.check(kernel, partial(getattr(reference, name), **options), found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -117,7 +118,7 @@ def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
     assert gradients[2] is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -143,6 +144,7 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

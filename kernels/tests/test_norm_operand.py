@@ -95,6 +95,7 @@ for root in re.findall(r"= math.sqrt .* : ([^ ]*)", kernel.asm["ttgir"]):
 """
 
 
+@pytest.mark.full
 def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> None:
     """A tensor a compiler may make once for each layout, in another order of sums: on a card the
     bytes differed.
@@ -162,6 +163,7 @@ def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tenso
     return [out.detach(), *torch.autograd.grad(ends, [*leaves, weight], steps)]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("full", [False, True])
@@ -175,6 +177,7 @@ def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 27, 300)])
@@ -208,7 +211,7 @@ def tensor() -> None:
     test_one_scale_is_that_of_the_whole_or_the_one_that_is_given(True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("module", "old", "new", "noticed_by"),
     [

@@ -216,6 +216,7 @@ def test_norm_and_clipping_are_those_of_pytorch(impl):
     assert op.grad_norm([torch.tensor([1.0, torch.nan])], impl=impl).isnan()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_opcheck(impl):
     lists = make("eight bits", (3, 200))
@@ -323,6 +324,7 @@ STORED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
 def test_a_resumed_run_is_the_same_to_the_bit(options):
     dtype = torch.float32 if not options else torch.bfloat16

@@ -219,6 +219,7 @@ def test_what_comes_back_is_near(scale):
     assert (back - x).double().norm() / x.double().norm() < 0.11
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_opcheck(backend):
     x = numbers(4, 32, torch.bfloat16).nan_to_num(0, 1, 1)

@@ -61,6 +61,7 @@ def compare(found: dict[str, Any], **options: Any) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -98,6 +99,7 @@ def test_queries_and_keys_are_turned_alike() -> None:
     torch.testing.assert_close(*turned)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_strides_do_not_matter(interleaved: bool, norm: bool) -> None:
@@ -117,6 +119,7 @@ def test_one_row_of_positions_serves_the_batch() -> None:
     compare(found)
 
 
+@pytest.mark.full
 def test_many_tokens_and_heads_take_several_tiles() -> None:
     compare(inputs((50, 3), 130, 66, norm=True))
     compare(inputs((2, 90), 64, 64, norm=True))
@@ -140,7 +143,7 @@ def test_a_position_outside_of_the_table_gives_no_number() -> None:
     assert y[1:, :, 4:].isfinite().all()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("old", "new", "norm"),
     [

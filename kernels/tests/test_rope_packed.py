@@ -51,6 +51,7 @@ def compare(found: dict[str, Any], **options: Any) -> None:
     parity.check(ours, partial(reference.rotate_packed, **options), found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
@@ -90,6 +91,7 @@ def test_the_definition_is_that_of_queries_and_keys_apart() -> None:
     torch.testing.assert_close(again, got)
 
 
+@pytest.mark.full
 def test_strides_do_not_matter() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     for _, x in parity.layouts(found["qkv"]):
@@ -128,6 +130,7 @@ def test_a_seeded_bug_is_caught(old: str) -> None:
         compare(found, **sizes)
 
 
+@pytest.mark.full
 def test_torch_accepts_the_registration() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     for weights in ((found["q_weight"], found["k_weight"]), (None, None)):

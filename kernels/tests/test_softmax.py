@@ -79,6 +79,7 @@ def test_sizes_may_be_anything(way: str, shape: tuple[int, ...]) -> None:
     compare(inputs(way, shape))
 
 
+@pytest.mark.full
 def test_strides_and_shapes_of_masks_do_not_matter() -> None:
     found = inputs("all of it", (2, 3, 4, 6))
     for _, x in parity.layouts(found["x"]):
@@ -119,7 +120,7 @@ def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -147,6 +148,7 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         compare(inputs("plain", (1, 1, 9, 13)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_may_be_longer_than_a_tile(way: str) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES):

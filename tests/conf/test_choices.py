@@ -62,6 +62,7 @@ def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice
     assert changed == {group}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(
     group: str, choice: str

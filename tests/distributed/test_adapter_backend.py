@@ -58,6 +58,7 @@ def _compare_whole_parameters(
     return compared
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_rank(
     kind: str,
@@ -136,6 +137,7 @@ def _train_experts(ep: int, grouped: bool) -> tuple[float, dict[str, torch.Tenso
     return loss, tiny.gradients(model)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_experts_on_two_ranks_have_the_gradients_of_one_rank(grouped: bool) -> None:
     ((loss, expected),) = run_ranks(1, _train_experts, 1, False)
@@ -194,6 +196,7 @@ def _moe_steps(grouped: bool, dtype: torch.dtype) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_on_two_ranks_learn_with_the_distributed_optimizer(dtype: torch.dtype) -> None:
     for losses in run_ranks(2, _moe_steps, True, dtype):
@@ -272,6 +275,7 @@ def _attended_alone(name: str) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)

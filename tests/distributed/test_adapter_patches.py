@@ -20,7 +20,7 @@ from tests.support.forked import run_ranks
 from tests.support.patch_cases import CASES, FINE, outcome
 from tests.support.patience import patient
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(RECIPES, ALWAYS))
 def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
     """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel

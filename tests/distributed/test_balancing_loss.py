@@ -83,6 +83,7 @@ def test_the_loss_of_a_layer_is_the_one_that_is_defined(kind: str) -> None:
     torch.testing.assert_close(found, wanted.grad)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layers", [1, 4])
 def test_an_imported_coefficient_weighs_as_much_as_in_transformers(
     layers: int, tmp_path: Path

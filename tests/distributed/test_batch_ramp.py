@@ -54,6 +54,7 @@ def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int,
     assert all(theirs == ours for theirs, ours in found)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("plan", PLANS)

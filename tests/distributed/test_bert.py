@@ -106,6 +106,7 @@ def one_rank(alone: Callable[[str], Trained]) -> Trained:
     return alone("bert")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "name"), PLACED)
 def test_a_layout_computes_what_one_rank_does(
     kind: str, name: str, alone: Callable[[str], Trained], tmp_path: Path
@@ -131,6 +132,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LOSSES, ["all logits at once"]))
 def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
     kernels, layout = LOSSES[name]
@@ -142,6 +144,7 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -173,6 +176,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", some(RESUMED, ["tp2, sequence parallel"]))
 def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(
@@ -195,6 +199,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(
     assert [key for key in left if not torch.equal(left[key], right[key])] == []
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model", [BERT, ALONE, MEGATRON], ids=["pairs", "alone", "megatron"])
 def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) -> None:
     run = tiny_run(model=model, ranks=4, tp=2, pp=2)

@@ -92,6 +92,7 @@ def _far(left: Any, right: Any) -> float:
     return max(abs(a / b - 1) for a, b in pairs)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", some(LAYOUTS, ["experts ep2"]))
 def test_both_make_the_same_steps_and_go_on_from_each_other(name: str, tmp_path: Path) -> None:
     runs = {builder: built_as(builder, LAYOUTS[name]) for builder in BUILDERS}

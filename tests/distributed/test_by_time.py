@@ -63,6 +63,7 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("ahead", "saved", "evaluated"),
     [(False, [3, 6], [2, 4, 6, 8]), (True, [4, 8], [3, 6, 8])],

@@ -68,6 +68,7 @@ def sums_by_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ["whole layers", "attention alone"]))
 def test_captured_layers_train_as_others(name: str) -> None:
     model, modules, sums = CASES[name]
@@ -79,6 +80,7 @@ def test_captured_layers_train_as_others(name: str) -> None:
     assert made == sums, "a sum made by the norm of another graph, or none by that of the same"
 
 
+@pytest.mark.engine
 def test_products_that_add_to_gradients_are_captured() -> None:
     run = tiny_run()
     fused = run.model_copy(

@@ -125,7 +125,7 @@ def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(SPLITS, PLAIN))
 @pytest.mark.parametrize("average", ["token", "sample"])
 def test_a_global_batch_has_one_loss_and_gradient_in_any_split(
@@ -254,6 +254,7 @@ def letters(count: int, seed: int) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_task_that_only_the_answers_teach_is_learned(
     packed: bool, home: Path, tmp_path: Path

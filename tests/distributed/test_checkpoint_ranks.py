@@ -174,6 +174,7 @@ def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call
     assert not stacks.is_waiting(stacks.main_frame())
 
 
+@pytest.mark.full
 def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
     places = meetings(2)
     sizes = []

@@ -57,6 +57,7 @@ def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return out
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("models", [[(n,) for n in TINY] + list(OTHERS)], ids=["tiny"])
 def test_a_family_says_what_megatron_core_does(models: list[tuple[str, ...]]) -> None:
     assert run_alone(lambda: unlike(models)) == []

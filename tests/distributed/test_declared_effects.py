@@ -246,7 +246,7 @@ def test_the_digest_tells_a_change_of_any_number() -> None:
     assert digest(plain) != digest(apply(plain, {"optim.eps": 1e-7}))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize("key", RUNTIME)
 def test_a_key_that_is_declared_to_change_no_weight_changes_none(key: str) -> None:
     field = field_of(key)
@@ -296,6 +296,7 @@ def test_a_key_that_is_not_read_changes_what_is_learned() -> None:
     assert digest(apply(raw, {"data.ignored_keys": ("weight",)})) != digest(raw)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", NAMES)
 def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(
     key: str, home: Path

@@ -191,6 +191,7 @@ def test_logs_that_fail_on_one_rank_leave_no_other_waiting(
     assert second is None
 
 
+@pytest.mark.full
 def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def _finish(*argv: str, cwd: Path, patch: Callable[[], None] | None = None) -> t
     return run.wait(), run.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(["tp2", "pp2"], ["pp2"]))
 def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(
     layout: str, home: Path
@@ -303,6 +305,7 @@ def _lose_the_tokenizer() -> None:
     text.Tokenizer.__init__ = gone  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("patch", [_fail_on_rank_one, _lose_the_tokenizer])
 def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(
     patch: Callable[[], None], home: Path

@@ -93,6 +93,7 @@ def test_over_the_samples_of_the_run_it_is_the_runs_own_loss(data: DataConfig) -
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "cp2"]))
 def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(
     name: str, data: DataConfig
@@ -106,6 +107,7 @@ def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2"]))
 def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(
     name: str, data: DataConfig
@@ -180,6 +182,7 @@ def _by_hand(run: Any) -> list[tuple[list[float], list[bool]]]:
     return out
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["tp2 sequence parallel", "pp2vpp2"])
 def test_log_probabilities_are_those_of_the_logits(name: str) -> None:
     expected = run_ranks(1, _by_hand, tiny_run())[0]

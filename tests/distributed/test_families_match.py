@@ -102,6 +102,7 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
@@ -122,7 +123,7 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_counts_the_parameters_that_are_built(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]

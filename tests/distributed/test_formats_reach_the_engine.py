@@ -63,6 +63,7 @@ def _by_te() -> None:
     build.recipe = lambda run: None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_engine_holds_the_recipe(name: str) -> None:
     keys, fields = FORMATS[name]
@@ -82,6 +83,7 @@ def test_the_engine_holds_the_recipe(name: str) -> None:
     assert run_alone(job) == fields
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "asked"),
     [

@@ -61,6 +61,7 @@ def _proven(words: str) -> dict[str, prove.Row]:
     return {row.what: row for row in prove.compared(prove.comparable(full, argv, 2, "fp8"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(PROVEN, ["tensor, tp2 ep2"]))
 def test_a_layout_is_proven_in_8_bits(name: str) -> None:
     rows = _proven(PROVEN[name])

@@ -124,6 +124,7 @@ def _proven(words: str) -> list[prove.Row]:
     return prove.compared(prove.comparable(full, argv, 2, "fp8"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(PROVEN, ["tensorwise, tp2 sequence parallel"]))
 def test_a_layout_is_proven_in_8_bits(name: str) -> None:
     rows = _proven(PROVEN[name])
@@ -160,6 +161,7 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
     assert run_ranks(1, job)[0] == micro * 4 * (run.model.num_layers - 1)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: bool) -> None:
     run = fp8(tiny_run(), "tensorwise")

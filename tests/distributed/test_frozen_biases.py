@@ -21,6 +21,7 @@ SCRIPT = """torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-
 """
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("rate", "moves"), [("0", False), ("null", True)])
 def test_a_rate_of_0_freezes_biases_and_a_model_is_trained_beside_them(
     rate: str, moves: bool, tmp_path: Path

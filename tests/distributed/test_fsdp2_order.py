@@ -92,6 +92,7 @@ def test_the_next_layer_is_gathered_while_one_computes() -> None:
         assert backward[:4] == ["gather 3", "gather 2", "gather 1", "gather 0"]
 
 
+@pytest.mark.full
 def test_a_layer_that_is_run_again_gathers_none_that_has_been_used() -> None:
     for _, backward in run_ranks(2, _order, _run(recompute=AGAIN)):
         first = backward[: backward.index("compute 0") + 1]

@@ -114,6 +114,7 @@ def _on(run: RunConfig, ranks: int) -> RunConfig:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(["fsdp2", "megatron"], ["megatron"]))
 def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
     rows = prove.compared(_on(_run(LAYOUTS[name]), 3))
@@ -124,6 +125,7 @@ ALWAYS = ("fsdp2 tied", "megatron optimizer bf16", "offload bf16, distributed op
 """Every way of keeping state."""
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_a_layout_is_proven(name: str) -> None:
     rows = prove.compared(_run(LAYOUTS[name]))
@@ -166,6 +168,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 RESUMED_ALWAYS = ("megatron optimizer bf16", "offload bf16, distributed optimizer")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(RESUMED, RESUMED_ALWAYS))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     name: str, whole: Uninterrupted, tmp_path: Path
@@ -223,6 +226,7 @@ CHANGED_ALWAYS = (
 )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -273,6 +277,7 @@ def _use(run: RunConfig) -> tuple[float, list[int], float]:
 USED = ["fsdp2 tp2", "fsdp2 replicas", "fsdp2 pp2 tied", "megatron tp2", "megatron optimizer"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(USED, ["fsdp2 pp2 tied"]))
 def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name: str) -> None:
     run = _run(LAYOUTS[name])

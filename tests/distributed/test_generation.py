@@ -119,7 +119,7 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     return [run_ranks(1, _texts, run, False, [prompt], sampling)[0][0] for prompt in PROMPTS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "name",
     some(
@@ -145,6 +145,7 @@ def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> N
 MAMBA = {**MIXERS, "num_layers": 2, "hybrid": MIXERS["hybrid"].model_copy(update={"pattern": "MM"})}
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("model", "what"),
     [

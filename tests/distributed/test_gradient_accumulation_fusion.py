@@ -57,6 +57,7 @@ def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
+@pytest.mark.full
 def test_in_half_precision_what_is_added_was_not_rounded(tmp_path: Path) -> None:
     run = tiny_run(dtype="bf16", **SP)
     right = _trained(run, tmp_path / "apart", 1)

@@ -139,6 +139,7 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
         assert waiting in stacks(home, 1 - sleeper)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_by_the_others(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for
     assert "no progress" not in run.said
 
 
+@pytest.mark.full
 def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:

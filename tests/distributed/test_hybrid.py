@@ -103,6 +103,7 @@ def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
     assert max(abs(found[0] / expected[0] - 1) for found, expected in pairs) > 1e-4
 
 
+@pytest.mark.full
 def test_twenty_steps_learn() -> None:
     losses = [loss for loss, _ in trained(hybrid_run(), 20)]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
@@ -123,6 +124,7 @@ def test_the_plan_counts_the_parameters_that_are_built() -> None:
     assert sum(run_ranks(4, job)) == parameters(run.model)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> None:
     run = hybrid_run(model={"hidden_dropout": 0.1}, ranks=2, tp=2, sequence_parallel=True)
 

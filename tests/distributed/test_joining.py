@@ -118,6 +118,7 @@ def test_absent_ranks_are_named_with_those_that_came(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
     rank = start(1, 2, "trainer.join_timeout_s=2")
     assert rank.wait() == ENVIRONMENT
@@ -230,6 +231,7 @@ def test_a_rank_that_came_twice_is_named_with_both_processes(
         assert f"process {ranks[1].pid}" in rank.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
     start: Callable[..., Launched], tmp_path: Path, twice: int
@@ -282,6 +284,7 @@ def test_a_rank_that_is_refused_while_it_imports_ends_at_once(
         assert "trainer.seed: 7 on rank 1" in rank.said
 
 
+@pytest.mark.full
 def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Launched]) -> None:
     def hasty() -> None:
         from mtrain.world import join, rendezvous

@@ -89,7 +89,7 @@ def same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
     return all(x == pytest.approx(y, rel=1e-5) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", some(SHAPES, list(SHAPES)[::3]))
 def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
     key: str, plain: list[tuple[float, float]]
@@ -104,7 +104,7 @@ def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
     assert same(steps(cut), found)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", BESIDE)
 def test_a_key_moves_the_numbers_beside_what_it_needs(key: str) -> None:
     value, needs, layout = BESIDE[key]
@@ -113,6 +113,7 @@ def test_a_key_moves_the_numbers_beside_what_it_needs(key: str) -> None:
     assert same(steps(tiny_run(model={**needs, key: value}, **layout)), found)
 
 
+@pytest.mark.full
 def test_a_norm_kept_as_its_distance_from_one_starts_at_zero_and_computes_the_same(
     plain: list[tuple[float, float]],
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_gated_shared_expert_trains_alike_and_is_counted(
     assert parameters(tiny_run(model=model).model) - parameters(ungated) == 4 * 64
 
 
+@pytest.mark.full
 def test_weighing_what_goes_into_an_expert_is_another_model() -> None:
     one = {**EXPERTS, "router_topk": 1, "router_pre_softmax": True}
     outside, inside = ({"moe": MoEConfig(**one, apply_probs_on_input=on)} for on in (False, True))
@@ -153,6 +155,7 @@ def test_weighing_what_goes_into_an_expert_is_another_model() -> None:
     assert same(steps(tiny_run(model=inside, **EP2)), found)
 
 
+@pytest.mark.full
 def test_the_turns_that_are_stretched_reach_latent_attention() -> None:
     latent: dict[str, Any] = {
         "kv_lora_rank": 32,
@@ -195,6 +198,7 @@ def test_a_deterministic_run_asks_for_it_everywhere_and_is_the_same_on_a_cpu(
     assert run_ranks(1, job)[0] == (True, plain)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", ["input_jitter_eps", "router_force_load_balancing"])
 def test_random_routing_reaches_the_router(key: str, experts: list[tuple[float, float]]) -> None:
     value = 0.5 if key == "input_jitter_eps" else True
@@ -205,6 +209,7 @@ def test_random_routing_reaches_the_router(key: str, experts: list[tuple[float, 
     assert same(found, steps(run)), "with one seed it is the same every time"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("layout", "key", "value"),
     [
@@ -258,6 +263,7 @@ def test_buckets_have_the_size_that_is_asked_for_and_change_no_number(
     assert same(steps(padded), plain)
 
 
+@pytest.mark.full
 def test_gradients_that_travel_in_half_are_added_up_in_full() -> None:
     layout = {**ZERO, "ranks": 4}
     half, full = (

@@ -157,6 +157,7 @@ WAYS: dict[str, Start] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", some(WAYS, ["exec", "torchrun", "srun"]))
 def test_ranks_end_bitwise_as_forked_ones(
@@ -168,6 +169,7 @@ def test_ranks_end_bitwise_as_forked_ones(
     assert not composed.exists() or composed.read_text() == "composed\n", "rank 0 alone composes"
 
 
+@pytest.mark.full
 def test_variables_of_another_torchrun_are_not_those_of_the_ranks(tmp_path: Path) -> None:
     stray = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -256,6 +258,7 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
     assert sorted(prepared[1:]) == ["0 True", "1 True"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
 def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -> None:
     # a pool does not survive a fork

@@ -170,6 +170,7 @@ ALWAYS = (
 """Most axes and kinds of layer; the tests of layouts, families and positions have the others."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_a_layout_is_proven(name: str) -> None:
     rows = _compared(LAYOUTS[name])
@@ -230,6 +231,7 @@ RECOMPUTED = {
 RECOMPUTED_ALWAYS = ("full, block", "expert activations", "a hybrid, block")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", some(RECOMPUTED, RECOMPUTED_ALWAYS))
 def test_recomputation_changes_no_bit(name: str, tmp_path: Path) -> None:
     layout, recompute = RECOMPUTED[name]

@@ -63,6 +63,7 @@ def _largest_errors(
     return losses, norms, worst
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     some(
@@ -79,6 +80,7 @@ def test_a_layout_trains_as_one_rank_does(name: str, one_rank: tuple, tmp_path: 
     assert max(losses, norms, worst) < TOLERANCE, (losses, norms, worst)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
 def test_a_flipped_gradient_on_one_rank_is_caught(
     name: str, one_rank: tuple, tmp_path: Path

@@ -68,6 +68,7 @@ def test_an_update_is_that_of_the_paper() -> None:
     assert run_ranks(1, _against_the_definition)[0] < 1e-6
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -90,6 +90,7 @@ def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
     assert all(torch.equal(first[key], last[key]) for key in first)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "freeze",
     some(["vision", "vision,language", "projector", "language"], ["vision,language", "projector"]),
@@ -156,6 +157,7 @@ def compared(words: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "pp2, projector alone"]))
 def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
     rows = compared(LAYOUTS[name])

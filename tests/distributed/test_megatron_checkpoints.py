@@ -79,6 +79,7 @@ def same(
         assert torch.equal(found[name][cut], tensor[cut]), name
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(GOES, QUICK))
 def test_what_megatron_core_saves_comes_back_to_it(name: str, tmp_path: Path) -> None:
     case = theirs.CASES[GOES[name][0]]
@@ -107,6 +108,7 @@ def test_what_megatron_core_saves_comes_back_to_it(name: str, tmp_path: Path) ->
     assert not any(re.search("optimizer|_extra_state|rng", part) for part in used)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_ranks_comes_back_to_two_ranks(tmp_path: Path) -> None:
     case = theirs.CASES["grouped queries, gated"]
     expected = saved(case, tmp_path / "theirs", ranks=2)

@@ -38,6 +38,7 @@ def _run(**keys: Any) -> RunConfig:
     return tiny_run(**{**keys, "model": {**WIDER, **keys.get("model", {})}})
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ("tp2 tied", "pp2 with a prediction more")))
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]

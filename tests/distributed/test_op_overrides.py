@@ -102,6 +102,7 @@ def _by_the_count_of_the_main_loss() -> None:
     language_model.FURTHER_LOSS_SHARES = "an attribute that no configuration has"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_the_loss_in_parts_trains_as_megatrons_from_all_logits(name: str, tmp_path: Path) -> None:
     model, parallel = LAYOUTS[name]
@@ -215,6 +216,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(INTERPRETED, ["one rank"]))
 def test_steps_with_triton_are_steps_of_the_reference(name: str) -> None:
     values = interpreted.trained(

@@ -84,6 +84,7 @@ def _apart(found: Any, right: Any) -> float:
     return max(worst, *(abs(a - b) / abs(b) for a, b in pairs))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "name", some(CASES, ["norms, tp2 sequence parallel", "neighbours turn, half of a head"])
 )

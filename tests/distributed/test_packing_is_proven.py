@@ -124,6 +124,7 @@ FITTED = [
 """Layouts of `LAYOUTS` in which whole documents are compared too."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(FITTED, ["pp2cp2"]))
 def test_a_layout_of_whole_documents_is_proven(name: str) -> None:
     rows = _compared(f"{LAYOUTS[name]} {WHOLE}")

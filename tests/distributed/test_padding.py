@@ -142,6 +142,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
 def test_longer_samples_of_the_same_chats_have_the_same_gradient(
     name: str, home: Path, tmp_path: Path
@@ -170,6 +171,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
 def test_any_layout_has_the_same_gradient(

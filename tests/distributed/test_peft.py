@@ -144,6 +144,7 @@ def compared(words: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel", "ep2"]))
 def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
     rows = compared(LAYOUTS[name])

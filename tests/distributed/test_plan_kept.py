@@ -496,6 +496,7 @@ def difference(run: RunConfig, counted: RunConfig) -> float:
     return max(out)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", some(sorted(KEPT), QUICK))
 def test_autograd_keeps_what_the_plan_says(case: str) -> None:
     run = planned(KEPT[case])

@@ -207,6 +207,7 @@ def _moving(run: RunConfig, stage: int) -> int:
     )
 
 
+@pytest.mark.full
 def test_what_a_gpu_alone_does_is_left_out_and_said() -> None:
     words = (
         "model=llama_tiny cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"
@@ -263,6 +264,7 @@ def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str)
     assert any(one["op"] == "mtrain.attention" for one in found["operations"])
 
 
+@pytest.mark.full
 def test_the_page_and_its_data_say_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
         return [(r.loss, r.grad_norm) for r in results], sum(read), parts.needs(parts.train_data)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("packed", [False, True])
 def test_stages_in_between_read_no_tokens_and_learn_where_documents_begin(packed: bool) -> None:
     run = of(

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ("tp2", "pp2")))
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     layout = dict(LAYOUTS[name])

@@ -160,7 +160,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return Uninterrupted(tmp_path_factory.mktemp("whole"), FIRST, FIRST + MORE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     name: str, whole: Uninterrupted, tmp_path: Path
@@ -182,6 +182,7 @@ def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> N
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [

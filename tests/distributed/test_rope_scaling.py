@@ -40,7 +40,7 @@ def _same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
     return all(x == pytest.approx(y, rel=1e-5) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

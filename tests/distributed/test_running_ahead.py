@@ -157,6 +157,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_device_is_asked_for_nothing_between_two_readings(layout: str) -> None:
     run = of(**LAYOUTS[layout])
@@ -236,6 +237,7 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
     assert (told, saved) == ([1], [])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
     poisoned: bool, tmp_path: Path

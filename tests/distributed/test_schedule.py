@@ -122,6 +122,7 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("counts", "first"), [("updates", 1), ("past_updates", 0), ("steps", None)]
 )
@@ -166,6 +167,7 @@ def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_p
     assert lines[2]["skipped"] is True
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("hysteresis", "scales"), [(1, [40, 39, 38, 37]), (2, [40, 40, 39, 38]), (3, [40, 40, 40, 39])]
 )

@@ -54,6 +54,7 @@ def _of_transformers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return logits, theirs.lm_head.weight
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_logits_and_loss_are_those_of_transformers(loss: str) -> None:
     run = apply(tiny_run(model=MODEL), {"kernels.loss": loss})

@@ -234,6 +234,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel"]))
 def test_a_layout_computes_what_one_rank_does(name: str) -> None:
     rows = compared(f"model=deepseek_v3_2_tiny {LAYOUTS[name]}")

@@ -88,7 +88,7 @@ def test_maps_are_followed_by_kernels_as_by_megatron_core() -> None:
     assert run_ranks(1, job, True)[0] == pytest.approx(run_ranks(1, job, False)[0], rel=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_steps_by_lists_are_steps_by_maps(name: str) -> None:
     run = run_of(name)
@@ -121,6 +121,7 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
     return tiny.gradients(model)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["alltoall", "allgather", "padded"])
 def test_a_rank_whose_experts_get_nothing_takes_part(kind: str) -> None:
     (expected,) = run_ranks(1, _gradients, 1, "alltoall", False, "")

@@ -50,6 +50,7 @@ def run_of(
     return resolve(made, Machine(cpu_cores=1, memory_bytes=0))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "model", [{}, pytest.param(GATED, marks=pytest.mark.full)], ids=["relu", "gated"]
 )
@@ -88,6 +89,7 @@ def test_recomputation_changes_no_bit(recompute: RecomputeConfig) -> None:
     assert trained(run_of(recompute=recompute), STEPS) == trained(run_of(), STEPS)
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     run = run_of(
         {"hidden_dropout": 0.1, "attention_dropout": 0.1}, **LAYOUTS["tp2 sequence parallel"]
@@ -97,6 +99,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     assert rest == whole[2:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
     sequence_parallel: bool,

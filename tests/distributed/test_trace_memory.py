@@ -33,6 +33,7 @@ def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
     assert before[3] - before[2] < stream
 
 
+@pytest.mark.full
 def test_two_traces_of_one_process_are_alike() -> None:
     """With experts, of other numbers of layers: what the first one gathered of losses is not in the
     second.

@@ -19,7 +19,7 @@ def _join(run: object) -> dict[str, int]:
         return world.coords
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "degrees",
     [

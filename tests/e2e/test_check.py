@@ -35,6 +35,7 @@ def test_check_prints_what_would_run() -> None:
         assert piece in done.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "argv",
     [

@@ -76,6 +76,7 @@ def short(home: Path) -> tuple[list[dict[str, Any]], str]:
     return metrics(home / "runs/chats_72_3"), done.stdout
 
 
+@pytest.mark.full
 def test_the_same_chats_padded_more_are_the_same_tokens_work_and_gradient(
     home: Path, short: tuple[list[dict[str, Any]], str]
 ) -> None:

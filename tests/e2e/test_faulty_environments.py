@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_path: Path) -> None:
     variables, patch, said = CASES[name]

@@ -179,6 +179,7 @@ MEETS: dict[str, Met] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MEETS)
 def test_a_command_says_what_is_right(name: str, tmp_path: Path) -> None:
     met = MEETS[name]
@@ -205,6 +206,7 @@ def corpora(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
 def test_a_blend_with_a_share_of_a_real_one_is_accepted(order: str, corpora: Path) -> None:
     words = [

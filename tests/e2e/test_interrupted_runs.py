@@ -117,6 +117,7 @@ def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(
     assert _shards(run) == _shards(uninterrupted)
 
 
+@pytest.mark.full
 def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -> None:
     process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     run = tmp_path / "runs/run"
@@ -182,6 +183,7 @@ def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(
     assert "seeded fault" in record["traceback"]
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(tmp_path: Path) -> None:
     words = [*RUN[:-3], "trainer.train_iters=8", "checkpoint.save_interval=4", "log.name=run"]
     assert mtrain(*words, cwd=tmp_path).returncode == 0

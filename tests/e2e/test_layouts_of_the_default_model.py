@@ -10,7 +10,7 @@ from tests.support.commands import metrics
 from tests.support.covering import some
 from tests.support.launched import mtrain
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 WORDS = (
     "trainer.train_iters=10",
     "trainer.global_batch_size=4",

@@ -33,6 +33,7 @@ def ended(home: Path, *words: str, **variables: str) -> subprocess.CompletedProc
     return done
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("verb", some(VERBS, ["", "prove", "check"]))
 def test_only_what_is_run_is_refused_by_the_machine(verb: str, tmp_path: Path) -> None:
     words = [*([verb] if verb else []), *SMALL, "cluster.device=cuda", "parallel=single"]
@@ -43,6 +44,7 @@ def test_only_what_is_run_is_refused_by_the_machine(verb: str, tmp_path: Path) -
     assert "fix: " in done.stdout + done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("visible", ["", "0,0", "GPU-none", "0,GPU-none"])
 def test_a_mistake_in_the_variable_is_refused_before_anything_starts(
     visible: str, tmp_path: Path

@@ -45,6 +45,7 @@ def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Pa
     assert "MT101" in done.stderr
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(name: str, tmp_path: Path) -> None:
     words = ["trainer.train_iters=100000", "trainer.seed=1,2", "log.name=s", "log.runs_dir=runs"]

@@ -55,6 +55,7 @@ def test_the_package_is_a_command() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "mtrain"), done.stderr
 
 
+@pytest.mark.full
 def test_a_source_tree_trains_without_being_installed(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(UNINSTALLED)

@@ -102,6 +102,7 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(
 REHEARSED = ("parallel=tp2pp2", "model=mixtral_8x7b parallel=ep2 precision=bf16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(REHEARSED, REHEARSED[1:]))
 def test_a_layout_is_rehearsed_over_a_checkpoint(layout: str, tmp_path: Path) -> None:
     done = mtrain("rehearse", *layout.split(), cwd=tmp_path)

@@ -93,6 +93,7 @@ def test_train_asks_no_driver_before_its_ranks_are_there(trained: OnDriver) -> N
     trained.assert_ranks_alone_used_it(1)
 
 
+@pytest.mark.full
 def test_resume_asks_no_driver(trained: OnDriver) -> None:
     said = trained(
         "resume", "runs/run", "trainer.train_iters=3", "checkpoint.accept_changes=true", *ALONE
@@ -102,6 +103,7 @@ def test_resume_asks_no_driver(trained: OnDriver) -> None:
     trained.assert_ranks_alone_used_it(1)
 
 
+@pytest.mark.full
 def test_generate_asks_no_driver(trained: OnDriver) -> None:
     said = trained("generate", "runs/run", "tokens=2", *ALONE)
     assert "2 tokens in" in said

@@ -85,6 +85,7 @@ def expected(home: Path) -> list[int]:
     return [*ids, end]
 
 
+@pytest.mark.full
 def test_an_imported_model_reads_text_with_its_own_tokenizer_in_a_fresh_process(home: Path) -> None:
     run = copied(home, "text")
     kept = (home / run / "tokenizer.json").read_bytes()
@@ -186,6 +187,7 @@ def test_a_corpus_of_another_tokenizer_is_refused_by_name(home: Path) -> None:
     assert "other-corpus was made by another tokenizer" in done.stderr
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_is_not_read_is_not_replaced_by_a_new_one(home: Path) -> None:
     for name in ("tokenizer.model", "tekken.json", "tiktoken.model"):
         pieces = shutil.copytree(home / "hf", home / "pieces", dirs_exist_ok=True)

@@ -97,6 +97,7 @@ def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corp
     assert same.stdout.startswith("alpha")
 
 
+@pytest.mark.full
 def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(
     trained: Path, tmp_path: Path
 ) -> None:

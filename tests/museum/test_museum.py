@@ -21,6 +21,7 @@ ALWAYS = (
 """A backward and a resume: each fifth of the others has a dozen of the museum's."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(BY_NAME, ALWAYS))
 def test_a_silent_bug_is_found_and_its_module_is_named(name: str) -> None:
     seen = show(BY_NAME[name])
@@ -45,6 +46,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(CLEAN, ["packed, pp2cp2"]))
 def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_rank(
     name: str,

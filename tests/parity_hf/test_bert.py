@@ -243,6 +243,7 @@ def _apart(
     return errors[worst], worst
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_two_steps_are_those_of_transformers(
     kind: str, layout: str, sides: Sides, tmp_path: Path
@@ -308,6 +309,7 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out | {"bert.embeddings.position_ids": torch.arange(37).unsqueeze(0)}
 
 
+@pytest.mark.full
 def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_left_out(
     tmp_path: Path,
 ) -> None:

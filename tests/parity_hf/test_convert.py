@@ -75,6 +75,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_same(
     name: str, tmp_path: Path
@@ -97,6 +98,7 @@ def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_sam
     assert command("verify", theirs_, run) == 0
 
 
+@pytest.mark.full
 def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutated_table_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -391,6 +394,7 @@ def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) ->
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.full
 def test_a_resumed_import_trains_from_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support.commands import mtrain
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 VERBS = {
     "export, merged": "export {run} {new}",
     "export, adapters": "export {run} {new} peft=0.19",

@@ -73,7 +73,7 @@ ALWAYS = (
 """Each kind of layer, with what is most its own."""
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_computes_what_transformers_computes(name: str) -> None:
     assert_agrees(run_ranks(1, compare, CASES[name])[0], ROUNDING.get(CASES[name].kind, 1.0))
@@ -124,6 +124,7 @@ def test_a_key_that_a_file_leaves_out_has_the_default_of_transformers(kind: str)
     assert (run, refused) == imported(Case(kind, {}), values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama 3.1", "qwen3, tied", "gpt2", "gemma 2", "gemma 3"])
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
     ours, others = run_ranks(1, half_precision_errors, CASES[name])[0]

@@ -57,6 +57,7 @@ def test_a_folder_of_kimi_k2_goes_in_and_out_as_the_deepseek_v3_that_it_is(tmp_p
     assert data_of(out) == data_of(source)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["deepseek v3", pytest.param("glm 4.5", marks=pytest.mark.full)])
 def test_mtp_layers_are_those_that_the_weights_have(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

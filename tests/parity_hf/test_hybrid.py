@@ -342,7 +342,7 @@ def _differences(
 LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-4}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_two_steps_are_those_of_transformers(
     name: str, layout: str, sides: Sides, tmp_path: Path

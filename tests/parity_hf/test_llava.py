@@ -451,6 +451,7 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
     saved_in(layout, run, into)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(["tp2sp", "pp2"], ["tp2sp"]))
 def test_weights_go_through_a_layout_and_come_out_as_they_were(layout: str, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "theirs", "today")

@@ -165,6 +165,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     return result
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(PEFT, ["llama with biases, dora", "mixtral"]))
 def test_training_an_adapter_is_what_peft_does_with_transformers(name: str) -> None:
     (result,) = run_ranks(1, compared, name)

@@ -234,6 +234,7 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -313,6 +314,7 @@ for folder in (engine.folder(), "elsewhere"):
 """
 
 
+@pytest.mark.engine
 def test_importing_the_engine_says_nothing_that_a_user_cannot_change(tmp_path: Path) -> None:
     shown = [f"-Wdefault::{kind}" for kind in ("UserWarning", "SyntaxWarning")]
     shown.append("-Wdefault:invalid escape:DeprecationWarning")  # what Python 3.11 calls it

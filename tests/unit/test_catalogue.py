@@ -151,6 +151,7 @@ def test_every_number_of_the_catalogue_is_tested_and_as_many_kinds_of_our_own() 
     assert len({(row.words, row.text) for row in MORE}) >= 95
 
 
+@pytest.mark.full
 def test_no_judgement_of_the_catalogue_imports_torch() -> None:
     code = (
         "import sys\nfrom tests.support.catalogue import ROWS, validated\n"

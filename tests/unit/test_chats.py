@@ -409,6 +409,7 @@ FOREVER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(FOREVER, [name for name in FOREVER if name != "a power"]))
 def test_a_template_that_would_take_everything_is_ended_and_named(
     name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_nonsense_is_answered_with_nothing_and_no_error(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"]
 )

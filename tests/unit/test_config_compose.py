@@ -401,6 +401,7 @@ def _mapping(group: str, lines: Sequence[str]) -> str:
     return f"{group}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,6 +16,8 @@ from mtrain.config.messages.keys import schema_keys
 from tests.support.fuzz import CANARY, attacks, mutations, validated, warm
 from tests.support.hostile import kinds
 
+pytestmark = pytest.mark.full
+
 KEYS = [
     *schema_keys(),
     "model",

@@ -147,6 +147,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "stated",
     [

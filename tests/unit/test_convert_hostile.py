@@ -23,6 +23,8 @@ from mtrain.convert.inspect import held, totals
 from mtrain.convert.tensor_file import Writer, read_header
 from mtrain.errors import CorruptData
 
+pytestmark = pytest.mark.full
+
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

@@ -24,6 +24,8 @@ from tests.support.covering import some
 from tests.support.token_corpora import MAKERS, documents, jsonl
 from tests.unit.test_data_tokenize import as_arrow, as_parquet, as_tar, as_zst, lines
 
+pytestmark = pytest.mark.full
+
 NOT_OURS = re.compile(r"unexpected [A-Z]\w+:")
 Case = tuple[str, bytes]
 """Name of a file, and what is in it."""

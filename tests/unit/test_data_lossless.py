@@ -236,6 +236,7 @@ def test_a_tokenizer_is_trained_on_bytes_that_are_counted_and_names_lines(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["parquet", pytest.param("arrow", marks=pytest.mark.full)])
 def test_a_large_row_group_is_worked_on_in_pieces(
     form: str, monkeypatch: pytest.MonkeyPatch

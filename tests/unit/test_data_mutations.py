@@ -18,6 +18,8 @@ from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
 
+pytestmark = pytest.mark.full
+
 VOCAB = 500
 
 

@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_counts_twice_however_many_samples_are_asked_for(
     kind: str, prefixes: list[str], tmp_path: Path

@@ -107,6 +107,7 @@ CUT = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("many", [1500, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -62,6 +62,7 @@ def tokenizer(tmp_path: Path) -> Path:
 USUAL = ["bpe uint16 eod 3", "sentencepiece int32 eod 1", "tiktoken uint16 bare 1"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", some(CASES, USUAL))
 def test_the_bytes_are_those_of_megatron_cores_builder(tmp_path: Path, case: str) -> None:
     kind, dtype, eod, workers = CASES[case]
@@ -167,6 +168,7 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", some(FORMATS, ["zst", "parquet", "arrow stream", "tar.gz"]))
 def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, form: str) -> None:
     texts = [*TEXTS, *documents(60)]
@@ -205,6 +207,7 @@ BAD = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "compressed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "gz"]
 )
@@ -235,6 +238,7 @@ def test_bad_lines_are_left_out_and_named_with_file_and_line(
     assert same_files(tmp_path / "o", tmp_path / "p")
 
 
+@pytest.mark.full
 def test_lines_longer_than_a_document_may_be_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
     data = lines(["a"]) + b'{"text": "' + b"x" * (3 << 20) + b'"}\n' + lines(["b"])
     words = (f"tokenizer={tokenizer}", "max_document=1")
@@ -305,6 +309,7 @@ def test_a_torn_journal_and_changed_bytes_are_not_believed(tmp_path: Path, token
         assert same_files(out, tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_what_a_killed_run_left_is_not_gone_on_with_by_other_settings(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -491,6 +496,7 @@ def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
     assert not (tmp_path / "all.rejects.jsonl").exists()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("key", "value", "workers"), [("loss", 2.31, 2), ("weight", 0.4, 1), ("train", "yes", 1)]
 )

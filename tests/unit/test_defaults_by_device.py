@@ -59,6 +59,7 @@ def test_a_laptop_trains_for_a_minute_with_two_processes() -> None:
     assert values(found, "trainer.eval_minutes", "checkpoint.save_minutes") == (None, None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -83,6 +84,7 @@ def test_a_machine_with_one_gpu_is_trained_on_it_by_one_process() -> None:
     assert values(found, "cluster.device", "parallel.tp", "parallel.ranks") == ("cuda", 1, 1)
 
 
+@pytest.mark.full
 def test_a_model_that_fits_no_layout_is_refused_with_more_machines() -> None:
     done = mtrain("check", "model=llama31_405b", "cluster=h100x8", cwd=Path.cwd())
     assert done.returncode == 2

@@ -132,6 +132,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.full
 def test_no_rule_offers_to_throw_away_what_the_command_line_says() -> None:
     """Of every example of a code, and of inputs that are wrong in several places."""
     lines = [*(code.example for code in codes().values() if code.example), *HOSTILE]

@@ -109,7 +109,7 @@ VERBS = (
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("kind", "text"), list(_recipes()), ids=lambda value: value if len(value) < 40 else ""
 )

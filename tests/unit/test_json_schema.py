@@ -73,6 +73,7 @@ def test_a_run_file_fits_and_a_part_of_one_does_not() -> None:
     assert errors({"model": {"num_layers": 2}}, json_schema("recipe")) == [], "a recipe is not"
 
 
+@pytest.mark.full
 @settings(
     max_examples=20,
     deadline=None,

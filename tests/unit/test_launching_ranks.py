@@ -22,6 +22,7 @@ from mtrain.launching.supervise import Supervisor
 from tests.support.configs import LAPTOP, tiny
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "error",
     [

@@ -16,6 +16,8 @@ import pytest
 from mtrain.cli.main import main
 from tests.support import hostile_torch_dist as hostile
 
+pytestmark = pytest.mark.full
+
 NOWHERE = Path("canary")
 MOST_BYTES = 50 << 20
 """Of Python's memory, for files of at most 4 MiB."""

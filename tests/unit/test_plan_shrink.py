@@ -93,6 +93,7 @@ def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(
     assert small.parallel.ranks <= 16
 
 
+@pytest.mark.full
 def test_at_least_half_of_the_models_allow_each_plain_layout() -> None:
     """The test above would prove nothing if every configuration were refused."""
     models = choices_of_group("model")[::6]

@@ -82,6 +82,7 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
     return pytest.approx(value), f"conf/optim/{file}_{chooser}.yaml:{line}"  # type: ignore[return-value]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(KINDS, ["both"]))
 def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
     kind: str, conf: Path, tmp_path: Path

@@ -532,6 +532,7 @@ def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 --seq-length 8"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "argv",
     [

@@ -27,6 +27,8 @@ from mtrain.recipes.write import delta, recipe_text
 from tests.support.configs import LAPTOP
 from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 YAML = sorted(FOLDER.glob("*.yaml"))

@@ -136,7 +136,7 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     )
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
@@ -153,6 +153,7 @@ def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_
     assert all(irrelevant.values())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "deepseek_v3"])  # one of each reader of them

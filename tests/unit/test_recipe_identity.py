@@ -168,6 +168,7 @@ def test_what_a_flag_says_in_another_way_comes_back(words: str) -> None:
     assert unequal(resolve(back(export_script(run)), LAPTOP), run) == []
 
 
+@pytest.mark.full
 @settings(
     max_examples=30,
     deadline=None,

@@ -74,6 +74,7 @@ def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
     assert caught.value.problems[0].source.startswith("s.sh:")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "text",
     [
@@ -188,6 +189,7 @@ def test_a_function_that_is_not_called_is_marked() -> None:
     assert [(c.words[1], c.conditional) for c in commands] == [("b", False), ("a", True)]
 
 
+@pytest.mark.full
 def test_functions_that_call_each_other_twice_are_refused_or_read_in_a_moment() -> None:
     text = "".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(60)) + "f0\n"
     start = time.process_time()

@@ -355,6 +355,7 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
     assert known > 50, "plain scripts are read whole"
 
 
+@pytest.mark.full
 def test_capture_has_the_words_of_bash_for_every_construct(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def corrected(**flags: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(
     home: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(
     assert "".join(learned).replace("|", "") == "four<im_end>"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "marked"])
 @pytest.mark.parametrize("flags", OFF, ids=str)
@@ -280,6 +282,7 @@ def with_template(tmp_path: Path, text: str) -> str:
     return f"data.chat_template={tmp_path}/given.jinja"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", AS_TEXT)
 def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_so(
     kind: str, preview: Preview, tmp_path: Path
@@ -296,6 +299,7 @@ def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_s
     assert preview([calling("2+2")], template)[0] == 4, "it is still the text of an object"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", AS_OBJECT)
 def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_objects(
     kind: str, preview: Preview, tmp_path: Path
@@ -348,6 +352,7 @@ def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "refusal"])
 def test_what_stands_beside_the_content_is_not_lost_silently(
     key: str, preview: Preview, tmp_path: Path
@@ -375,6 +380,7 @@ def test_what_stands_beside_the_content_is_not_lost_silently(
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_read_under_any_of_its_names(
     key: str, preview: Preview, tmp_path: Path

@@ -91,6 +91,7 @@ def _fix_all(change: dict[str, Any], machine: Machine) -> None:
     assert found == []
 
 
+@pytest.mark.full
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
 @settings(FIXED, max_examples=40)
 def test_first_fixes_lead_to_a_valid_configuration(

@@ -56,6 +56,7 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [LLAMA, QWEN, MIXTRAL], ids=lambda config: config["model_type"])
 def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(
     config: dict[str, Any], tmp_path: Path

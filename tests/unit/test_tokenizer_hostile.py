@@ -17,6 +17,8 @@ import pytest
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData
 
+pytestmark = pytest.mark.full
+
 MODEL: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 GOOD: dict[str, Any] = {
     "version": "1.0",

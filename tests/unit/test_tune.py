@@ -71,6 +71,7 @@ def every(task: Task, space: Space, axis: int, run: Any, change: Mapping[str, An
     return out
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("memory", [80.0, 14.0])
 def test_the_best_is_the_best_of_all(memory: float) -> None:
     words = f"{ONE_B} cluster.device_memory_gib={memory} parallel.vpp=1"
@@ -249,6 +250,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_printed_beside_a_recipe_is_what_was_tuned(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -536,6 +538,7 @@ TASKS = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(TASKS, ["four devices", "lora"]))
 def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(
     name: str,

@@ -56,6 +56,7 @@ WHY_NOT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WHY_NOT)
 def test_tune_says_why_a_named_layout_is_not_the_first(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -109,6 +109,7 @@ def test_the_flag_stands_anywhere_and_holds_for_one_command(
     assert "there is no such choice" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_sweep_and_a_list_know_the_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_rank_0_that_has_decided_decides_no_longer() -> None:
     attempt.closed = True
 
 
+@pytest.mark.full
 def test_a_rank_that_has_reached_the_store_waits_longer_for_a_rank_0_that_decides() -> None:
     limit_s = float(patient(1.0))
     for deciding in (0, 1):
@@ -158,6 +159,7 @@ def test_a_rank_that_gives_up_leaves_only_once_it_has_said_why() -> None:
     assert coordinator.state.failed == {0: "no disk"}
 
 
+@pytest.mark.full
 def test_a_rank_0_whose_rendezvous_was_replaced_does_not_wait_for_ever() -> None:
     store = dist.HashStore()
     attempt = Attempt(store, 0, join_timeout_s=0.1)
