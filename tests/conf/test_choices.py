@@ -4,8 +4,6 @@ numbers.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mtrain.cli.setup import load as checked
@@ -99,12 +97,13 @@ def test_what_a_configuration_says_that_it_runs_on_must_have_the_rest(words: str
         checked(words.split(), LAPTOP, {}, to_run=False)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
-def test_every_file_is_short_and_begins_with_when_to_pick_it(file: Path) -> None:
-    lines = file.read_text().splitlines()
-    assert len(lines) <= 40
-    assert lines[0].startswith("# ")
-    assert len(lines[0]) > 20
+def test_every_file_is_short_and_begins_with_when_to_pick_it() -> None:
+    assert len(FILES) > 100
+    for file in FILES:
+        lines = file.read_text().splitlines()
+        assert len(lines) <= 40, file
+        assert lines[0].startswith("# "), file
+        assert len(lines[0]) > 20, file
 
 
 def test_the_root_holds_a_defaults_list_only_with_itself_first() -> None:
