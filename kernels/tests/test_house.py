@@ -32,7 +32,7 @@ FUNCTION_LINES = 80
 FILE_LINES = 600
 
 
-def test_a_file_stays_readable() -> None:
+def test_house_files_are_readable() -> None:
     for path in FILES:
         _is_readable(path)
 
@@ -63,7 +63,7 @@ def _is_readable(path: Path) -> None:
                 )
 
 
-def test_the_package_stands_alone() -> None:
+def test_house_package_stands_alone() -> None:
     """Rivals are imported only where they are called, so that nobody needs them; mtrain only by
     the benchmark.
     """
@@ -86,7 +86,7 @@ def _stands_alone(path: Path) -> None:
             )
 
 
-def test_triton_is_imported_where_kernels_are_and_nowhere_at_import_of_an_op() -> None:
+def test_house_triton_is_imported_only_by_kernels() -> None:
     """Without Triton every op must still import, and run through its definition."""
     for path in FILES:
         if path.parent.name == "bench" or path.stem.endswith("triton") or path.stem == "runtime":

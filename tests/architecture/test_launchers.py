@@ -39,7 +39,7 @@ def files() -> list[Path]:
     return sorted(path for package in BEFORE_RANKS for path in (SOURCE / package).rglob("*.py"))
 
 
-def test_a_launcher_imports_nothing_that_knows_torch() -> None:
+def test_launcher_imports_no_torch() -> None:
     for path in files():
         found = [
             m
@@ -49,7 +49,7 @@ def test_a_launcher_imports_nothing_that_knows_torch() -> None:
         assert not found, f"{path} runs in the launcher, which imports no {', '.join(found)}"
 
 
-def test_the_launcher_of_every_verb_is_loaded_without_torch() -> None:
+def test_launcher_verbs_load_without_torch() -> None:
     verbs = ("train", "resume", "prove", "rehearse", "generate", "evaluate", "multirun")
     names = [
         *(f"mtrain.cli.{verb}" for verb in verbs),

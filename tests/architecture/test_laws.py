@@ -144,7 +144,7 @@ def layer_of(module: str) -> int:
     return LAYERS["assembly"] if BUILDS.match(module) else LAYERS[package]
 
 
-def test_imports_go_strictly_downward() -> None:
+def test_law_imports_go_downward() -> None:
     for path in modules():
         _imports_go_downward(path)
 
@@ -168,7 +168,7 @@ def _imports_go_downward(path: Path) -> None:
         )
 
 
-def test_of_a_family_only_its_build_is_above_plan() -> None:
+def test_law_family_builders_stand_above_plan() -> None:
     assert (
         layer_of("mtrain.models.gpt.build.chunk")
         == layer_of("mtrain.assembly.model")
@@ -210,7 +210,7 @@ def circle(modules_by_name: Mapping[str, Iterable[ast.AST]]) -> list[str]:
     return []
 
 
-def test_no_module_imports_what_imports_it() -> None:
+def test_law_no_import_cycle() -> None:
     found = circle({name_of(path): nodes_of(path) for path in modules()})
     assert not found, (
         f"{' <- '.join(found)}: modules that need each other are one; move what both need below"
@@ -218,7 +218,7 @@ def test_no_module_imports_what_imports_it() -> None:
     )
 
 
-def test_a_circle_is_found_where_one_import_is_inside_of_a_function() -> None:
+def test_law_import_cycle_inside_function_is_found() -> None:
     texts = {
         "m.a": "from m.b import x",
         "m.b": "import m.c",
@@ -288,7 +288,7 @@ def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
                 yield function.name, node.lineno  # type: ignore[attr-defined]
 
 
-def test_a_verb_installs_the_adapter_before_it_loads_megatron() -> None:
+def test_law_adapter_before_megatron() -> None:
     """Earlier tests of a process may have installed it; a user's shell has not."""
     trees = {name_of(path): tree_of(path) for path in modules()}
     heavy = loading_megatron(trees)
@@ -303,7 +303,7 @@ def test_a_verb_installs_the_adapter_before_it_loads_megatron() -> None:
                 )
 
 
-def test_an_import_that_comes_too_early_is_seen() -> None:
+def test_law_early_megatron_import_is_found() -> None:
     texts = {
         "m.low": "from megatron.core import x",
         "m.mid": "import m.low",
@@ -323,7 +323,7 @@ def test_an_import_that_comes_too_early_is_seen() -> None:
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
-def test_a_library_stays_in_its_package(library: str) -> None:
+def test_law_library_in_its_package(library: str) -> None:
     for path in modules():
         where = str(path.relative_to(SOURCE))
         for module, line in imports(path):
@@ -334,7 +334,7 @@ def test_a_library_stays_in_its_package(library: str) -> None:
                 )
 
 
-def test_torch_is_unknown_below_layer_four() -> None:
+def test_law_no_torch_below_layer_four() -> None:
     for path in modules():
         if layer_of(name_of(path)) <= 3:
             for module, line in imports(path):
@@ -346,7 +346,7 @@ def test_torch_is_unknown_below_layer_four() -> None:
                 )
 
 
-def test_torch_cuda_is_named_in_one_file() -> None:
+def test_law_torch_cuda_in_one_file() -> None:
     for path in modules():
         if path == SOURCE / "devices/cuda.py":
             continue
@@ -384,7 +384,7 @@ def words_compared(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
                 yield inner.value, inner.lineno
 
 
-def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
+def test_law_no_device_compared_by_name() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith(KNOWS_DEVICES):
             continue
@@ -405,11 +405,11 @@ def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
         "x.startswith('cuda')",
     ],
 )
-def test_a_comparison_by_name_is_seen(text: str) -> None:
+def test_law_device_comparison_is_found(text: str) -> None:
     assert DEVICE_WORDS & {word for word, _ in words_compared(ast.walk(ast.parse(text)))}
 
 
-def test_every_field_of_a_device_is_read() -> None:
+def test_law_every_device_field_is_read() -> None:
     import dataclasses
 
     from mtrain.config.machine.devices import DeviceFacts
@@ -428,7 +428,7 @@ def test_every_field_of_a_device_is_read() -> None:
         )
 
 
-def test_an_optimizer_is_known_by_its_own_module() -> None:
+def test_law_no_optimizer_compared_by_name() -> None:
     from mtrain.config.optimizers import OPTIMIZERS
 
     for path in modules():
@@ -441,7 +441,7 @@ def test_an_optimizer_is_known_by_its_own_module() -> None:
             )
 
 
-def test_kernels_know_neither_mtrain_nor_megatron() -> None:
+def test_law_kernels_import_neither_mtrain_nor_megatron() -> None:
     for path in sorted(KERNELS.rglob("*.py")):
         for module, line in imports(path):
             assert module.split(".")[0] not in (
@@ -450,7 +450,7 @@ def test_kernels_know_neither_mtrain_nor_megatron() -> None:
             ), f"{path}:{line}: mtrain_kernels stands alone, so that others can use it"
 
 
-def test_no_pickle_is_read() -> None:
+def test_law_no_pickle() -> None:
     for path in modules():
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -469,7 +469,7 @@ BETWEEN_PROCESSES = ("world/", "launching/local.py", "launching/torchrun.py")
 OF_FINITE_VALUES = ("config/", "recipes/", "strict_json.py")
 
 
-def test_what_a_run_writes_is_json_by_its_standard() -> None:
+def test_law_runs_write_standard_json() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith((*BETWEEN_PROCESSES, *OF_FINITE_VALUES)):
             continue
@@ -485,7 +485,7 @@ def test_what_a_run_writes_is_json_by_its_standard() -> None:
                 )
 
 
-def test_an_error_is_given_its_lines_one_by_one() -> None:
+def test_law_errors_take_one_argument_per_line() -> None:
     """A line break inside one of them is shown as what it is, since it may come from a
     file's name.
     """
@@ -506,7 +506,7 @@ def test_an_error_is_given_its_lines_one_by_one() -> None:
                 )
 
 
-def test_files_and_functions_stay_readable() -> None:
+def test_law_lengths_of_files_and_functions() -> None:
     for path in modules():
         lines = len(path.read_text().splitlines())
         assert lines <= 600, f"{path} has {lines} lines: cut it where its ideas part"
@@ -516,7 +516,7 @@ def test_files_and_functions_stay_readable() -> None:
                 assert length <= 80, f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 
-def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
+def test_law_known_top_level() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -526,14 +526,14 @@ def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
     )
 
 
-def test_no_package_is_named_after_nothing() -> None:
+def test_law_no_meaningless_package_name() -> None:
     for path in modules():
         assert not {"utils", "helpers", "common", "manager"} & set(path.with_suffix("").parts), (
             f"{path}: a name says what is in the package"
         )
 
 
-def test_every_public_thing_says_what_it_is() -> None:
+def test_law_every_public_name_has_a_docstring() -> None:
     for path in modules():
         tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"
@@ -546,7 +546,7 @@ def test_every_public_thing_says_what_it_is() -> None:
                 )
 
 
-def test_every_key_is_documented() -> None:
+def test_law_every_key_is_documented() -> None:
     def walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
             inner = [
@@ -563,7 +563,7 @@ def test_every_key_is_documented() -> None:
     assert list(walk(documented(), "")) == []
 
 
-def test_one_file_prints() -> None:
+def test_law_one_file_prints() -> None:
     for path in modules():
         if path == SOURCE / "errors.py":
             continue
@@ -576,7 +576,7 @@ def test_one_file_prints() -> None:
             )
 
 
-def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
+def test_law_later_release_tests_are_in_engine_sample() -> None:
     said = (ROOT / "Makefile").read_text()
     sample = said.partition("ENGINE_SAMPLE :=")[2].partition("\n\n")[0]
     files = (ROOT / "tests/distributed").glob("test_*.py")
@@ -587,3 +587,48 @@ def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
         assert re.search(rf"\b{name}\b", sample), (
             f"{path.name} is skipped on the oldest release: add it to ENGINE_SAMPLE"
         )
+
+
+NAME_LENGTH = 60
+
+
+def units_of(stem: str) -> list[str]:
+    """Return the units that tests of a file may name: runs of words of its name, as patterns."""
+    words = [f"{word.removesuffix('s')}s?" for word in stem.removeprefix("test_").split("_")]
+    size = len(words)
+    return ["_".join(words[i:j]) for i in range(size) for j in range(i + 1, size + 1)]
+
+
+def misnamed(stem: str, names: list[str]) -> list[str]:
+    """Return the names of a file's tests that are too long, or all where no unit begins each."""
+    long = [name for name in names if len(name) > NAME_LENGTH]
+    shared = any(
+        all(re.match(rf"test_{unit}_\w", name) for name in names) for unit in units_of(stem)
+    )
+    return long if shared else names
+
+
+def test_law_tests_name_unit_condition_and_result() -> None:
+    folders = (ROOT / "tests", ROOT / "kernels/tests")
+    for path in (path for folder in folders for path in sorted(folder.rglob("test_*.py"))):
+        names = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        assert not misnamed(path.stem, names), (
+            f"{path}: {misnamed(path.stem, names)}: name a test test_<unit>_<condition>_<result>,"
+            f" at most {NAME_LENGTH} characters; the unit is a part of the file's name"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (["test_fixes_missing_file_suggests_similar", "test_fixes_first_is_valid"], 0),
+        (["test_fixes_missing_file_suggests_similar", "test_a_missing_file_is_named"], 2),
+        (["test_fixes_" + "x" * 50], 1),
+    ],
+)
+def test_law_misnamed_tests_are_found(names: list[str], wrong: int) -> None:
+    assert len(misnamed("test_rules_fixes", names)) == wrong

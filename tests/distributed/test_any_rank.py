@@ -129,7 +129,7 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(RECIPES, ALWAYS))
-def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
+def test_any_rank_of_each_stage_kind_owns_its_part(name: str) -> None:
     """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel
     group or not.
     """
@@ -149,7 +149,7 @@ def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str
 @pytest.mark.parametrize(
     "name", [name for name in RECIPES if not re.search("kimi|100x(1024|3072|6144)", name)]
 )
-def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
+def test_any_rank_union_owns_every_parameter_once(name: str) -> None:
     run = load([f"recipe={name}"], BIG, {}).run
     world = RankGrid.of(run).world
     holders = _first_holders(run)
@@ -224,7 +224,7 @@ LAYOUTS = (
 @pytest.mark.parametrize(
     "words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2])
 )
-def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> None:
+def test_any_rank_plan_names_every_weight_of_a_stage(words: str) -> None:
     """In its order, with its shape on a rank, and with who shares it."""
     run = load(
         [*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}
@@ -243,7 +243,7 @@ def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> No
 
 
 @pytest.mark.full
-def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
+def test_any_rank_of_8192_builds_in_seconds() -> None:
     run = load(LARGE, BIG, {}).run
     grid = RankGrid.of(run)
     assert grid.world == 8192

@@ -52,7 +52,7 @@ def mutated(raw: bytes, random: np.random.Generator) -> bytes:
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("order", ["keyed", pytest.param("megatron", marks=pytest.mark.full)])
-def test_no_mutation_is_silent(tmp_path: Path, count: int, order: str) -> None:
+def test_data_mutations_are_all_reported(tmp_path: Path, count: int, order: str) -> None:
     random = np.random.default_rng(count)
     prefix = tmp_path / "a"
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:

@@ -37,7 +37,7 @@ ALL = {
 EXAMPLES = [(verb, words) for verb, page in ALL.items() for words, _ in page.examples]
 
 
-def test_every_verb_and_every_subverb_has_a_page() -> None:
+def test_help_every_verb_and_subverb_has_a_page() -> None:
     assert PAGES.keys() == VERBS.keys()
     assert SUBPAGES.keys() == SUBVERBS.keys()
     assert DATA_PAGES.keys() == DATA_SUBVERBS.keys()
@@ -45,7 +45,7 @@ def test_every_verb_and_every_subverb_has_a_page() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("verb", ALL, ids=" ".join)
-def test_help_prints_the_page_of_the_verb(
+def test_help_prints_page_of_verb(
     verb: tuple[str, ...], flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*verb, flag]) == 0
@@ -62,7 +62,7 @@ def test_help_prints_the_page_of_the_verb(
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_overrides_is_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "parallel=tp2", "--help"]) == 0
     assert " check " in capsys.readouterr().out.splitlines()[0]
     assert main(["--help"]) == main(["-h"]) == 0
@@ -73,7 +73,7 @@ def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("verb", "words"), EXAMPLES, ids=[words for _, words in EXAMPLES])
-def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) -> None:
+def test_help_examples_are_read_as_written(verb: tuple[str, ...], words: str) -> None:
     call = parse(shlex.split(words))
     assert call.verb == verb[0]
     arguments = call.arguments
@@ -113,9 +113,7 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_choices_lists_every_choice_of_a_group(
-    group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["choices", group]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
@@ -124,7 +122,7 @@ def test_choices_lists_every_choice_of_a_group(
     assert f"fix: choices {group}" in capsys.readouterr().err
 
 
-def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
+def test_help_own_word_verbs_refuse_non_flags() -> None:
     assert set(OWN_WORDS) - {"__complete"} <= set(VERBS)
     assert main(["choices", "--nope"]) == 2
 
@@ -151,7 +149,7 @@ def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
         ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(
+def test_help_ignored_flag_is_refused(
     words: str,
     said: str,
     fix: str,
@@ -169,7 +167,7 @@ def test_a_flag_that_would_be_ignored_is_refused(
     assert fix in shown
 
 
-def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_flag_before_verb_belongs_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == [
         "show",
         "r.yaml",
@@ -180,7 +178,7 @@ def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -
     assert " check " in capsys.readouterr().out
 
 
-def test_hints_say_how_the_program_is_called_here(
+def test_help_hints_use_invoked_program_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert program() == "python launch.py"
@@ -207,7 +205,7 @@ KEPT = {
 }
 
 
-def test_no_hint_names_the_program_by_itself() -> None:
+def test_help_hints_never_name_program_themselves() -> None:
     found = set()
     for file in SOURCE.rglob("*.py"):
         text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
@@ -229,13 +227,13 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
     ],
 )
-def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, never: str) -> None:
+def test_help_completes_layouts_and_flags(line: str, some: str, never: str) -> None:
     found = candidates(line)
     assert some in found
     assert never not in found
 
 
-def test_every_layout_that_is_offered_is_one() -> None:
+def test_help_offered_layouts_are_valid() -> None:
     from mtrain.config.compose.layout_string import parse_layout
 
     for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
@@ -246,7 +244,7 @@ def test_every_layout_that_is_offered_is_one() -> None:
             parse_layout(word)
 
 
-def test_runs_checkpoints_and_locks_are_completed(
+def test_help_completes_runs_checkpoints_and_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tmp_path / "runs/a/checkpoints/step_00000004"

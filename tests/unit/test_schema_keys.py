@@ -48,7 +48,7 @@ SCRIPT = """
 """
 
 
-def test_a_condition_names_keys_and_values_that_exist() -> None:
+def test_schema_keys_conditions_name_existing_keys() -> None:
     conditions = {path: key_of(path).when for path in keys() if key_of(path).when}
     terms = [(path, term) for path, text in conditions.items() for term in condition(text).terms]
     assert len(terms) > 100
@@ -63,7 +63,7 @@ def test_a_condition_names_keys_and_values_that_exist() -> None:
         assert not choices_of(term.key) or set(words) <= set(choices_of(term.key)), path
 
 
-def test_what_null_stands_for_is_a_value_that_the_key_takes() -> None:
+def test_schema_keys_null_meaning_is_an_accepted_value() -> None:
     paths = [path for path in schema_keys() if key_of(path).null is not None]
     assert len(paths) > 30
     for path in paths:
@@ -72,7 +72,7 @@ def test_what_null_stands_for_is_a_value_that_the_key_takes() -> None:
         assert accepts(path, None), path
 
 
-def test_a_declared_field_gets_the_value() -> None:
+def test_schema_keys_declared_field_gets_value() -> None:
     paths = [path for path in schema_keys() if key_of(path).feeds]
     assert len(paths) > 100
     fields = fed()
@@ -81,19 +81,19 @@ def test_a_declared_field_gets_the_value() -> None:
         assert names <= {field.partition(".")[2] for field in fields[path]}, path
 
 
-def test_a_flag_is_declared_once() -> None:
+def test_schema_keys_flag_is_declared_once() -> None:
     flags = [flag for entry in table() for flag in entry.flags]
     assert len(flags) == len(set(flags))
     assert not OTHERS.keys() & set(flags), "it has a key now: take it out of recipes/flags_other.py"
     assert all(flag.startswith("--") for flag in flags)
 
 
-def test_no_flag_without_a_key_has_the_name_of_one() -> None:
+def test_schema_keys_unkeyed_flag_has_no_key_name() -> None:
     names = {f"--{path.rpartition('.')[2].replace('_', '-')}" for path in keys()}
     assert not OTHERS.keys() & names, "name the flag in the schema: Key(flag=...)"
 
 
-def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
+def test_schema_keys_flag_order_does_not_matter() -> None:
     there, back = (
         read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8})
         for entries in (table(), table()[::-1])
@@ -118,11 +118,11 @@ def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
         ("model.mla=null", None, True),
     ],
 )
-def test_a_condition_is_checked_by_its_text(text: str, value: object, holds: bool) -> None:
+def test_schema_keys_condition_is_evaluated_by_text(text: str, value: object, holds: bool) -> None:
     assert condition(text).holds({text.split("=")[0].split(">")[0]: value}.get) is holds
 
 
-def test_a_condition_reads_as_a_user_writes_it() -> None:
+def test_schema_keys_condition_reads_as_written() -> None:
     text = "parallel.vpp>1 and optim.name=adamw|muon|sgd and model.window_size"
     assert (
         str(condition(text))
@@ -132,14 +132,14 @@ def test_a_condition_reads_as_a_user_writes_it() -> None:
         condition("parallel.vpp < 2")
 
 
-def test_a_key_waits_for_one_that_has_an_effect_itself() -> None:
+def test_schema_keys_key_waits_for_active_condition() -> None:
     margin = next(key for key in CONDITIONAL if key.path == "precision.fp8_margin")
     delayed = tiny(precision__fp8_recipe="delayed")
     assert not margin.active(delayed), "without fp8 the recipe says nothing"
     assert margin.active(apply(delayed, {"precision.fp8": "hybrid"}))
 
 
-def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> None:
+def test_schema_keys_gated_condition_names_every_gate() -> None:
     field = field_of("model.activation")
     assert field is not None
     assert set(GATED.partition("=")[2].split("|")) == {
@@ -147,7 +147,7 @@ def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> No
     }
 
 
-def test_a_key_of_the_schema_alone_is_everywhere() -> None:
+def test_schema_keys_new_key_reaches_everything() -> None:
     key = "precision.loss_scale_hysteresis"
     assert "OptimizerConfig.hysteresis" in feeds(tiny())[key]
     assert foreign()["hysteresis"] == key
