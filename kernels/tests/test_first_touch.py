@@ -350,6 +350,7 @@ def test_first_touch_bench_uses_run_tiles(
         tuning.use({})
 
 
+@pytest.mark.full
 def test_first_touch_optimizer_step_compares_changes(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ BUGS = {
 ALWAYS = ("weight_ptr = k_weight_ptr",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "old", [pytest.param(old, marks=() if old in ALWAYS else pytest.mark.full) for old in BUGS]
 )

@@ -275,7 +275,7 @@ def _attended_alone(name: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)

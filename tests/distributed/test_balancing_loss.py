@@ -83,7 +83,7 @@ def test_balancing_loss_equals_definition(kind: str) -> None:
     torch.testing.assert_close(found, wanted.grad)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [1, 4])
 def test_balancing_loss_imported_coefficient_as_transformers(layers: int, tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

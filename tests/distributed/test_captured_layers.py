@@ -91,6 +91,7 @@ def test_captured_layers_accumulating_products_are_captured() -> None:
     assert found == [pytest.approx(step, rel=1e-5) for step in _steps(run)[0]]
 
 
+@pytest.mark.engine
 def test_captured_layers_captured_norm_is_not_reused_in_replay() -> None:
     """Whatever makes sums across the ends of graphs: what is replayed has nodes of its own."""
     right, _ = _steps(tiny_run())

@@ -132,6 +132,7 @@ def test_engine_keys_zero_centered_norm_starts_equal(
     assert run_ranks(2, weight)[0] == (0.0, 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(EP2, marks=pytest.mark.full), SP2], ids=["ep2", "tp2 sequence parallel"]
 )
@@ -251,6 +252,7 @@ def buckets(run: RunConfig) -> list[int]:
     return sizes
 
 
+@pytest.mark.full
 def test_engine_keys_bucket_size_keeps_numbers(
     plain: list[tuple[float, float]],
 ) -> None:

@@ -131,6 +131,7 @@ def test_fp8_linear_layout_is_proven(name: str) -> None:
     assert all(row.equal for row in rows), prove.table(rows)
 
 
+@pytest.mark.full
 def test_fp8_linear_partial_scale_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     import_engine()
     monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)

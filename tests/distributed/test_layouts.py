@@ -92,6 +92,7 @@ def test_layouts_flipped_gradient_is_found(name: str, one_rank: tuple, tmp_path:
     assert worst > 0.1
 
 
+@pytest.mark.engine
 def test_layouts_initial_weights_are_equal_and_follow_seed(tmp_path: Path) -> None:
     def job(run: object, folder: Path) -> None:
         train_steps(run, 0, save_to=folder)  # type: ignore[arg-type]

@@ -94,6 +94,7 @@ def _compared(words: str) -> list[Row]:
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["a small DeepSeek-V3, tp2pp2ep2"]))
 def test_packing_layout_is_proven(name: str) -> None:
     rows = _compared(LAYOUTS[name])

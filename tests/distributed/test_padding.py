@@ -142,7 +142,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.engine
 @pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
 def test_padding_longer_samples_keep_gradient(name: str, home: Path, tmp_path: Path) -> None:
     one, other = (

@@ -104,6 +104,7 @@ def _trained(run: RunConfig, folder: Path) -> tuple[list[tuple[float, float]], d
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", some(LOSSES, ["reference"]))
 def test_softcapping_ranks_train_as_one_rank(loss: str, tmp_path: Path) -> None:
     layouts: dict[str, dict[str, Any]] = {

@@ -129,6 +129,7 @@ def _measured(run: RunConfig) -> dict[str, Any]:
         return twice[0]
 
 
+@pytest.mark.full
 def test_t5_evaluation_is_equal_in_any_layout() -> None:
     keys = {"trainer": {"eval_iters": 2}}
     one, two = (

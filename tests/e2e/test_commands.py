@@ -179,7 +179,7 @@ MEETS: dict[str, Met] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MEETS)
 def test_command_prints_what_is_right(name: str, tmp_path: Path) -> None:
     met = MEETS[name]
@@ -206,7 +206,7 @@ def corpora(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
 def test_command_small_blend_share_is_accepted(order: str, corpora: Path) -> None:
     words = [

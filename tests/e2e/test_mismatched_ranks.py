@@ -40,6 +40,7 @@ def test_mismatched_ranks_absent_is_named_after_five_seconds(tmp_path: Path) -> 
     assert time.monotonic() - begun > 5
 
 
+@pytest.mark.full
 def test_mismatched_ranks_differing_key_ends_before_imports(
     tmp_path: Path,
 ) -> None:

@@ -23,6 +23,7 @@ PROVEN = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(PROVEN, [PROVEN[1]]))
 def test_prove_accepts_layout(layout: str, tmp_path: Path) -> None:
     words = layout.split()

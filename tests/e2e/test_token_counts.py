@@ -128,6 +128,7 @@ def test_token_counts_small_split_counts_each_sample_once(
     assert [line["valid_tokens"] for line in found] == [measured["tokens"]] * 2
 
 
+@pytest.mark.full
 def test_token_counts_longer_samples_keep_gradient(tmp_path: Path) -> None:
     """`eod_mask_loss` and packing leave predictions out, and tokens of the balancing loss stay."""
     documents = [

@@ -376,6 +376,7 @@ def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["deepseek v3", pytest.param("glm 4.5 air", marks=pytest.mark.full)]
 )

@@ -289,6 +289,7 @@ def test_tokenize_killed_run_resumes_to_equal_bytes(
         assert Path(f"{out}{end}").read_bytes() == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
 
 
+@pytest.mark.full
 def test_tokenize_torn_journal_is_not_trusted(tmp_path: Path, tokenizer: Path) -> None:
     source = jsonl(tmp_path / "d.jsonl", [*documents(600), 7])
     words = (source, f"tokenizer={tokenizer}", "workers=1")
@@ -372,6 +373,7 @@ def test_tokenize_gigatoken_is_skipped_for_special_text(
     assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
 
 
+@pytest.mark.full
 def test_tokenize_differing_gigatoken_falls_back_with_note(
     tmp_path: Path,
     tokenizer: Path,
