@@ -19,7 +19,7 @@ def _run(attend, inputs: list[Tensor], d_out: Tensor, **options) -> list[Tensor]
 @pytest.mark.parametrize("sizes", [(2, 4, 2, 33, 16, 16), (1, 3, 3, 64, 24, 8), (2, 6, 1, 7, 8, 8)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_values_and_gradients_are_as_near_as_the_fused_kernels(
+def test_attention_short_is_as_near_as_fused_kernels(
     sizes: tuple[int, ...], scale: float | None, dtype: torch.dtype
 ) -> None:
     b, n, g, s, d, e = sizes
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_as_near_as_the_fused_kernels(
         assert float((mine.double() - right).norm()) <= allowed
 
 
-def test_only_short_sequences_in_half_precision_on_a_cpu_fit() -> None:
+def test_attention_short_takes_only_short_half_on_cpu() -> None:
     q = torch.zeros(1, 2, 64, 8, dtype=torch.bfloat16)
     assert short.fits(q, q, q)
     assert not short.fits(q.float(), q.float(), q.float())
@@ -55,7 +55,7 @@ def test_only_short_sequences_in_half_precision_on_a_cpu_fit() -> None:
     assert not short.fits(*(q.to("meta") for _ in range(3)))
 
 
-def test_what_has_no_second_derivative_says_so() -> None:
+def test_attention_short_without_second_derivative_says_so() -> None:
     q = torch.randn(1, 1, 5, 8).bfloat16().requires_grad_()
     (first,) = torch.autograd.grad(short.attention(q, q, q).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

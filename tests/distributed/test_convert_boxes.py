@@ -57,14 +57,15 @@ def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return out
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("models", [[(n,) for n in TINY] + list(OTHERS)], ids=["tiny"])
-def test_a_family_says_what_megatron_core_does(models: list[tuple[str, ...]]) -> None:
+def test_convert_boxes_equal_megatron_shards(models: list[tuple[str, ...]]) -> None:
     assert run_alone(lambda: unlike(models)) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
-def test_a_family_says_what_megatron_core_does_of_published_models(name: str) -> None:
+def test_convert_boxes_equal_megatron_shards_of_published_models(name: str) -> None:
     model = compose([f"model={name}"]).run.model
     few = ("model.num_layers=4",) if model.moe is not None and model.hybrid is None else ()
     assert run_alone(lambda: unlike([(name, *few)])) == []

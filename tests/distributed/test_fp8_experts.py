@@ -61,13 +61,14 @@ def _proven(words: str) -> dict[str, prove.Row]:
     return {row.what: row for row in prove.compared(prove.comparable(full, argv, 2, "fp8"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(PROVEN, ["tensor, tp2 ep2"]))
-def test_a_layout_is_proven_in_8_bits(name: str) -> None:
+def test_fp8_experts_layout_is_proven(name: str) -> None:
     rows = _proven(PROVEN[name])
     assert all(row.equal for row in rows.values()), prove.table(list(rows.values()))
 
 
-def test_scales_that_depend_on_the_rows_that_come_together_are_not_proven(
+def test_fp8_experts_row_dependent_scales_are_not_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import_engine()
@@ -88,7 +89,7 @@ def mixture(**parallel: Any) -> RunConfig:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
+def test_fp8_experts_weights_are_quantised_once_a_step(recompute: bool) -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     run = apply(
         mixture(), {f"parallel.recompute.{key}": value for key, value in full.items() if recompute}
@@ -105,7 +106,7 @@ def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp8_tensorwise", "fp8_blockwise"])
-def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -> None:
+def test_fp8_experts_triton_stays_near_emulation(precision: str) -> None:
     from tests.support import interpreted
 
     base = [
@@ -173,7 +174,7 @@ KEPT = {
 
 
 @pytest.mark.full
-def test_as_much_is_kept_by_triton_as_planned() -> None:
+def test_fp8_experts_triton_keeps_planned_bytes() -> None:
     """Beside what the plan says of the other layers, which is the same in bf16."""
     from tests.support import operands
 
@@ -204,6 +205,6 @@ def words(name: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_two_hundred_steps_of_a_mixture_stay_as_near_to_bf16_as_is_published(recipe: str) -> None:
+def test_fp8_experts_200_steps_stay_near_bf16(recipe: str) -> None:
     wide = {**WIDE, "hidden_size": 128, "ffn_hidden_size": 128}
     assert_stays_near_bf16({**wide, "moe": MoEConfig(num_experts=4, ffn_hidden_size=128)}, recipe)

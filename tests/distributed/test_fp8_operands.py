@@ -196,7 +196,7 @@ def _compared(name: str, *, fault: bool = False) -> tuple[dict[str, Any], dict[s
 
 
 @pytest.mark.parametrize("name", some(RUNS, []))
-def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name: str) -> None:
+def test_fp8_operands_keep_bits_and_planned_memory(name: str) -> None:
     ours, apart = _compared(name)
     assert ours["steps"] == apart["steps"]
     handed = HANDED[name]
@@ -208,7 +208,7 @@ def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name:
 
 
 @pytest.mark.full
-def test_a_norm_that_takes_the_scale_of_its_part_is_seen() -> None:
+def test_fp8_operands_norm_with_partial_scale_is_found() -> None:
     ours, apart = _compared("MLA, tensor, tp2 sequence parallel", fault=True)
     assert ours["steps"] != apart["steps"]
     assert ours["steps"] == [pytest.approx(right, rel=0.05) for right in apart["steps"]], (
@@ -233,7 +233,7 @@ FED = {
 
 
 @pytest.mark.parametrize("name", FED)
-def test_norms_quantise_for_all_that_read_them(name: str) -> None:
+def test_fp8_operands_norms_quantise_for_all_readers(name: str) -> None:
     run = load(
         ["parallel=single", *(w for w in words(name) if not w.startswith("parallel="))],
         INTERPRETED,
@@ -266,7 +266,7 @@ TRAINED = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp8_tensorwise", "fp8_blockwise"])
-def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -> None:
+def test_fp8_operands_triton_stays_near_emulation(precision: str) -> None:
     from tests.support import interpreted
 
     changed = {word.partition("=")[0] for word in TRAINED} | {"kernels"}
@@ -292,7 +292,7 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
         ((*HYBRID, PLAIN), None),
     ],
 )
-def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | None) -> None:
+def test_fp8_operands_chosen_quantiser_is_reported(more: tuple[str, ...], why: str | None) -> None:
     said = {word.partition("=")[0] for word in more}
     given = [
         "parallel=single",
@@ -311,9 +311,7 @@ WIDE = 256 * 128
 
 
 @pytest.mark.parametrize(("word", "kept"), [("triton", 0), ("reference", WIDE)])
-def test_the_plan_counts_what_was_gathered_where_it_is_quantised_behind_the_gather(
-    word: str, kept: int
-) -> None:
+def test_fp8_operands_plan_counts_gathered_operands(word: str, kept: int) -> None:
     given = ["parallel=tp2sp", "precision=fp8_tensorwise", *SMALL, f"kernels.norm={word}"]
     run = load(given, INTERPRETED, {}).run
     ops = [op for chunk in stage_memories(run)[0].chunks for graph in chunk for op in graph.ops]

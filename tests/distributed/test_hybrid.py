@@ -75,7 +75,7 @@ def one_rank(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
-def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path: Path) -> None:
+def test_hybrid_layout_equals_one_rank(name: str, one_rank: Any, tmp_path: Path) -> None:
     run = hybrid_run(**LAYOUTS[name])
     values = run_ranks(run.parallel.ranks or 1, _train, run, tmp_path)[0]
     for found, expected in zip(values, one_rank[0], strict=True):
@@ -90,7 +90,7 @@ def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path
 
 
 @pytest.mark.full
-def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
+def test_hybrid_wrong_chunk_order_is_found(one_rank: Any) -> None:
     run = hybrid_run(**LAYOUTS["cp2"])
 
     def job() -> list[tuple[float, float]]:
@@ -103,12 +103,13 @@ def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
     assert max(abs(found[0] / expected[0] - 1) for found, expected in pairs) > 1e-4
 
 
-def test_twenty_steps_learn() -> None:
+@pytest.mark.full
+def test_hybrid_twenty_steps_learn() -> None:
     losses = [loss for loss, _ in trained(hybrid_run(), 20)]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
 
 
-def test_the_plan_counts_the_parameters_that_are_built() -> None:
+def test_hybrid_plan_counts_built_parameters() -> None:
     run = hybrid_run(ranks=4, tp=2, pp=2)
 
     def job() -> int:
@@ -123,7 +124,8 @@ def test_the_plan_counts_the_parameters_that_are_built() -> None:
     assert sum(run_ranks(4, job)) == parameters(run.model)
 
 
-def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_hybrid_resume_is_bitwise(tmp_path: Path) -> None:
     run = hybrid_run(model={"hidden_dropout": 0.1}, ranks=2, tp=2, sequence_parallel=True)
 
     def whole() -> list[tuple[float, float]]:
@@ -171,7 +173,7 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
 
 
 @pytest.mark.parametrize("chunk", [8, 30, 64])
-def test_chunks_of_any_size_are_the_recurrence(chunk: int) -> None:
+def test_hybrid_chunk_size_keeps_recurrence(chunk: int) -> None:
     found, expected = (run_ranks(1, _mixed, hybrid_run(), size)[0] for size in (chunk, 0))
     for ours, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         assert float((ours - other).abs().max()) <= 2e-5 * float(other.abs().max())

@@ -142,10 +142,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
-def test_longer_samples_of_the_same_chats_have_the_same_gradient(
-    name: str, home: Path, tmp_path: Path
-) -> None:
+def test_padding_longer_samples_keep_gradient(name: str, home: Path, tmp_path: Path) -> None:
     one, other = (
         gradient(run_with(home, length=length, **KINDS[name]), tmp_path / str(length))
         for length in (64, 192)
@@ -170,9 +169,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
-def test_any_layout_has_the_same_gradient(
+def test_padding_any_layout_has_same_gradient(
     name: str, average: str, home: Path, tmp_path: Path
 ) -> None:
     more: dict[str, Any] = {"experts": SEQUENCES, "model": FURTHER, "average": average}
@@ -248,9 +248,7 @@ def _data(kind: str, home: Path) -> DataConfig:
 @pytest.mark.parametrize(
     "kind", some(["chats", "first_fit", "stream", "masked ends"], ["chats", "masked ends"])
 )
-def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(
-    kind: str, home: Path, tmp_path: Path
-) -> None:
+def test_padding_layer_loss_equals_transformers(kind: str, home: Path, tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
     def of(coefficient: float) -> RunConfig:

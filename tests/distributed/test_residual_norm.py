@@ -90,7 +90,7 @@ def _apart(found: Any, right: Any) -> float:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(CASES, [[*CASES][1], "norms computed again", "side by side"]))
-def test_sums_made_by_norms_train_as_sums_apart(
+def test_residual_norm_fused_sum_trains_as_separate(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, parallel, sums = CASES[name]
@@ -106,7 +106,7 @@ def test_sums_made_by_norms_train_as_sums_apart(
     assert _apart(found, right) < 1e-5
 
 
-def test_a_sum_that_loses_the_gradient_of_the_stream_is_noticed(
+def test_residual_norm_lost_stream_gradient_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.mcore import residual

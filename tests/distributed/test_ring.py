@@ -59,7 +59,7 @@ def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["p2p"]))
-def test_what_is_overlapped_has_the_bits_of_what_waits(kind: str) -> None:
+def test_ring_overlap_is_bitwise_equal(kind: str) -> None:
     cp, options = KINDS[kind]
     for apart, together in zip(
         *(run_ranks(cp, _attended, cp, options, waits) for waits in (True, False)), strict=True
@@ -117,7 +117,7 @@ def _order(cp: int) -> tuple[list[str], list[str]]:
     return forward, list(said)
 
 
-def test_a_block_is_computed_while_the_next_is_under_way() -> None:
+def test_ring_computes_while_next_block_travels() -> None:
     for forward, backward in run_ranks(3, _order, 3):
         assert forward == ["start", "compute", "wait", "start", "compute", "wait", "compute"]
         assert backward == ["compute", "start", "compute", "wait", "start", "compute", "wait"]
@@ -163,7 +163,7 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("packed", "first", "later"), [(True, (1, 4), (1, 4)), (False, (1, 0), (0, 0))]
 )
-def test_tables_are_made_once_for_the_layers_of_a_micro_batch(
+def test_ring_tables_are_made_once_per_micro_batch(
     packed: bool, first: tuple[int, int], later: tuple[int, int]
 ) -> None:
     """Packed: each of two blocks of keys has its mask, of the owners of queries and of keys."""

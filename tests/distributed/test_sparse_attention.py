@@ -146,7 +146,7 @@ def _apart(run: RunConfig, fault: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("sparse", ["false", "true"])
-def test_a_layer_computes_and_learns_what_the_report_defines(sparse: str) -> None:
+def test_sparse_attention_layer_equals_report(sparse: str) -> None:
     words = (
         f"{TINY} parallel=single model.dsa.indexer_topk=7"
         f" model.dsa.indexer_loss_coeff={COEFFICIENT}"
@@ -186,7 +186,7 @@ def _logits_and_gradients(
         return logits, {name: p.main_grad.clone() for name, p in own.items()}
 
 
-def test_with_as_many_keys_as_there_are_it_is_plain_mla() -> None:
+def test_sparse_attention_all_keys_equal_plain_mla() -> None:
     plain = built_as("gpt", f"{TINY} parallel=single model.dsa=null")
     runs = [
         built_as("gpt", f"{TINY} parallel=single model.dsa.indexer_topk={topk}")
@@ -234,14 +234,15 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel"]))
-def test_a_layout_computes_what_one_rank_does(name: str) -> None:
+def test_sparse_attention_layout_equals_one_rank(name: str) -> None:
     rows = compared(f"model=deepseek_v3_2_tiny {LAYOUTS[name]}")
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
 @pytest.mark.full
-def test_a_target_of_one_ranks_heads_is_seen() -> None:
+def test_sparse_attention_target_of_one_rank_heads_is_found() -> None:
     def job(run: RunConfig, faulty: bool) -> list[tuple[float, float]]:
         from mtrain.mcore.sparse_attention import SparseAttention
 

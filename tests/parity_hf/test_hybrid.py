@@ -342,9 +342,9 @@ def _differences(
 LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-4}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_two_steps_are_those_of_transformers(
+def test_hybrid_two_steps_equal_transformers(
     name: str, layout: str, sides: Sides, tmp_path: Path
 ) -> None:
     errors = _differences(name, layout, sides, tmp_path)
@@ -353,7 +353,7 @@ def test_two_steps_are_those_of_transformers(
     assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
 
 
-def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -> None:
+def test_hybrid_other_time_step_is_found(sides: Sides, tmp_path: Path) -> None:
     errors = _differences("mamba 2", "single", sides, tmp_path, flaw=1e-3)
     assert errors["logits"][0] > 3 * LIMITS["logits"]
     assert errors["gradients"][0] > 3 * LIMITS["gradients"]
@@ -369,7 +369,7 @@ FACTORS = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("key", FACTORS)
-def test_a_factor_that_is_another_one_is_seen(key: str, sides: Sides, tmp_path: Path) -> None:
+def test_hybrid_other_factor_is_found(key: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences("granite experts", "single", sides, tmp_path, f"model.{key}=1.1")
     assert min(errors[what][0] / LIMITS[what] for what in ("losses", "logits", "gradients")) > 3
 
@@ -385,7 +385,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_built_is_refused_by_name(
+def test_hybrid_unsupported_is_refused_by_name(
     key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from mtrain.convert.hugging_face import configuration
@@ -409,7 +409,7 @@ REFUSED_OF_GRANITE = {
 
 
 @pytest.mark.parametrize("key", REFUSED_OF_GRANITE)
-def test_what_is_not_built_of_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
+def test_hybrid_unsupported_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
     from mtrain.convert.hugging_face import configuration
     from mtrain.errors import ConfigError
 

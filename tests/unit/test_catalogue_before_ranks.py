@@ -199,7 +199,7 @@ def _more_machines_than_this_command_starts(home: Path) -> None:
     [f for number in sorted(BEFORE_RANKS) for f in BEFORE_RANKS[number]],
     ids=lambda f: f.__name__,
 )
-def test_it_is_refused_before_any_rank(
+def test_catalogue_refuses_before_any_rank(
     refuses: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

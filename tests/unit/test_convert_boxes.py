@@ -89,7 +89,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {name: reader.tensor(name).tobytes() for name in reader.names}
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+def test_boxes_round_trip(tmp_path: Path) -> None:
     checkpoint = Saved.open(taken(tmp_path, TABLE))
     boxes = ours()
     expected = bytes_of(tmp_path / "theirs")
@@ -105,7 +105,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert found["0.gate"] == expected["1.gate"]
 
 
-def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
+def test_boxes_table_is_chosen_by_names(tmp_path: Path) -> None:
     first = taken(tmp_path, TABLE)
     (tmp_path / "again").mkdir()
     second = taken(tmp_path / "again", OTHER, TABLE)
@@ -113,7 +113,7 @@ def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
         assert (first / path).read_bytes() == (second / path).read_bytes()
 
 
-def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_boxes_wrong_shapes_are_refused_without_output(tmp_path: Path) -> None:
     table = Table(
         (), (Entry(FC1, ("{i}.gate", "{i}.up", "{i}.more"), QKV), Entry(FC2, ("{i}.down",)))
     )
@@ -130,7 +130,7 @@ def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) 
         assert list((root / "checkpoints").iterdir()) == []
 
 
-def test_parts_that_are_no_box_are_refused() -> None:
+def test_boxes_non_boxes_are_refused() -> None:
     a, b = specs(FC1.replace("{i}", "0"), (6, 4), 2)
     assert box_of("fc1", (6, 4), (a, b)) == Box(a.key, (2, 6, 4), (0, 0, 0), 1, (6, 4))
     for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):
@@ -138,7 +138,7 @@ def test_parts_that_are_no_box_are_refused() -> None:
             box_of("fc1", (6, 4), wrong)
 
 
-def test_nothing_that_writes_weights_imports_torch() -> None:
+def test_boxes_writers_import_no_torch() -> None:
     names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
     text = (
         f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"

@@ -58,7 +58,7 @@ def _refused(words: str) -> set[tuple[str, str]]:
         (STEP, ("local", ["full_iteration"]), ("full_iteration", [])),
     ],
 )
-def test_each_release_is_told_in_its_own_words(
+def test_cuda_graphs_each_release_gets_its_own_words(
     words: str,
     old: tuple[Any, ...],
     new: tuple[Any, ...],
@@ -134,16 +134,16 @@ BAD = (
 
 
 @pytest.mark.parametrize("words", FINE)
-def test_what_goes_together_is_not_refused(words: str) -> None:
+def test_cuda_graphs_valid_combination_is_accepted(words: str) -> None:
     assert _refused(words) == set()
 
 
 @pytest.mark.parametrize(("words", "code", "path"), BAD)
-def test_what_a_graph_cannot_hold_is_refused(words: str, code: str, path: str) -> None:
+def test_cuda_graphs_unsupported_is_refused(words: str, code: str, path: str) -> None:
     assert (code, path) in _refused(words)
 
 
-def test_every_fix_of_a_refusal_was_tried() -> None:
+def test_cuda_graphs_every_fix_was_tried() -> None:
     for words, code, path in BAD:
         (found,) = (p for p in check(_resolved(words)) if (p.code, p.path) == (code, path))
         assert found.fix, words
@@ -164,7 +164,7 @@ def test_every_fix_of_a_refusal_was_tried() -> None:
         ("--cuda-graph-scope attn", "none", False),
     ],
 )
-def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -> None:
+def test_cuda_graphs_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -> None:
     run = import_texts([(f"{SCRIPT} {flags}\n", "run.sh")], "graphs").run
     assert run.trainer.cuda_graph_impl == impl
     assert run.trainer.cuda_graph_modules == (("attn", "moe_router") if modules else None)
@@ -179,7 +179,7 @@ def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -
 @pytest.mark.parametrize(
     ("scope", "impl"), [("full_iteration", "transformer_engine"), ("atn", "none"), ("atn", "local")]
 )
-def test_a_scope_that_megatron_lm_refuses_is_listed(scope: str, impl: str) -> None:
+def test_cuda_graphs_scope_refused_by_megatron_is_listed(scope: str, impl: str) -> None:
     found = import_texts(
         [(f"{SCRIPT} --cuda-graph-impl {impl} --cuda-graph-scope {scope}\n", "run.sh")], "graphs"
     )

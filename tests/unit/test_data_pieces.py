@@ -107,11 +107,12 @@ CUT = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("many", [1500, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [Pieces, BulkPieces])
-def test_pieces_have_the_ids_of_the_whole_text(
+def test_pieces_have_ids_of_the_whole_text(
     name: str, many: int, plain: bool, kind: type[Pieces]
 ) -> None:
     made = CUT[name]()
@@ -135,7 +136,7 @@ def test_pieces_have_the_ids_of_the_whole_text(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
 @pytest.mark.parametrize("kind", [Pieces, BulkPieces])
-def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[Pieces]) -> None:
+def test_pieces_cut_letters_as_the_library(name: str, kind: type[Pieces]) -> None:
     made = CUT[name]()
     pieces = pieces_of(made, "H", False, kind)
     assert pieces is not None
@@ -151,7 +152,7 @@ def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[P
         )
 
 
-def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.data.preprocess import pieces as module
 
     made = trained(LATER[0])
@@ -179,7 +180,7 @@ def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_tokenizer_that_is_not_known_is_not_cut(step: Any) -> None:
+def test_pieces_unknown_tokenizer_is_not_cut(step: Any) -> None:
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = step
     assert pieces_of(made, "H", False) is None
@@ -189,7 +190,7 @@ def test_a_tokenizer_that_is_not_known_is_not_cut(step: Any) -> None:
     assert pieces_of(made, "H", False) is None
 
 
-def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
+def test_pieces_names_behind_a_normalizer_are_not_cut() -> None:
     made = trained(None, "wordpiece")
     assert pieces_of(made, "H", False) is not None
     made.add_tokens([AddedToken("Two Words", normalized=True)])
@@ -197,7 +198,7 @@ def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
     assert pieces_of(made, "H", False) is None
 
 
-def test_llama_3_ends_documents_with_its_own_token(tmp_path: Path) -> None:
+def test_pieces_llama3_ends_documents_with_own_token(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
     file.write_text(
         "".join(f"{base64.b64encode(b'%06x' % i).decode()} {i}\n" for i in range(128_000))

@@ -20,7 +20,7 @@ ROWS = pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.number)
 
 
 @ROWS
-def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
+def test_fixes_names_upstream_fix(fix: Fix) -> None:
     known = {patch.name: patch for patch in PATCHES}
     if fix.became == "patched":
         assert fix.by in CASES, (
@@ -42,7 +42,7 @@ def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
 
 @ROWS
 @pytest.mark.skipif(release.release() != (0, 16, 1), reason="places are those of 0.16.1")
-def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
+def test_fixes_place_is_a_line_of_megatron(fix: Fix) -> None:
     folder = release.folder()
     assert folder is not None
     if fix.where:
@@ -50,13 +50,13 @@ def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
         assert (folder / file).read_text().splitlines()[int(line) - 1].strip()
 
 
-def test_every_change_that_a_patch_names_is_a_row_and_no_row_stands_twice() -> None:
+def test_fixes_patch_changes_are_unique_rows() -> None:
     numbers = [fix.number for fix in FIXES]
     assert len(set(numbers)) == len(numbers)
     assert {patch.upstream for patch in PATCHES if patch.upstream} <= set(numbers)
 
 
-def test_engines_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixes_engines_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", "--fixes"]) == 0
     page = capsys.readouterr().out
     assert all(f"  {fix.number}: {fix.about}" in page for fix in FIXES)

@@ -31,7 +31,7 @@ ALL = dict(commands())
 EXAMPLES = [(name, words) for name, command in ALL.items() for words, _ in command.examples]
 
 
-def test_verb_pages_have_all_parts() -> None:
+def test_help_every_verb_and_subverb_has_a_page() -> None:
     for name, command in ALL.items():
         assert command.help, name
         assert command.examples, name
@@ -41,9 +41,7 @@ def test_verb_pages_have_all_parts() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("name", ALL)
-def test_help_of_a_verb_prints_its_page(
-    name: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_prints_page_of_verb(name: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ALL[name]
     assert main([*name.split(), flag]) == 0
     page = capsys.readouterr().out
@@ -59,7 +57,7 @@ def test_help_of_a_verb_prints_its_page(
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_overrides_is_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "parallel=tp2", "--help"]) == 0
     assert " check " in capsys.readouterr().out.splitlines()[0]
     assert main(["--help"]) == main(["-h"]) == 0
@@ -70,7 +68,7 @@ def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=[words for _, words in EXAMPLES])
-def test_example_of_a_page_is_valid(name: str, line: str) -> None:
+def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     call = parse(shlex.split(line))
     verb = name.split()[0]
     assert call.verb.startswith(name)
@@ -100,9 +98,7 @@ def test_example_of_a_page_is_valid(name: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_choices_lists_every_choice_of_a_group(
-    group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["choices", group]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
@@ -111,7 +107,7 @@ def test_choices_lists_every_choice_of_a_group(
     assert f"fix: choices {group}" in capsys.readouterr().err
 
 
-def test_verb_with_an_unknown_flag_is_refused() -> None:
+def test_help_own_word_verbs_refuse_non_flags() -> None:
     for name in ("choices", "recipe list", "tune", "explain"):
         assert main([*name.split(), "--nope"]) == 2
 
@@ -138,7 +134,7 @@ def test_verb_with_an_unknown_flag_is_refused() -> None:
         ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(
+def test_help_ignored_flag_is_refused(
     words: str,
     said: str,
     fix: str,
@@ -156,7 +152,7 @@ def test_a_flag_that_would_be_ignored_is_refused(
     assert fix in shown
 
 
-def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_flag_before_verb_belongs_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     call = parse(["--resolved", "recipe", "show", "r.yaml"])
     assert call.arguments == {"words": ["r.yaml"], "resolved": True, "as_json": False}
     assert parse(["--json", "recipe", "list"]).arguments["as_json"]
@@ -164,7 +160,7 @@ def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -
     assert " check " in capsys.readouterr().out
 
 
-def test_hints_say_how_the_program_is_called_here(
+def test_help_hints_use_invoked_program_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert program() == "python launch.py"
@@ -192,7 +188,7 @@ KEPT = {
 }
 
 
-def test_no_hint_names_the_program_by_itself() -> None:
+def test_help_hints_never_name_program_themselves() -> None:
     found = set()
     for file in SOURCE.rglob("*.py"):
         text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
@@ -214,13 +210,13 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
     ],
 )
-def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, never: str) -> None:
+def test_help_completes_layouts_and_flags(line: str, some: str, never: str) -> None:
     found = candidates(line)
     assert some in found
     assert never not in found
 
 
-def test_every_layout_that_is_offered_is_one() -> None:
+def test_help_offered_layouts_are_valid() -> None:
     from mtrain.config.compose.layout_string import parse_layout
 
     for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
@@ -231,7 +227,7 @@ def test_every_layout_that_is_offered_is_one() -> None:
             parse_layout(word)
 
 
-def test_runs_checkpoints_and_locks_are_completed(
+def test_help_completes_runs_checkpoints_and_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tmp_path / "runs/a/checkpoints/step_00000004"

@@ -129,18 +129,16 @@ def composed_by_us(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dic
     return handed[0]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(CASES))
-def test_a_command_line_composes_as_hydra_alone_composes_it(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydra_composes_equal_trees(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     words = lines(seed)
     ours = composed_by_us(words, monkeypatch)
     assert ours == by_hydra_alone(words), words
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_the_origin_of_every_value_says_it(seed: int) -> None:
+def test_hydra_origin_states_every_value(seed: int) -> None:
     """What the command line says is the command line's; else the named line of the named file has
     the value.
     """
@@ -172,7 +170,7 @@ def test_the_origin_of_every_value_says_it(seed: int) -> None:
         assert re.search(rf"\b{last}:", line) or "parallel:" in line, (key, origin, line)
 
 
-def test_another_application_of_hydra_in_this_process_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_hydra_other_application_in_process_continues(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("x: 1\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert hydra_compose("config").x == 1

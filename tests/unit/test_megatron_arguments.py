@@ -59,7 +59,7 @@ TINY = (
 
 
 @pytest.mark.parametrize("name", some(choices_of_group("model"), TINY))
-def test_an_export_is_of_the_model_that_it_was_made_of(name: str) -> None:
+def test_megatron_arguments_export_belongs_to_its_model(name: str) -> None:
     if is_megatron(name):
         assert apart(of_model(name)) == {}
 
@@ -177,7 +177,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -> None:
+def test_megatron_arguments_number_change_is_named_with_key(name: str) -> None:
     model, changed, expected = CHANGED[name]
     found = apart(of_model(model), **changed)
     assert found.items() >= expected.items(), found
@@ -204,7 +204,7 @@ def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -
         {"window_size": [-1, 0]},
     ],
 )
-def test_what_changes_no_number_of_the_network_is_no_difference(changed: dict[str, Any]) -> None:
+def test_megatron_arguments_harmless_change_is_no_difference(changed: dict[str, Any]) -> None:
     assert apart(of_model("llama_tiny"), **changed) == {}
 
 
@@ -238,17 +238,17 @@ IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", IN_YARN)
-def test_positions_by_yarn_are_compared_with_the_scaling_of_a_model(name: str) -> None:
+def test_megatron_arguments_yarn_is_compared_with_model_scaling(name: str) -> None:
     changed, expected = IN_YARN[name]
     assert apart(of_model("gpt_oss_tiny"), **changed) == expected
 
 
-def test_one_weight_of_yarn_is_a_factor_of_cosines() -> None:
+def test_megatron_arguments_yarn_weight_is_a_cosine_factor() -> None:
     found = apart(of_model("gpt_oss_tiny"), mscale=0.5)
     assert found == {"model.rope_scaling.attention_factor": pytest.approx(0.05 * math.log(8) + 1)}
 
 
-def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> None:
+def test_megatron_arguments_export_states_yarn_or_its_lack() -> None:
     kept = megatron_args.arguments_of(of_model("gpt_oss_tiny"))
     assert kept["position_embedding_type"] == "yarn"
     assert kept["rotary_scaling_factor"] == 8.0
@@ -261,7 +261,7 @@ def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> Non
         assert apart(of_model("llama_tiny", f"model.rope_scaling={scaling}")) == {}
 
 
-def test_yarn_that_a_model_lacks_is_reported_with_its_numbers_where_they_are_known() -> None:
+def test_megatron_arguments_missing_yarn_is_reported() -> None:
     from mtrain.convert.megatron_compared import differing
 
     plain = of_model("gpt_oss_tiny", "model.rope_scaling=null")
@@ -285,7 +285,7 @@ WITHOUT_FLAGS = {
 
 
 @pytest.mark.parametrize("key", WITHOUT_FLAGS)
-def test_a_key_without_a_flag_is_not_what_others_computed_with(key: str) -> None:
+def test_megatron_arguments_key_without_flag_is_not_computed(key: str) -> None:
     from mtrain.convert.megatron_compared import arguments_said, differing
 
     plain = of_model("llama_tiny")
@@ -301,7 +301,7 @@ def test_a_key_without_a_flag_is_not_what_others_computed_with(key: str) -> None
     assert differing(megatron_args.arguments_of(run), run) == []
 
 
-def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
+def test_megatron_arguments_key_without_argument_is_reported() -> None:
     from mtrain.cli.convert_megatron import _apart
     from mtrain.convert.megatron_compared import differing
 
@@ -314,7 +314,7 @@ def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
     assert problem.fix == "model.final_logit_softcapping=null"
 
 
-def test_a_number_that_null_stands_for_is_no_difference() -> None:
+def test_megatron_arguments_default_for_null_is_no_difference() -> None:
     width = of_model("llama_tiny").model.head_dim
     plain = of_model("llama_tiny")
     said = of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
@@ -323,7 +323,7 @@ def test_a_number_that_null_stands_for_is_no_difference() -> None:
     assert differing(megatron_args.arguments_of(plain), said) == []
 
 
-def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> None:
+def test_megatron_arguments_foreign_balancing_reports_sinkhorn() -> None:
     words = ("router_load_balancing_type=sinkhorn", "aux_loss_coeff=0", "router_pre_softmax=true")
     run = of_model("mixtral_tiny", *(f"model.moe.{word}" for word in words))
     assert apart(run) == {}
@@ -344,7 +344,7 @@ def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> Non
         ("128", None, "takes tokens"),
     ],
 )
-def test_a_window_is_what_causal_attention_sees_of_it(
+def test_megatron_arguments_causal_window_is_compared_by_effect(
     word: str, width: int | None, refused: str
 ) -> None:
     a, said, _ = read_flags(["--window-size", word], None)
@@ -354,7 +354,7 @@ def test_a_window_is_what_causal_attention_sees_of_it(
     )
 
 
-def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:
+def test_megatron_arguments_model_flags_are_in_export() -> None:
     from mtrain.convert.megatron_compared import argument_of
 
     kept = megatron_args.arguments_of(of_model("llama_tiny"))
@@ -368,7 +368,7 @@ def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:
         assert flag not in OTHERS
 
 
-def test_arguments_of_an_older_export_say_what_is_among_them() -> None:
+def test_megatron_arguments_older_export_states_its_arguments() -> None:
     from mtrain.convert.megatron_compared import differing
 
     run = of_model("gpt2")
@@ -380,7 +380,7 @@ def test_arguments_of_an_older_export_say_what_is_among_them() -> None:
     ]
 
 
-def test_flags_that_an_export_of_a_run_writes_are_read_as_its_model() -> None:
+def test_megatron_arguments_run_export_reads_back_as_model() -> None:
     from mtrain.convert.megatron_compared import _words_kept
 
     run = of_model("gpt_oss_tiny")

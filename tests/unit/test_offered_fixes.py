@@ -164,9 +164,7 @@ def is_setting(fix: str) -> bool:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
-def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(
-    argument: str, fix: str
-) -> None:
+def test_fixes_for_argument_are_meant_and_pass(argument: str, fix: str) -> None:
     (problem,) = validated(argument)
     assert problem.fix == fix
     for one in fix.split(" or ") if is_setting(fix.split(" or ")[0]) else ():
@@ -174,9 +172,7 @@ def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(
 
 
 @pytest.mark.parametrize(("text", "fix"), FILES.items())
-def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(
-    tmp_path: Path, text: str, fix: str
-) -> None:
+def test_fixes_for_file_are_meant_and_pass(tmp_path: Path, text: str, fix: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     problems = validated("recipe=r.yaml")
     assert problems[0].fix == fix
@@ -212,7 +208,7 @@ def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_misspelt_verb_flag_or_word_is_named_as_it_was_meant(
+def test_fixes_name_intended_verb_flag_or_word(
     capsys: pytest.CaptureFixture[str], argv: list[str], fix: str
 ) -> None:
     assert main(argv) == 2
@@ -246,7 +242,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("text", [*TORN, *BROKEN])
-def test_no_message_of_a_parser_reaches_a_user(tmp_path: Path, text: str) -> None:
+def test_fixes_hide_parser_messages(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     found = validated(text) if text in TORN else validated("recipe=r.yaml")
     assert found
@@ -254,7 +250,7 @@ def test_no_message_of_a_parser_reaches_a_user(tmp_path: Path, text: str) -> Non
     assert not THEIRS.search(shown), shown
 
 
-def test_a_group_file_that_names_another_in_vain_is_told_in_our_words(
+def test_fixes_group_file_naming_missing_one_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

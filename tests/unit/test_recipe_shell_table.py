@@ -316,12 +316,12 @@ def truth(folder: Path) -> dict[str, list[list[str]]]:
     return out
 
 
-def test_there_are_enough_constructs(truth: dict[str, list[list[str]]]) -> None:
+def test_shell_table_has_enough_constructs(truth: dict[str, list[list[str]]]) -> None:
     assert len(SCRIPTS) >= 120
     assert len(truth) > len(SCRIPTS) - 6, "all but a few that bash refuses start the program"
 
 
-def test_a_construct_is_read_as_bash_reads_it_or_reported(
+def test_shell_table_reads_as_bash_or_reports(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -356,7 +356,8 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
     assert known > 50, "plain scripts are read whole"
 
 
-def test_capture_has_the_words_of_bash_for_every_construct(
+@pytest.mark.full
+def test_shell_table_capture_equals_bash(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

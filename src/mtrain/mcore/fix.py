@@ -33,8 +33,8 @@ OWN_STORE = (
     " by weight"
 )
 NOT_OFFERED = "no key feeds it: "
-LAYOUTS = "tests/distributed/test_layouts_are_proven.py"
+LAYOUTS = "tests/distributed/test_layout_proofs.py"
 FULLY_SHARDED = "tests/distributed/test_fully_sharded.py"
-BROUGHT_BACK = "tests/distributed/test_known_bugs_are_found.py"
+BROUGHT_BACK = "tests/distributed/test_known_bugs.py"
 MOE = "transformer/moe"
 OPTIM = "optimizer/distrib_optimizer.py"

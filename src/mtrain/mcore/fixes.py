@@ -235,7 +235,7 @@ FIXES: tuple[Fix, ...] = (
         "#3564",
         "parameters of packed samples",
         "kept by tests",
-        "tests/distributed/test_packing_is_proven.py",
+        "tests/distributed/test_packing.py",
         "boundaries are made in one place, train/step.py, for every stage",
         "packed_seq_params.py:12",
     ),
@@ -261,7 +261,7 @@ FIXES: tuple[Fix, ...] = (
         "#5243",
         "rotary positions of packed samples under context parallelism",
         "kept by tests",
-        "tests/distributed/test_packing_is_proven.py",
+        "tests/distributed/test_packing.py",
         "0.16.1 takes the positions that 0.19.2 takes; layouts with cp are compared with one"
         " document at a time",
         "models/common/embeddings/rope_utils.py:212",
@@ -324,7 +324,7 @@ FIXES: tuple[Fix, ...] = (
         "NVIDIA-NeMo/Megatron-Bridge#2952",
         "packed samples without boundaries on stages in between",
         "kept by tests",
-        "tests/distributed/test_packing_is_proven.py",
+        "tests/distributed/test_packing.py",
         "boundaries are made on every stage",
     ),
     Fix(
