@@ -169,7 +169,7 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
     """What they add to a gradient depends on the tokens that are read, and not on those that are
     learned.
     """
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
         found = []
@@ -207,7 +207,7 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
 def test_the_loss_of_an_indexer_weighs_what_it_says_whatever_is_learned(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     mla = {
         "q_lora_rank": 16,
@@ -276,7 +276,7 @@ def test_a_task_that_only_the_answers_teach_is_learned(
 
     def job() -> tuple[float, float]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import evaluate, train_step
+        from mtrain.train.loop.step import evaluate, train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,9 +98,8 @@ def broken(
     """A hook, one of its moments, and what to put there so that it raises (on one rank,
     or on all).
     """
-    from mtrain.train import hooks, progress
-
-    owner = progress.Progress if name == "Progress" else getattr(hooks, name)
+    module = import_module(f"mtrain.train.hooks.{name.lower()}")
+    owner = getattr(module, name)
     real = getattr(owner, moment)
 
     def raising(*args: Any, **kwargs: Any) -> Any:
@@ -174,9 +174,9 @@ def test_a_run_in_which_nothing_fails_warns_of_nothing(ends: dict[tuple[str, str
 def test_logs_that_fail_on_one_rank_leave_no_other_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.train import hooks
+    from mtrain.train.hooks import memory
 
-    monkeypatch.setattr(hooks, "PEAKS_S", 0.5)
+    monkeypatch.setattr(memory, "PEAKS_S", 0.5)
     for name, moment, rank in (
         ("Metrics", "after_step", 0),
         ("Progress", "start", 1),
@@ -195,7 +195,7 @@ def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     real = step.run_schedule
     evaluated = []
@@ -224,7 +224,7 @@ def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a
 def test_a_full_disk_under_the_metrics_is_said_once(
     failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.train.hooks import Metrics
+    from mtrain.train.hooks.metrics import Metrics
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -284,7 +284,7 @@ def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(
 
 
 def _fail_on_rank_one() -> None:
-    from mtrain.train.generate import Sampler
+    from mtrain.train.generate.sampler import Sampler
 
     def faulty(self: Any, rows: list[list[int]], cache: Any) -> None:
         if self.world.rank == 1:
@@ -316,7 +316,7 @@ def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(
 
 def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: Path) -> None:
     def stopped_by_a_signal() -> None:
-        from mtrain.train.generate import Sampler
+        from mtrain.train.generate.sampler import Sampler
 
         real = Sampler._next_logits
 
@@ -368,7 +368,7 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
 def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, words: str) -> None:
     def line() -> str:
         import_engine()
-        from mtrain.train.progress import Progress
+        from mtrain.train.hooks.progress import Progress
 
         said = {
             "step": 1,
@@ -395,7 +395,7 @@ def test_one_rank_writes_its_trace_and_it_is_compressed(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_device_is_told_as_allocated_reserved_and_in_use(tmp_path: Path) -> None:
-    from mtrain.train.hooks import Memory
+    from mtrain.train.hooks.memory import Memory
 
     stats = {"allocated_bytes": 1, "peak_bytes": 20, "reserved_bytes": 30}
     for used, found in ((40, {"driver_bytes_by_rank": [40]}), (None, {})):

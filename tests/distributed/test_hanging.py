@@ -60,7 +60,7 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
     """A patch that has `rank` call `hold` within its forward number `forwards`."""
 
     def patch() -> None:
-        from mtrain.train import step
+        from mtrain.train.loop import step
 
         real = step.forward_step
         done = []
@@ -217,7 +217,7 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
 ) -> None:
     def slowly() -> None:
         from mtrain.ckpt import store
-        from mtrain.train import trainer
+        from mtrain.train.loop import trainer
         from mtrain.world.heartbeat import tick
 
         step = trainer.train_step

@@ -126,7 +126,7 @@ def test_what_an_evaluation_gathered_is_found_where_it_counts_as_gathered_in_tra
             AllGatherPipeline,
         )
 
-        from mtrain.train import step
+        from mtrain.train.loop import step
 
         real = AllGatherPipeline.reset
         gathered = step.gathered

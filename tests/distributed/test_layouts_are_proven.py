@@ -247,7 +247,7 @@ def test_recomputation_changes_no_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_equal_to_nothing() -> None:
-    from mtrain.train.prove import relative
+    from mtrain.train.verify.prove import relative
 
     assert relative(None, None) == relative(1.0, None) == relative(None, 1.0) == float("inf")
 

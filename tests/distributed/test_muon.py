@@ -133,7 +133,7 @@ def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         found: list[int] = []
@@ -192,7 +192,7 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
 
     def groups() -> dict[str, list[Any]]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -94,7 +94,7 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
         """
         from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import evaluate
+        from mtrain.train.loop.step import evaluate
         from mtrain.world.init import joined
 
         padded = [set[bool](), set[bool]()]

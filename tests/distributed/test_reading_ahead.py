@@ -36,7 +36,7 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
     """A job: losses and norms, the samples that this rank read, and what its stages need."""
     from mtrain.data.mock import MockSamples
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     read = []
@@ -174,8 +174,7 @@ def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(
 
 def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_rank() -> None:
     """A slot is written again only when the device has read it."""
-    from mtrain.train.feed import Feed
-    from mtrain.train.ring import Ring
+    from mtrain.train.loop.prefetch import Feed, Ring
 
     done: list[tuple[str, str]] = []
     copied: list[int] = []
@@ -222,7 +221,7 @@ def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_ra
 
 
 def test_a_ring_grows_with_a_step_and_keeps_what_is_no_tensor() -> None:
-    from mtrain.train.ring import Ring
+    from mtrain.train.loop.prefetch import Ring
 
     sizes: list[int] = []
 

@@ -125,7 +125,8 @@ def trained(
     """Train; return what each step did, the step at which it was told, questions to the device, the
     weights.
     """
-    from mtrain.train.trainer import Hook, Trainer
+    from mtrain.train.hooks.base import Hook
+    from mtrain.train.loop.trainer import Trainer
 
     counts: Counter[str] = Counter()
     told: list[tuple[int, int]] = []
@@ -202,7 +203,9 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
     )
 
     def job() -> tuple[str, list[int], list[str]]:
-        from mtrain.train import hooks, trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.hooks.checkpoints import Checkpoints
+        from mtrain.train.loop import trainer
 
         told: list[int] = []
         real = trainer.launch_step
@@ -214,7 +217,7 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
                     parameter.data.fill_(torch.nan)
             return launched
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 told.append(result.step)
 
@@ -222,7 +225,7 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
         quiet: Any = SimpleNamespace(note=lambda text: None)
         with assembled(run, stand_in(Counter())) as parts:
             try:
-                trainer.Trainer(parts, [Listens(), hooks.Checkpoints(tmp_path, quiet, {})]).fit()
+                trainer.Trainer(parts, [Listens(), Checkpoints(tmp_path, quiet, {})]).fit()
             except Exception as error:
                 return (
                     f"{type(error).__name__}: {error}",
@@ -244,7 +247,9 @@ def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
 
     def job() -> tuple[str, list[tuple[int, list[str]]]]:
         from mtrain.plan.compare import lines_of
-        from mtrain.train import hooks, trainer
+        from mtrain.train.hooks.evaluation import Evaluation
+        from mtrain.train.hooks.metrics import Metrics
+        from mtrain.train.loop import trainer
 
         real = trainer.launch_step
 
@@ -257,11 +262,11 @@ def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
 
         trainer.launch_step = launched
         quiet: Any = SimpleNamespace(note=lambda text: None)
-        metrics = hooks.Metrics(tmp_path)
+        metrics = Metrics(tmp_path)
         error = ""
         with assembled(run, stand_in(Counter())) as parts:
             try:
-                trainer.Trainer(parts, [metrics, hooks.Evaluation(metrics, quiet)]).fit()
+                trainer.Trainer(parts, [metrics, Evaluation(metrics, quiet)]).fit()
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
         lines = lines_of(tmp_path / "metrics.jsonl")
@@ -296,7 +301,8 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_of_them_a_step_later() -> No
     def job() -> tuple[str, list[int], int]:
         import signal
 
-        from mtrain.train import trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.loop import trainer
 
         told: list[int] = []
         real = trainer.launch_step
@@ -306,7 +312,7 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_of_them_a_step_later() -> No
                 signal.raise_signal(signal.SIGUSR1)
             return real(parts, stop_requested=parts.stop_requested)
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 told.append(result.step)
 
@@ -351,12 +357,13 @@ def test_waiting_is_debugged_inside_of_steps_alone_once_kernels_are_compiled() -
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"sync_debug": "error"})})
 
     def job() -> list[str]:
-        from mtrain.train import trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.loop import trainer
 
         said: list[str] = []
         device = dataclasses.replace(stand_in(Counter()), set_sync_debug=said.append)
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 said.append(f"told {result.step}")
 

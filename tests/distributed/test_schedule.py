@@ -91,9 +91,10 @@ def fitted(
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.hooks import Metrics
-    from mtrain.train.step import Parts, StepResult
-    from mtrain.train.trainer import Hook, Trainer
+    from mtrain.train.hooks.base import Hook
+    from mtrain.train.hooks.metrics import Metrics
+    from mtrain.train.loop.step import Parts, StepResult
+    from mtrain.train.loop.trainer import Trainer
     from mtrain.world.init import joined
 
     made = []

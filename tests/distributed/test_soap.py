@@ -202,7 +202,7 @@ def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
 
         from mtrain.mcore.optimizer_state import leaf_optimizers
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         counted: list[list[int]] = []

@@ -129,7 +129,7 @@ def test_generation_takes_bounded_logits() -> None:
 
     def job() -> float:
         from mtrain.assembly.model import build_model
-        from mtrain.train.generate import Sampler
+        from mtrain.train.generate.sampler import Sampler
         from mtrain.world.init import joined
 
         with joined(run) as world, torch.no_grad():

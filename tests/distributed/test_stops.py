@@ -42,7 +42,8 @@ def test_a_stop_from_anywhere_saves_and_a_resumed_run_misses_nothing(tmp_path: P
     def job() -> dict[str, tuple[End, int]]:
         from mtrain.ckpt import state
         from mtrain.ckpt.folder import committed
-        from mtrain.train import assemble, step
+        from mtrain.train import assemble
+        from mtrain.train.loop import step
 
         evaluated: list[int] = []
         moment = ""

@@ -20,7 +20,7 @@ def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
     )
 
     def job() -> list[int]:
-        from mtrain.train import trace
+        from mtrain.train.trace import trace
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trace, "microbatches", lambda *_: 4)
@@ -41,7 +41,7 @@ def test_two_traces_of_one_process_are_alike() -> None:
     other = planned("model=mixtral_tiny parallel=single model.num_layers=3")
 
     def job() -> list[int]:
-        from mtrain.train.trace import trace
+        from mtrain.train.trace.trace import trace
 
         return [trace(one, 0).recorder.peak.bytes for one in (run, other, run)]
 
@@ -67,7 +67,7 @@ def test_a_product_and_its_view_are_one_storage() -> None:
     """
     import torch
 
-    from mtrain.train.recorder import Recorder
+    from mtrain.train.trace.recorder import Recorder
 
     recorder = Recorder()
     with recorder.recording():

@@ -165,7 +165,7 @@ def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(
     tmp_path: Path,
 ) -> None:
     def with_a_fault() -> None:
-        from mtrain.train import step, trainer
+        from mtrain.train.loop import step, trainer
 
         def faulty(parts: Any, *, stop_requested: Any) -> Any:
             if parts.state.step == 3 and parts.world.rank == 1:

@@ -72,7 +72,7 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(
     words, fault, kind, module = FAULTS[name]
 
     def seed_fault() -> None:
-        from mtrain.train import prove
+        from mtrain.train.verify import prove
 
         assemble = prove.assemble
 

@@ -52,7 +52,7 @@ def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_r
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")
     with prove._observed(small, traced=True) as (one, many):
-        from mtrain.train.locate import BACKWARD, FORWARD, Recorded, errors
+        from mtrain.train.verify.first_divergence import BACKWARD, FORWARD, Recorded, errors
 
         expected = Recorded(one)
         found = Recorded(many)

@@ -45,7 +45,7 @@ def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(
     assert convert("import", base, again, *given, f"peft.init_from={alone}") == 0
 
     def tensors(folder: Path) -> dict[str, Tensor]:
-        from mtrain.train.prove import whole_tensors
+        from mtrain.train.verify.prove import whole_tensors
 
         return {
             key: tensor for key, tensor in whole_tensors(folder).items() if key.startswith("model/")

@@ -99,7 +99,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     from mtrain.mcore import low_rank
     from mtrain.models.gpt.hf import TABLES
     from mtrain.models.table import to_ours
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     kind, words, options = PEFT[name]
@@ -285,7 +285,7 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
     assert command("import", base, again, *given, f"peft.init_from={alone}") == 0
 
     def tensors(folder: Path) -> dict[str, Tensor]:
-        from mtrain.train.prove import whole_tensors
+        from mtrain.train.verify.prove import whole_tensors
 
         held = whole_tensors(folder)
         return {key: tensor for key, tensor in held.items() if key.startswith("model/")}
@@ -372,7 +372,7 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
         from mtrain.ckpt import state as ckpt_state
         from mtrain.ckpt.store import Checkpoint
         from mtrain.config.compose.run_file import read_run_file
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         read = read_run_file(run / "run.yaml")

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching.worker import enter
-from mtrain.train.request import Questions, Request, Sampling
+from mtrain.train.generate.request import Questions, Request, Sampling
 from mtrain.world.rank_env import End
 
 
@@ -88,16 +88,16 @@ def _train(
 
 def _observe(run: RunConfig, home: Path, end: End, **how: bool) -> None:
     enter(run, end)
-    from mtrain.train import prove
+    from mtrain.train.verify import prove
 
     prove.observe(run, home, **how)
 
 
 def _observe_masks(run: RunConfig, home: Path, end: End) -> None:
     enter(run, end)
-    from mtrain.train import chance
+    from mtrain.train.verify import dropout_probe
 
-    chance.observe_masks(run, home)
+    dropout_probe.observe_masks(run, home)
 
 
 def _generate(
@@ -109,7 +109,7 @@ def _generate(
     request: Mapping[str, Any],
 ) -> None:
     enter(run, end)
-    from mtrain.train.write import write
+    from mtrain.train.generate.write import write
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
     asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
@@ -126,7 +126,7 @@ def _evaluate(
     as_json: bool,
 ) -> None:
     enter(run, end)
-    from mtrain.train import evaluation
+    from mtrain.train.generate import evaluation
 
     evaluation.evaluate(run, Path(checkpoint), _path(tokenizer), limit, as_json)
 
@@ -141,7 +141,7 @@ def _answer(
     as_json: bool,
 ) -> None:
     enter(run, end)
-    from mtrain.train import harness
+    from mtrain.train.generate import harness
 
     asked = Questions(**{**questions, "tasks": tuple(questions["tasks"])})
     harness.answer(run, Path(checkpoint), Path(tokenizer), asked, as_json)

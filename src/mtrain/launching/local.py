@@ -24,7 +24,7 @@ from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
-from mtrain.train.request import Questions, Request
+from mtrain.train.generate.request import Questions, Request
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from mtrain_kernels import tuning
 
 from mtrain import units
 from mtrain.assembly.model import build_model
@@ -20,6 +22,7 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS, user_path
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
@@ -34,17 +37,21 @@ from mtrain.mcore.ahead import stay_on_device
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import adapter_parameters, parameters
-from mtrain.train import hooks
-from mtrain.train.dynamic import run_documents
-from mtrain.train.generate import Sampler
-from mtrain.train.graphs import Graphs
-from mtrain.train.measured import use_measured
-from mtrain.train.planned import Planned
-from mtrain.train.progress import Progress
-from mtrain.train.step import Parts
-from mtrain.train.stopping import StopRequest
-from mtrain.train.texts import encoded
-from mtrain.train.trainer import Hook, Trainer, reason
+from mtrain.train.generate.sampler import Sampler
+from mtrain.train.generate.texts import encoded
+from mtrain.train.hooks.base import Hook
+from mtrain.train.hooks.checkpoints import Checkpoints
+from mtrain.train.hooks.evaluation import Evaluation
+from mtrain.train.hooks.graphs import Graphs
+from mtrain.train.hooks.memory import Memory
+from mtrain.train.hooks.metrics import Metrics
+from mtrain.train.hooks.planned import Planned
+from mtrain.train.hooks.profile import Profile
+from mtrain.train.hooks.progress import Progress
+from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.loop.interruptions import StopRequest
+from mtrain.train.loop.step import Parts
+from mtrain.train.loop.trainer import Trainer, reason
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
@@ -132,9 +139,9 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
         progress.note(f"weights from {paths.weights}")
     parts.begin()
     plan = Planned(paths.folder, progress)
-    metrics = hooks.Metrics(paths.folder, plan.beside)
-    evaluation = hooks.Evaluation(metrics, progress)
-    checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
+    metrics = Metrics(paths.folder, plan.beside)
+    evaluation = Evaluation(metrics, progress)
+    checkpoints = Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
     # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a
     # run comes after
     chain: list[Hook] = [
@@ -142,13 +149,11 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
         progress,
         checkpoints,
         evaluation,
-        hooks.Memory(paths.folder),
+        Memory(paths.folder),
         plan,
     ]
     if run.trainer.profile_step:
-        chain.insert(
-            0, hooks.Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks)
-        )
+        chain.insert(0, Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks))
     if run.trainer.cuda_graph_impl == "transformer_engine":
         chain.append(Graphs(run))
     _introduce(parts, splits, progress)
@@ -434,3 +439,26 @@ def _end_of_sample(error: MtrainError, speaks: bool) -> None:
     if speaks:
         os.write(2, f"warning: no text sample: {error}; the run itself is finished\n".encode())
     os._exit(0)
+
+
+def use_measured(run: RunConfig, world: World) -> None:
+    """Make every rank take the variants of rank 0's measurements (`mtrain_kernels.tune`), or the
+    first ones.
+
+    All ranks call it together. A run that has to be deterministic takes the first ones.
+    """
+    facts = facts_of(run.cluster.device)
+    if facts.on_host or not facts.triton:
+        return
+    record: tuning.Record = {}
+    if world.is_rank0 and not run.trainer.deterministic:
+        try:
+            record = tuning.read(tuning.file_of(world.torch_device))
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # the other ranks wait for an answer
+            warn(f"kernels take their first variants: {error}")
+    tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))
