@@ -17,7 +17,7 @@ from mtrain.data.bpe import EOD, train
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
-from mtrain.train.generate.sampler import draw, limited
+from mtrain.train.generate.sampling import draw, limited
 from mtrain.train.generate.texts import continued, endings
 
 

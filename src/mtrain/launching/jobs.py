@@ -36,7 +36,7 @@ def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
     """Return the job that trains a small run and leaves what `prove` compares; see
-    `train.prove.observe`.
+    `train.verify.prove.observe`.
     """
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 

@@ -82,10 +82,10 @@ def observe(
     resumed: bool = False,
     traced: bool = False,
 ) -> None:
-    """Train a small run in local processes and leave in `home` what `train.prove.compare` reads.
+    """Train a small run in local processes and leave in `home` what `verify.prove.compare` reads.
 
     `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
-    with what passes each module; see `train.prove.observe`.
+    with what passes each module; see `train.verify.prove.observe`.
     """
     _run(run, home, jobs.observe_job(by_document=by_document, resumed=resumed, traced=traced))
 

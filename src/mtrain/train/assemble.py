@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,16 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from mtrain_kernels import tuning
 
 from mtrain import units
+from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
 from mtrain.assembly.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS, user_path
-from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
@@ -439,26 +437,3 @@ def _end_of_sample(error: MtrainError, speaks: bool) -> None:
     if speaks:
         os.write(2, f"warning: no text sample: {error}; the run itself is finished\n".encode())
     os._exit(0)
-
-
-def use_measured(run: RunConfig, world: World) -> None:
-    """Make every rank take the variants of rank 0's measurements (`mtrain_kernels.tune`), or the
-    first ones.
-
-    All ranks call it together. A run that has to be deterministic takes the first ones.
-    """
-    facts = facts_of(run.cluster.device)
-    if facts.on_host or not facts.triton:
-        return
-    record: tuning.Record = {}
-    if world.is_rank0 and not run.trainer.deterministic:
-        try:
-            record = tuning.read(tuning.file_of(world.torch_device))
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # the other ranks wait for an answer
-            warn(f"kernels take their first variants: {error}")
-    tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))

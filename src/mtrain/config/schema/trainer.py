@@ -6,6 +6,7 @@ from pydantic import Field, create_model
 
 from mtrain.config.engine.formats import MainFormat, MomentFormat
 from mtrain.config.optimizers import OPTIMIZERS, read_by
+from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.base import (
     MOST_RANKS,
     Beta,
@@ -51,10 +52,7 @@ class _OptimKeys(Section):
     """Learning rate at the end of the decay; null: a tenth of `lr`; for fine-tuning `lr` over the
     number of steps.
     """
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"],
-        Key(aka="lr_decay_style lr_scheduler_type"),
-    ] = "cosine"
+    schedule: Annotated[str, Key(aka="lr_decay_style lr_scheduler_type")] = "cosine"
     """Shape of the decay after the warmup."""
     warmup_iters: Annotated[
         NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
@@ -209,10 +207,13 @@ class _OptimKeys(Section):
 
 
 def _optim_config() -> type[_OptimKeys]:
-    """`_OptimKeys`, with the names of the optimizers there are and a section for each
-    that has one.
+    """Return `_OptimKeys` with the names of all optimizers and curves, and the sections of the
+    optimizers that have one.
     """
-    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"])}
+    fields: dict[str, Any] = {
+        "name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"]),
+        "schedule": (Literal[tuple(SCHEDULES)], _OptimKeys.model_fields["schedule"]),
+    }
     for name, optimizer in OPTIMIZERS.items():
         if optimizer.section is not None:
             field: Any = Field(default_factory=optimizer.section, description=optimizer.section_doc)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtrain.config.rules.quantized import MULTIPLES
 from mtrain.config.schema.run import RunConfig
@@ -20,6 +19,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
 from mtrain.mcore.padding import padding_is
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
+from mtrain.train.generate.sampling import draw
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
@@ -314,32 +314,3 @@ def evaluated(chunks: list[Any]) -> Iterator[None]:
     finally:
         for chunk in chunks:
             chunk.train()
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return a token id from `logits` [vocabulary]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def limited(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`logits` [vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751), then
-    min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
-    """
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        left_out = before >= sampling.top_p
-        left_out[0] = False
-        logits = logits.index_fill(0, order[left_out], -torch.inf)
-    if sampling.min_p > 0:
-        probabilities = logits.softmax(-1)
-        logits = logits.masked_fill(
-            probabilities < sampling.min_p * probabilities.max(), -torch.inf
-        )
-    return logits
