@@ -128,14 +128,14 @@ def fitted(
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.hooks.base import Hook
     from mtrain.train.hooks.metrics import Metrics
-    from mtrain.train.loop.step import Parts, StepResult
+    from mtrain.train.loop.step import StepResult, TrainContext
     from mtrain.train.loop.trainer import Trainer
     from mtrain.world.init import joined
 
     made = []
 
     class Note(Hook):
-        def after_step(self, parts: Parts, result: StepResult) -> None:
+        def after_step(self, parts: TrainContext, result: StepResult) -> None:
             made.append((result.updated, result.lr))
 
     with joined(run) as world:

@@ -259,13 +259,13 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
     from mtrain.ckpt.state import TrainState
     from mtrain.data.batch import GlobalBatches
     from mtrain.train.assemble import configure_schedule_hooks
-    from mtrain.train.loop.step import Parts
+    from mtrain.train.loop.step import TrainContext
 
     chunks = build_model(run, world)
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    return Parts(run, world, state, GlobalBatches(windows, BATCH, BATCH, 0, 1), None)
+    return TrainContext(run, world, state, GlobalBatches(windows, BATCH, BATCH, 0, 1), None)
 
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
 from mtrain.train.generate.write import restored
 from mtrain.train.loop.dynamic import run_documents
-from mtrain.train.loop.step import Parts, summed
+from mtrain.train.loop.step import TrainContext, summed
 from mtrain.world.init import World, joined
 
 
@@ -84,11 +84,11 @@ def measured(
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
-    parts = Parts(
+    context = TrainContext(
         run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
     )
     iters = data.steps
-    found = summed(parts, data, iters)
+    found = summed(context, data, iters)
     assert found is not None  # nothing stops it
     nats, tokens = found
     text_bytes = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtrain.train.loop.step import Parts, StepResult
+    from mtrain.train.loop.step import StepResult, TrainContext
 
 
 class Hook:
@@ -18,10 +18,10 @@ class Hook:
     other hook is a warning, and the run goes on without that hook.
     """
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """Before the first step."""
 
-    def waits_for(self, parts: Parts, step: int) -> bool:
+    def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return whether this hook acts right after a step, before the next one begins.
 
         After other steps the device may be behind the host. Their `after_step` is called when the
@@ -29,13 +29,13 @@ class Hook:
         """
         return False
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """After each step, in order; several may be told at once, see `waits_for`."""
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, context: TrainContext) -> None:
         """After the last step of the run, or after the step that a stop was asked in."""
 
-    def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
+    def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
         """After an error that ends the run.
 
         `saveable`: it came between two steps and on every rank, so all ranks are here and the state

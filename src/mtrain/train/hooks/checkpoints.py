@@ -11,7 +11,7 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.loop.interruptions import SAVE
-from mtrain.train.loop.step import Parts, StepResult
+from mtrain.train.loop.step import StepResult, TrainContext
 
 
 class Checkpoints(Hook):
@@ -30,37 +30,39 @@ class Checkpoints(Hook):
         self.saved_step = 0
         self.path: Path | None = None
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """What was resumed from needs no saving."""
-        self.saved_step = parts.state.step
+        self.saved_step = context.state.step
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Save at the interval, or when it is time."""
-        interval = parts.run.checkpoint.save_interval
-        timely = bool(parts.by_time.now & SAVE) and result.step == parts.state.step
+        interval = context.run.checkpoint.save_interval
+        timely = bool(context.by_time.now & SAVE) and result.step == context.state.step
         if timely or (interval and result.step % interval == 0):
-            self._save(parts)
+            self._save(context)
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, context: TrainContext) -> None:
         """Save the last state."""
-        stopped = parts.state.step < parts.run.trainer.steps
+        stopped = context.state.step < context.run.trainer.steps
         # a run that is stopped before its first step has something to resume from, too
-        unsaved = self.saved_step != parts.state.step or parts.state.step == 0
-        if (parts.run.checkpoint.save_final or stopped) and unsaved:
-            self._save(parts)
+        unsaved = self.saved_step != context.state.step or context.state.step == 0
+        if (context.run.checkpoint.save_final or stopped) and unsaved:
+            self._save(context)
 
-    def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
+    def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
         """Save the steps since the last checkpoint, unless there are none."""
-        if saveable and self.saved_step != parts.state.step:
-            self._save(parts)
+        if saveable and self.saved_step != context.state.step:
+            self._save(context)
 
-    def _save(self, parts: Parts) -> None:
-        self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
-        self.saved_step = parts.state.step
-        parts.by_time.done(SAVE)
-        if not parts.world.is_rank0:  # of thousands of ranks one looks at the files of all
+    def _save(self, context: TrainContext) -> None:
+        self.path = ckpt_state.save(
+            self.root, context.run, context.world, context.state, self.data_facts
+        )
+        self.saved_step = context.state.step
+        context.by_time.done(SAVE)
+        if not context.world.is_rank0:  # of thousands of ranks one looks at the files of all
             return
         size = ""
         with suppress(OSError):  # it is committed, whatever becomes of this
             size = f" ({units.bytes_(sum(f.stat().st_size for f in self.path.iterdir()))})"
-        self.progress.note(f"step {parts.state.step}: saved {self.path}{size}")
+        self.progress.note(f"step {context.state.step}: saved {self.path}{size}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.plan.compare import ALLOCATED, MEASURED, PEAKS, by_rank_of
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import Parts
+from mtrain.train.loop.step import TrainContext
 from mtrain.world.init import World
 
 PEAKS_S = 10.0
@@ -30,9 +30,9 @@ class Memory(Hook):
     def __init__(self, folder: Path) -> None:
         self.path = folder / PEAKS
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, context: TrainContext) -> None:
         """Gather the peaks."""
-        world = parts.world
+        world = context.world
         try:
             mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
             told = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}

@@ -13,7 +13,7 @@ from mtrain import strict_json
 from mtrain.errors import warn
 from mtrain.plan.compare import METRICS, lines_of
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import Parts, StepResult
+from mtrain.train.loop.step import StepResult, TrainContext
 from mtrain.train.loop.tally import may_pad
 
 
@@ -36,18 +36,20 @@ class Metrics(Hook):
     """
 
     def __init__(
-        self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None
+        self,
+        folder: Path,
+        beside: Callable[[TrainContext, StepResult], dict[str, float]] | None = None,
     ) -> None:
         self.path = folder / METRICS
         self.beside = beside
         self.file: TextIO | None = None
         self.known: set[tuple[int, str]] = set()
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """Open the file; after a resume, without the lines of steps that are made again."""
-        if not parts.world.is_rank0:
+        if not context.world.is_rank0:
             return
-        kept = [line for line in lines_of(self.path) if line["step"] <= parts.state.step]
+        kept = [line for line in lines_of(self.path) if line["step"] <= context.state.step]
         self.known = {
             (line["step"], key)
             for line in kept
@@ -59,10 +61,10 @@ class Metrics(Hook):
         draft.replace(self.path)
         self.file = self.path.open("a")
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Write the step's line."""
         self._write(
-            step_record(parts, result) | (self.beside(parts, result) if self.beside else {})
+            step_record(context, result) | (self.beside(context, result) if self.beside else {})
         )
 
     def evaluation(self, step: int, name: str, loss: float, samples: int, tokens: int) -> None:
@@ -119,10 +121,10 @@ class Metrics(Hook):
             self.file = None
 
 
-def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
+def step_record(context: TrainContext, result: StepResult) -> dict[str, Any]:
     """Return a step as a record of the metrics file."""
-    run = parts.run
-    world = parts.world
+    run = context.run
+    world = context.world
     seconds = result.seconds
     rate = result.flops / seconds["step"] / world.size
     record: dict[str, Any] = {

@@ -21,7 +21,7 @@ from mtrain.plan.compare import (
 )
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
-from mtrain.train.loop.step import Parts, StepResult
+from mtrain.train.loop.step import StepResult, TrainContext
 from mtrain.train.loop.tally import may_pad
 from mtrain.units import bytes_, count, duration
 
@@ -49,43 +49,43 @@ class Planned(Hook):
         """The step of the last of them."""
         self.said: set[str] = set()
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """Make the plan, on rank 0."""
-        if parts.world.is_rank0:
-            self.plan = planned(parts.run)
-        if self.plan is not None and (words := _ahead(parts, self.plan)):
+        if context.world.is_rank0:
+            self.plan = planned(context.run)
+        if self.plan is not None and (words := _ahead(context, self.plan)):
             self.progress.note(f"planned: {words}")
 
-    def beside(self, parts: Parts, result: StepResult) -> dict[str, float]:
+    def beside(self, context: TrainContext, result: StepResult) -> dict[str, float]:
         """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the
         planned one.
 
         Empty where nothing is known, and for a step of a smaller batch, of which there is no plan.
         """
-        if self.plan is None or result.batch_size != parts.run.trainer.batch:
+        if self.plan is None or result.batch_size != context.run.trainer.batch:
             return {}
         times = {f"planned_{name}_s": self.plan[f"{name}_s"] for name in TIMES}
         found = {key: round(value, 6) for key, value in times.items() if value is not None}
-        if counts_memory(parts.run):
-            peak = parts.world.device.memory_stats()["peak_bytes"]
+        if counts_memory(context.run):
+            peak = context.world.device.memory_stats()["peak_bytes"]
             found |= {
                 "peak_bytes": peak,
                 "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0],
             }
         return found
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Compare after `AFTER` steps of the whole batch."""
-        if self.plan is None or len(self.lines) >= AFTER or result.step < first_full(parts.run):
+        if self.plan is None or len(self.lines) >= AFTER or result.step < first_full(context.run):
             return
         self.lines.append({f"{name}_s": value for name, value in result.seconds.items()})
         self.last = result.step
         if len(self.lines) == AFTER:
-            memory = parts.world.device.memory_stats
-            peaks = {ALLOCATED: [memory()[ALLOCATED]]} if counts_memory(parts.run) else {}
-            self._say(rows(parts.run, self.plan, self.lines, peaks, None))
+            memory = context.world.device.memory_stats
+            peaks = {ALLOCATED: [memory()[ALLOCATED]]} if counts_memory(context.run) else {}
+            self._say(rows(context.run, self.plan, self.lines, peaks, None))
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, context: TrainContext) -> None:
         """Compare what is known at the end alone."""
         if self.plan is not None:
             lines = self.lines if FIRST_STEPS < len(self.lines) < AFTER else []
@@ -93,7 +93,7 @@ class Planned(Hook):
                 peaks = peaks_in(self.folder)
             except MtrainError:  # the run is done: what it wrote of itself does not end it
                 peaks = {}
-            self._say(rows(parts.run, self.plan, lines, peaks, saved_in(self.folder)))
+            self._say(rows(context.run, self.plan, lines, peaks, saved_in(self.folder)))
 
     def _say(self, found: Iterable[Row]) -> None:
         off = [row for row in found if row.beyond and row.part not in self.said]
@@ -112,9 +112,9 @@ class Planned(Hook):
         self.progress.note(f"{where} not what was planned: {'; '.join(map(_said, off))}{then}")
 
 
-def _ahead(parts: Parts, plan: dict[str, Any]) -> str:
+def _ahead(context: TrainContext, plan: dict[str, Any]) -> str:
     """What is planned of a step, and of the memory of a device."""
-    run = parts.run
+    run = context.run
     words = []
     if plan["step_s"] is not None:
         rate = count(run.trainer.batch * run.data.length / plan["step_s"])

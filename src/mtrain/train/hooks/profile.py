@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import Parts, StepResult
+from mtrain.train.loop.step import StepResult, TrainContext
 
 
 class Profile(Hook):
@@ -23,23 +23,25 @@ class Profile(Hook):
         self.ranks = ranks
         self.profiler: Any = None
 
-    def waits_for(self, parts: Parts, step: int) -> bool:
+    def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return the trace has one step alone."""
         return step in (self.step - 1, self.step)
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """Begin at once where the first step is the one."""
-        self._begin(parts)
+        self._begin(context)
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """End the trace after its step, or begin it after the step before."""
         if self.profiler is not None:
             profiler = self.profiler
             self.profiler = None
             profiler.stop()
-            profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json.gz"))
-        if result.step == parts.state.step:
-            self._begin(parts)
+            profiler.export_chrome_trace(
+                str(self.folder / f"trace_rank{context.world.rank}.json.gz")
+            )
+        if result.step == context.state.step:
+            self._begin(context)
 
     def close(self) -> None:
         """Stop a trace that an error cut off."""
@@ -47,7 +49,7 @@ class Profile(Hook):
             self.profiler.stop()
             self.profiler = None
 
-    def _begin(self, parts: Parts) -> None:
-        if parts.state.step == self.step - 1 and parts.world.rank in self.ranks:
+    def _begin(self, context: TrainContext) -> None:
+        if context.state.step == self.step - 1 and context.world.rank in self.ranks:
             self.profiler = torch.profiler.profile()
             self.profiler.start()

@@ -11,7 +11,7 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import printable, say_page
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import Parts, StepResult
+from mtrain.train.loop.step import StepResult, TrainContext
 
 
 class Progress(Hook):
@@ -32,10 +32,10 @@ class Progress(Hook):
         self.bar: Any = None
         self.task: Any = None
 
-    def start(self, parts: Parts) -> None:
+    def start(self, context: TrainContext) -> None:
         """Begin counting from the state's step."""
         self.began = time.monotonic()
-        self.first_step = parts.state.step
+        self.first_step = context.state.step
         if self.choice == "live":
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
@@ -51,11 +51,11 @@ class Progress(Hook):
             )
             self.bar.start()
 
-    def waits_for(self, parts: Parts, step: int) -> bool:
+    def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return the first line comes with the first step."""
         return step == 1
 
-    def after_step(self, parts: Parts, result: StepResult) -> None:
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Redraw the line, or print one at the interval."""
         if self.choice == "none":
             return

@@ -18,7 +18,7 @@ import torch
 from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
 from mtrain.mcore.padding import padding_is
-from mtrain.train.loop.step import Batch, Forward, Parts, sum_loss
+from mtrain.train.loop.step import Batch, Forward, TrainContext, sum_loss
 from mtrain.train.verify.documents import documents
 
 Groups = list[list[list[int]]]
@@ -56,7 +56,7 @@ def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> I
 
 
 def run_documents(
-    parts: Parts,
+    context: TrainContext,
     batches: Sequence[Batch],
     *,
     forward_only: bool,
@@ -67,8 +67,8 @@ def run_documents(
 
     `around` makes another of the function that runs one document.
     """
-    run = parts.run
-    world = parts.world
+    run = context.run
+    world = context.world
     found = documents(batches)
     most = run.parallel.max_seqlen_per_dp_cp_rank
     assert most is not None
@@ -83,7 +83,7 @@ def run_documents(
         # the schedule writes its own remarks into what it is given, and asks for documents in our
         # order
         data_iterator=iter([([{} for _ in found], groups)]),
-        model=parts.state.chunks[0],
+        model=context.state.chunks[0],
         num_microbatches=1,
         seq_length=run.data.length,
         micro_batch_size=1,

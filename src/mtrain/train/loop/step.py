@@ -50,7 +50,7 @@ Forward = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
 
 
 @dataclass
-class Parts:
+class TrainContext:
     """What a run consists of on this rank."""
 
     run: RunConfig
@@ -133,40 +133,42 @@ class Parts:
             self.feed.close()
 
 
-def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
+def train_step(context: TrainContext, *, stop_requested: bool) -> StepResult:
     """Return one step, up to its end on the device; see `launch_step`."""
-    return launch_step(parts, stop_requested=stop_requested).result()
+    return launch_step(context, stop_requested=stop_requested).result()
 
 
-def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
+def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     """Read a global batch, run forward and backward over its micro-batches, update the weights.
 
     The device gets the work and the host goes on; it waits only where what to do depends on a
     number of the device.
     """
-    clock = Clock(parts.world.device)
-    state = parts.state
-    size = size_after(parts.batch_sizes, state.consumed_samples)
+    clock = Clock(context.world.device)
+    state = context.state
+    size = size_after(context.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
-        batches = parts.feed.take(state.consumed_samples, size)
-    clock.waited_s = parts.feed.waited_s
+        batches = context.feed.take(state.consumed_samples, size)
+    clock.waited_s = context.feed.waited_s
     with clock.phase("forward_backward"):
-        reports = gradients(parts, batches)
+        reports = gradients(context, batches)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
-        updated, norm, lr = update(state, parts.run.optim.schedule_counts)
+        updated, norm, lr = update(state, context.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    work = parts.flops.of(batch[TALLY] for batch in batches) if reads(parts) else ()
-    due = parts.by_time.asks(parts.world.rank)
-    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, due, work)
+    work = context.flops.of(batch[TALLY] for batch in batches) if reads(context) else ()
+    due = context.by_time.asks(context.world.rank)
+    values = summed_report(
+        context.world, reports, stop_requested or context.stop_requested, due, work
+    )
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
     # before the reading, which waits for its own moment: the clock's are then past, too
     clock.stop()
-    reading = parts.board.copy(values)
+    reading = context.board.copy(values)
     known = {
         "step": state.step,
         "grad_norm": norm,
@@ -175,38 +177,39 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
         "skipped_updates": state.skipped_updates,
         "loss_scale": scale,
         "loss_scale_may_fall": may_fall,
-        "positions": size * parts.run.data.length,
+        "positions": size * context.run.data.length,
         "batch_size": size,
         "consumed_samples": state.consumed_samples,
     }
     return Launched(reading, clock, known)
 
 
-def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
+def gradients(context: TrainContext, batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Forward and backward over the micro-batches of a step, from gradients of zero; see
     `run_schedule`.
     """
-    for chunk in parts.state.chunks:
+    for chunk in context.state.chunks:
         chunk.zero_grad_buffer()
-    parts.state.optimizer.zero_grad()
-    _share_out(parts, batches)
-    return run_schedule(parts, batches, forward_only=False)
+    context.state.optimizer.zero_grad()
+    _share_out(context, batches)
+    return run_schedule(context, batches, forward_only=False)
 
 
-def reads(parts: Parts) -> bool:
+def reads(context: TrainContext) -> bool:
     """Return whether this rank counts samples for all that have the same, or are other stages of
     the model.
     """
-    run = parts.run
-    coords = parts.world.coords
+    run = context.run
+    coords = context.world.coords
     first = (
-        all(coords[axis] == 0 for axis in ("tp", "cp")) and coords["pp"] == parts.world.grid.pp - 1
+        all(coords[axis] == 0 for axis in ("tp", "cp"))
+        and coords["pp"] == context.world.grid.pp - 1
     )
     # of dynamic context parallelism every rank reads all samples
     return first and (coords["dp"] == 0 or not run.parallel.hybrid_context_parallel)
 
 
-def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
+def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
     """Keep losses beside that of the next token averages over their own tokens, where a step is
     divided by its own.
 
@@ -215,13 +218,13 @@ def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
     or less than its coefficient says. What each is multiplied by stays on the device, in one place,
     where graphs find it.
     """
-    run = parts.run
-    world = parts.world
-    depths = parts.train_data.depths
+    run = context.run
+    world = context.world
+    depths = context.train_data.depths
     if not depths and not (counts_tokens(run) and _leaves_out(run)):
         return
     values = torch.zeros(2 + depths, dtype=torch.float64, device=world.torch_device)
-    if reads(parts):
+    if reads(context):
         tallies = [batch[TALLY] for batch in batches]
         tokens = sum(int(tally.lengths(run.data.length).sum()) for tally in tallies)
         further = (
@@ -231,7 +234,7 @@ def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
             values[place] = float(number)
     dist.all_reduce(values)
     shares = torch.where(values[1:] > 0, values[0] / values[1:], 0.0).float()
-    for chunk in parts.state.chunks:
+    for chunk in context.state.chunks:
         for name, share in ((ROUTER_LOSS_SHARE, shares[0]), (FURTHER_LOSS_SHARES, shares[1:])):
             held = getattr(chunk.config, name, None)
             if held is None:
@@ -267,16 +270,16 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
     return bool(updated), norm if isinstance(norm, torch.Tensor) else float(norm), lr
 
 
-def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float | None:
+def evaluate(context: TrainContext, data: GlobalBatches, iters: int) -> float | None:
     """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats;
     see `summed`.
     """
-    found = summed(parts, data, iters)
+    found = summed(context, data, iters)
     return None if found is None else found[0] / max(1, found[1])
 
 
 def summed(
-    parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False
+    context: TrainContext, data: GlobalBatches, iters: int, *, until_stop: bool = False
 ) -> tuple[float, int] | None:
     """Return the cross entropy of the first `iters` global batches of an evaluation in nats, and
     the tokens that it is over.
@@ -285,27 +288,32 @@ def summed(
     asked to stop. Training goes on with the random numbers that it would have had: a router may
     draw in an evaluation too.
     """
-    size = parts.run.trainer.batch
+    size = context.run.trainer.batch
     iters = iters if data.limit is None else min(iters, data.steps)
     found = _Sum()
     plan = (Stage(0, size),)
     following = partial(_next_step, plan, iters * size)
-    prefetch = parts.run.data.prefetch
-    feed = Feed(data, parts.world, parts.needs(data), following, prefetch, parts.valid_ring)
-    behind = AHEAD if parts.world.device.runs_ahead else 0
-    with closing(feed), gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
-        for chunk in parts.state.chunks:
+    prefetch = context.run.data.prefetch
+    feed = Feed(data, context.world, context.needs(data), following, prefetch, context.valid_ring)
+    behind = AHEAD if context.world.device.runs_ahead else 0
+    with (
+        closing(feed),
+        gathered(context.state.chunks),
+        generators_kept(context.world),
+        torch.no_grad(),
+    ):
+        for chunk in context.state.chunks:
             chunk.eval()
         for i in range(iters):
             begin_phase("evaluation")
-            reports = run_schedule(parts, feed.take(i * size, size), forward_only=True)
-            report = summed_report(parts.world, reports, until_stop and parts.stop_requested)
-            found.waiting.append(parts.board.copy(report))
+            reports = run_schedule(context, feed.take(i * size, size), forward_only=True)
+            report = summed_report(context.world, reports, until_stop and context.stop_requested)
+            found.waiting.append(context.board.copy(report))
             found.add(behind)
             if found.stops:
                 break
         found.add(0)
-        for chunk in parts.state.chunks:
+        for chunk in context.state.chunks:
             chunk.train()
     return None if found.stops else (found.total, found.count)
 
@@ -337,11 +345,11 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 
 def run_schedule(
-    parts: Parts, batches: Sequence[Batch], *, forward_only: bool
+    context: TrainContext, batches: Sequence[Batch], *, forward_only: bool
 ) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    with _weights(parts.run, forward_only):
-        return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+    with _weights(context.run, forward_only):
+        return (context.schedule or run_pipeline)(context, batches, forward_only=forward_only)
 
 
 def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
@@ -357,15 +365,19 @@ def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]
 
 
 def run_pipeline(
-    parts: Parts, batches: Sequence[Batch], *, forward_only: bool, forward: Forward | None = None
+    context: TrainContext,
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool,
+    forward: Forward | None = None,
 ) -> list[torch.Tensor]:
     """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for
     `forward_step`.
     """
-    chunks = parts.state.chunks
-    run = parts.run
+    chunks = context.state.chunks
+    run = context.run
     iterators = [iter(batches) for _ in chunks]
-    reports = (mcore.get_forward_backward_func() if forward else parts.pipeline)(
+    reports = (mcore.get_forward_backward_func() if forward else context.pipeline)(
         forward_step_func=forward or forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],

@@ -10,7 +10,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.readings import AHEAD, reduce_report, sync_checks
-from mtrain.train.loop.step import Launched, Parts, StepResult, launch_step, train_step
+from mtrain.train.loop.step import Launched, StepResult, TrainContext, launch_step, train_step
 
 FIRST_STEPS = 3
 """Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile
@@ -31,8 +31,8 @@ class Trainer:
     the step `AHEAD` before.
     """
 
-    def __init__(self, parts: Parts, hooks: Sequence[Hook]) -> None:
-        self.parts = parts
+    def __init__(self, context: TrainContext, hooks: Sequence[Hook]) -> None:
+        self.context = context
         self.hooks = hooks
         self.failed: list[Hook] = []
         """Hooks that the run goes on without."""
@@ -49,9 +49,9 @@ class Trainer:
             Preempted: stopped on request, after the hooks have saved.
             Exception: whatever a step, or a hook that communicates, failed with.
         """
-        self.parts.stop.listen(self.parts.run.trainer.stop_signals)
+        self.context.stop.listen(self.context.run.trainer.stop_signals)
         with ExitStack() as stack:
-            stack.callback(self.parts.close)
+            stack.callback(self.context.close)
             for hook in reversed(self.hooks):
                 stack.callback(self._call, hook, "close")
             try:
@@ -59,72 +59,72 @@ class Trainer:
             except BaseException as error:
                 saveable = self._failed_everywhere(error)
                 for hook in self.hooks:
-                    self._call(hook, "on_error", self.parts, error, saveable=saveable)
+                    self._call(hook, "on_error", self.context, error, saveable=saveable)
                 raise
         if stopped:
-            step = self.parts.state.step
-            goal = self.parts.run.trainer.steps
+            step = self.context.state.step
+            goal = self.context.run.trainer.steps
             raise Preempted(f"stopped on request after step {step} of {goal}")
 
     def _steps(self) -> bool:
         """Return all steps with their hooks; whether it was a stop that ended them."""
-        parts = self.parts
-        state = self.parts.state
-        goal = self.parts.run.trainer.steps
+        context = self.context
+        state = self.context.state
+        goal = self.context.run.trainer.steps
         self.between_steps = True
-        parts.by_time.begin()
+        context.by_time.begin()
         for hook in self.hooks:
-            self._call(hook, "start", parts)
-        make = launch_step if parts.world.device.runs_ahead else train_step
+            self._call(hook, "start", context)
+        make = launch_step if context.world.device.runs_ahead else train_step
         made = 0
-        stopped = self._asked() or parts.stops
+        stopped = self._asked() or context.stops
         while state.step < goal and not stopped:
             self.between_steps = False
-            mode = parts.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
-            with sync_checks(parts.world.device, mode):
-                self.launched.append(make(parts, stop_requested=parts.stop_requested))
+            mode = context.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
+            with sync_checks(context.world.device, mode):
+                self.launched.append(make(context, stop_requested=context.stop_requested))
             made += 1
             waits = self._waits()
             known = self.launched if waits else self.launched[:-AHEAD]
-            parts.stops = any(step.stop for step in known)
-            parts.by_time.now = due_after(known)
+            context.stops = any(step.stop for step in known)
+            context.by_time.now = due_after(known)
             between = self._works_between()  # hooks clear what was due
-            if waits or parts.stops or between:
+            if waits or context.stops or between:
                 self._tell()
-            stopped = parts.stops or (between and self._asked())
+            stopped = context.stops or (between and self._asked())
         for hook in self.hooks:
-            self._call(hook, "finish", parts)
+            self._call(hook, "finish", context)
         return stopped and state.step < goal
 
     def _waits(self) -> bool:
         """Return whether to wait for the step that was launched last, the same on every rank."""
-        parts = self.parts
-        run = parts.run
-        step = parts.state.step
+        context = self.context
+        run = context.run
+        step = context.state.step
         if (
-            not parts.world.device.runs_ahead
+            not context.world.device.runs_ahead
             or step == run.trainer.steps
             or step % run.log.interval == 0
         ):
             return True
         if len(self.launched) == MOST_BEHIND:
             return True
-        return self._works_between() or any(hook.waits_for(parts, step) for hook in self.hooks)
+        return self._works_between() or any(hook.waits_for(context, step) for hook in self.hooks)
 
     def _works_between(self) -> bool:
         """Return whether the run evaluates or saves after this step, which may take long."""
-        run = self.parts.run
-        step = self.parts.state.step
+        run = self.context.run
+        step = self.context.state.step
         every = run.trainer.eval_interval, run.checkpoint.save_interval
-        return bool(self.parts.by_time.now) or any(steps and step % steps == 0 for steps in every)
+        return bool(self.context.by_time.now) or any(steps and step % steps == 0 for steps in every)
 
     def _asked(self) -> bool:
         """Return whether a rank was asked to stop, the same on every rank; all ranks call it
         together.
         """
-        parts = self.parts
-        return parts.state.step < parts.run.trainer.steps and bool(
-            reduce_report(parts.world, (), parts.stop_requested).stops
+        context = self.context
+        return context.state.step < context.run.trainer.steps and bool(
+            reduce_report(context.world, (), context.stop_requested).stops
         )
 
     def _tell(self) -> None:
@@ -141,7 +141,7 @@ class Trainer:
         for result in results:
             try:
                 check_finite(result)
-                check_updates(result, self.parts.run)
+                check_updates(result, self.context.run)
             except TrainingError as error:
                 fault = error
                 break
@@ -149,7 +149,7 @@ class Trainer:
         self.between_steps = fault is None
         for result in whole:
             for hook in self.hooks:
-                self._call(hook, "after_step", self.parts, result)
+                self._call(hook, "after_step", self.context, result)
         if fault is not None:
             raise fault
 
@@ -172,9 +172,9 @@ class Trainer:
         name = type(hook).__name__
         first = True
         with suppress(Exception):  # without a store each rank says it
-            first = self.parts.world.store.add(f"hook/{name}", 1) == 1
+            first = self.context.world.store.add(f"hook/{name}", 1) == 1
         if first:
-            where = f"rank {self.parts.world.rank}, after step {self.parts.state.step}"
+            where = f"rank {self.context.world.rank}, after step {self.context.state.step}"
             goes_on = "" if moment in ("on_error", "close") else "; the run goes on without it"
             warn(f"{name} failed ({where}): {reason(error)}{goes_on}")
 
@@ -188,7 +188,7 @@ class Trainer:
             or isinstance(error, MtrainError)
         ):
             return False
-        return self.parts.world.all_reach(f"failed/{self.parts.state.step}", AGREE_S)
+        return self.context.world.all_reach(f"failed/{self.context.state.step}", AGREE_S)
 
 
 def due_after(steps: Iterable[Launched | StepResult]) -> int:

@@ -18,7 +18,7 @@ from mtrain.config.resolve.batches import size_after
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.shard_specs import shard_specs_of
-from mtrain.train.loop.step import Parts
+from mtrain.train.loop.step import TrainContext
 
 EVENTS = "events_{:05d}.json"
 ARRAYS = "arrays_{:05d}.f32"
@@ -39,28 +39,28 @@ class Recorder:
     forward that recomputation makes again is not.
     """
 
-    def __init__(self, parts: Parts, *, by_document: bool) -> None:
+    def __init__(self, context: TrainContext, *, by_document: bool) -> None:
         self.by_document = by_document
         self.events: list[dict[str, Any]] = []
         self.arrays: list[np.ndarray] = []
-        self.follow(parts)
+        self.follow(context)
 
-    def follow(self, parts: Parts) -> None:
-        """Watch the chunks of `parts`, from its next step on."""
-        self.parts = parts
-        for chunk in parts.state.chunks:
+    def follow(self, context: TrainContext) -> None:
+        """Watch the chunks of `context`, from its next step on."""
+        self.context = context
+        for chunk in context.state.chunks:
             _Chunk(self, unwrap(chunk))
 
     def keep(self, event: dict[str, Any], values: torch.Tensor) -> None:
         """Keep the values of an event."""
         own = values.detach().float().cpu().contiguous().numpy()
         self.arrays.append(own.ravel().copy())
-        self.events.append({**event, "shape": list(own.shape), "step": self.parts.state.step + 1})
+        self.events.append({**event, "shape": list(own.shape), "step": self.context.state.step + 1})
 
     def save(self, folder: Path) -> None:
         """Write what this rank kept, as JSON and plain fp32 numbers."""
-        rank = self.parts.world.rank
-        world = self.parts.world
+        rank = self.context.world.rank
+        world = self.context.world
         facts = {"coords": world.coords, "sizes": world.grid.sizes, "events": self.events}
         (folder / EVENTS.format(rank)).write_text(strict_json.dumps(facts))
         np.concatenate([np.zeros(0, np.float32), *self.arrays]).tofile(folder / ARRAYS.format(rank))
@@ -82,7 +82,7 @@ class _Chunk:
         """
         self.calls: dict[str, int] = {}
         self.rows = _feature_rows(root)
-        self.packed = recorder.parts.run.data.packed
+        self.packed = recorder.context.run.data.packed
         self.embeds = getattr(root, "pre_process", True)
         names = global_names(root)
         # not by hooks: megatron-core's FSDP calls forward itself
@@ -106,23 +106,23 @@ class _Chunk:
         return watched
 
     def _begin(self, args: Any, kwargs: Any) -> None:
-        parts = self.recorder.parts
-        if self.step != parts.state.step:
-            self.step = parts.state.step
+        context = self.recorder.context
+        if self.step != context.state.step:
+            self.step = context.state.step
             self.number = 0
             self.start = 0
         self.calls = {}
-        length = parts.run.data.length
+        length = context.run.data.length
         if self.recorder.by_document:
             tokens = args[0].shape[1]
             counted = kwargs["loss_mask"].cpu() > 0
             self.places = torch.where(counted, torch.arange(self.start, self.start + tokens), -1)
             self.start += tokens
         else:
-            consumed = parts.state.consumed_samples
-            batches = parts.train_data
+            consumed = context.state.consumed_samples
+            batches = context.train_data
             rows = torch.from_numpy(
-                batches.numbers(consumed, size_after(parts.batch_sizes, consumed))[self.number]
+                batches.numbers(consumed, size_after(context.batch_sizes, consumed))[self.number]
                 - consumed
             )
             places = rows[:, None] * length + torch.arange(length)
@@ -130,7 +130,7 @@ class _Chunk:
         self.number += 1
 
     def _part_of_context(self, places: torch.Tensor, packed: Any) -> torch.Tensor:
-        world = self.recorder.parts.world
+        world = self.recorder.context.world
         if packed is not None:
             places = places.reshape(1, -1)
         if world.grid.cp == 1:
@@ -181,7 +181,7 @@ class _Chunk:
         return f"{name} ({again + 1})" if again else name
 
     def _experts(self, name: str) -> Any:
-        coords = self.recorder.parts.world.coords
+        coords = self.recorder.context.world.coords
 
         def leave(module: Any, args: Any, output: Any) -> None:
             if self.places is None:
@@ -252,7 +252,7 @@ class _Chunk:
         if order is None:
             return None
         own = self.places
-        world = self.recorder.parts.world
+        world = self.recorder.context.world
         tokens = order[1]
         whole = own.shape[1]
         if tokens != whole:

@@ -57,20 +57,20 @@ def trace(run: RunConfig, rank: int) -> Traced:
     with silent_world(run, rank, torch.device(CPU.name)) as world, shaped():
         splits = splits_of(run)
         with recorder.recording():
-            parts = assemble(run, world, splits, drawn=False)
-            recorder.name(parts.state.chunks)
-            _watch_host(recorder, parts)
-            steps.update(parts.state, run.optim.schedule_counts)  # makes what the optimizer keeps
+            context = assemble(run, world, splits, drawn=False)
+            recorder.name(context.state.chunks)
+            _watch_host(recorder, context)
+            steps.update(context.state, run.optim.schedule_counts)  # makes what the optimizer keeps
             if run.parallel.fsdp == "megatron":  # it updates nothing before there is a gradient
-                for shard in state_shards(parts.state.chunks, parts.state.optimizer):
+                for shard in state_shards(context.state.chunks, context.state.optimizer):
                     shard.allocate()
-            _declare(recorder, parts)
+            _declare(recorder, context)
         stage = world.coords["pp"]
         number = microbatches(run, stage)
-        read = parts.train_data.microbatches(0, number * run.trainer.micro * world.grid.dp)
+        read = context.train_data.microbatches(0, number * run.trainer.micro * world.grid.dp)
         batches = [to_device(cast(Batch, batch), world) for batch in read]
         with recorder.recording():
-            _step(recorder, parts, batches)
+            _step(recorder, context, batches)
         return Traced(run, rank, stage, number, recorder)
 
 
@@ -95,26 +95,26 @@ def microbatches(run: RunConfig, stage: int) -> int:
     return next(enough, every)
 
 
-def _declare(recorder: Recorder, parts: steps.Parts) -> None:
+def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
     """What is there before a step: weights, gradients, what the optimizer keeps."""
     states: list[torch.Tensor] = []
-    for group in (group for chunk in parts.state.chunks for group in flat_buffers(chunk)):
+    for group in (group for chunk in context.state.chunks for group in flat_buffers(chunk)):
         for (
             part,
             tensors,
         ) in group.items():  # first: what the chunk calls its weights may be the main weights
             recorder.declare(part, tensors)
-    weights = [parameter for chunk in parts.state.chunks for parameter in chunk.parameters()]
+    weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
-    for inner in inner_optimizers(parts.state.optimizer):
+    for inner in inner_optimizers(context.state.optimizer):
         states += [weight for group in inner.param_groups for weight in group["params"]]
         states += [
             t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
         ]
     for leaf in offloading(
-        parts.state.optimizer
+        context.state.optimizer
     ):  # main weights on the device, of which these have copies
         states += [weight for group in leaf.param_groups for weight in group["params"]]
         recorder.declare(HOST, [*leaf.cpu_copys_map_gpu_param, *leaf.cpu_copy_map_grad.values()])
@@ -122,35 +122,35 @@ def _declare(recorder: Recorder, parts: steps.Parts) -> None:
     recorder.settle()
 
 
-def _watch_host(recorder: Recorder, parts: steps.Parts) -> None:
+def _watch_host(recorder: Recorder, context: steps.TrainContext) -> None:
     """What an optimizer in host memory makes is there."""
 
     def on_host(value: bool) -> Callable[..., None]:
         return lambda *_: setattr(recorder, "on_host", value)
 
-    for leaf in offloading(parts.state.optimizer):
+    for leaf in offloading(context.state.optimizer):
         for inner in leaf.cpu_optimizers:
             inner.register_step_pre_hook(on_host(True))
             inner.register_step_post_hook(on_host(False))
 
 
-def _step(recorder: Recorder, parts: steps.Parts, batches: list[steps.Batch]) -> None:
+def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.Batch]) -> None:
     around = partial(
-        _watched, recorder, {id(chunk): number for number, chunk in enumerate(parts.state.chunks)}
+        _watched, recorder, {id(chunk): number for number, chunk in enumerate(context.state.chunks)}
     )
-    for chunk in parts.state.chunks:
+    for chunk in context.state.chunks:
         chunk.zero_grad_buffer()
-    parts.state.optimizer.zero_grad()
-    with recorder.saving(), _own_attributes(parts):
-        if parts.schedule is not None:
-            run_documents(parts, batches, forward_only=False, around=around)
+    context.state.optimizer.zero_grad()
+    with recorder.saving(), _own_attributes(context):
+        if context.schedule is not None:
+            run_documents(context, batches, forward_only=False, around=around)
         else:
             steps.run_pipeline(
-                parts, batches, forward_only=False, forward=around(steps.forward_step)
+                context, batches, forward_only=False, forward=around(steps.forward_step)
             )
     recorder.phase = "optimizer"
     recorder.at = (-1, 0)
-    steps.update(parts.state, parts.run.optim.schedule_counts)
+    steps.update(context.state, context.run.optim.schedule_counts)
     recorder.phase = ""
 
 
@@ -172,12 +172,12 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
 
 @contextmanager
-def _own_attributes(parts: steps.Parts) -> Iterator[None]:
+def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
     """A weight that comes back from a hook of autograd has lost its attributes, where the gradient
     is added.
     """
     found = {
-        _place(weight): weight for chunk in parts.state.chunks for weight in chunk.parameters()
+        _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()
     }
     real = linear._add_in_place
 

@@ -16,7 +16,7 @@ import torch
 from mtrain.data.batch import FURTHER, GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.train.loop.prefetch import WHOLE, documents_of
-from mtrain.train.loop.step import Batch, Parts, forward_step
+from mtrain.train.loop.step import Batch, TrainContext, forward_step
 
 MOST_OBSERVED = 3
 
@@ -32,7 +32,7 @@ def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
 
 
 def run_alone(
-    parts: Parts, batches: Sequence[Batch], *, forward_only: bool, ends: Sequence[int] = ()
+    context: TrainContext, batches: Sequence[Batch], *, forward_only: bool, ends: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     """`run_schedule` of every document as a sequence of its own, on one rank: nothing of packing is
     used.
@@ -44,9 +44,9 @@ def run_alone(
     reports = mcore.get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(found),
-        model=parts.state.chunks[0],
+        model=context.state.chunks[0],
         num_microbatches=len(found),
-        seq_length=parts.run.data.length,
+        seq_length=context.run.data.length,
         micro_batch_size=1,
         forward_only=forward_only,
     )

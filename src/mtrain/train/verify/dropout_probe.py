@@ -30,14 +30,14 @@ def observe_masks(run: RunConfig, folder: Path) -> None:
     it dropped.
     """
     with joined(run) as world:
-        parts = assemble(run, world, splits_of(run))
+        context = assemble(run, world, splits_of(run))
         inside: list[Inside] = []
-        for chunk in parts.state.chunks:
+        for chunk in context.state.chunks:
             root = unwrap(chunk)
             for path, name in global_names(root).items():
                 _follow(root.get_submodule(path), name, inside)
         with _recorded(inside) as masks:
-            train_step(parts, stop_requested=False)
+            train_step(context, stop_requested=False)
         facts = {"rank": world.rank, "coords": world.coords, "masks": masks}
         (folder / MASKS.format(world.rank)).write_text(strict_json.dumps(facts))
 

@@ -20,7 +20,7 @@ from mtrain.data import Splits
 from mtrain.mcore import sharding
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop.prefetch import to_device
-from mtrain.train.loop.step import Parts, gradients, reduce_report, train_step
+from mtrain.train.loop.step import TrainContext, gradients, reduce_report, train_step
 from mtrain.train.trace.activations import Recorder
 from mtrain.train.verify import documents
 from mtrain.world.init import World, joined
@@ -52,23 +52,23 @@ def observe(
     """
     with joined(run) as world:
         splits = splits_of(run)
-        parts = _assembled(run, world, splits, by_document)
-        of_documents = _documents(parts, folder) if run.data.packed and not traced else []
-        recorder = Recorder(parts, by_document=by_document) if traced else None
-        record_gradients(parts, folder / "gradients")
+        context = _assembled(run, world, splits, by_document)
+        of_documents = _documents(context, folder) if run.data.packed and not traced else []
+        recorder = Recorder(context, by_document=by_document) if traced else None
+        record_gradients(context, folder / "gradients")
         results = []
         for made in range(run.trainer.steps):
             if resumed and made and made == run.trainer.steps // 2:
-                parts = _resumed(parts, folder / MIDDLE, splits, by_document)
+                context = _resumed(context, folder / MIDDLE, splits, by_document)
                 if recorder is not None:
-                    recorder.follow(parts)
-                    ckpt_state.save(folder / RESTORED, run, world, parts.state, {})
+                    recorder.follow(context)
+                    ckpt_state.save(folder / RESTORED, run, world, context.state, {})
             if traced:
-                record_gradients(parts, folder / f"gradients_{made + 1}")
-            results.append(train_step(parts, stop_requested=False))
+                record_gradients(context, folder / f"gradients_{made + 1}")
+            results.append(train_step(context, stop_requested=False))
             if traced:
-                ckpt_state.save(folder / f"weights_{made + 1}", run, world, parts.state, {})
-        ckpt_state.save(folder, run, world, parts.state, {})
+                ckpt_state.save(folder / f"weights_{made + 1}", run, world, context.state, {})
+        ckpt_state.save(folder, run, world, context.state, {})
         if recorder is not None:
             recorder.save(folder)
         if world.is_rank0:
@@ -77,58 +77,62 @@ def observe(
             (folder / DOCUMENTS).write_text(strict_json.dumps(of_documents))
 
 
-def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) -> Parts:
-    parts = assemble(run, world, splits)
+def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) -> TrainContext:
+    context = assemble(run, world, splits)
     if by_document:
-        parts.schedule = documents.alone(splits.document_ends)
-    return parts
+        context.schedule = documents.alone(splits.document_ends)
+    return context
 
 
-def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> Parts:
+def _resumed(
+    context: TrainContext, folder: Path, splits: Splits, by_document: bool
+) -> TrainContext:
     """Return the run as it goes on in parts that are built anew and read back what it
     saves here.
     """
-    run = parts.run
-    world = parts.world
-    path = ckpt_state.save(folder, run, world, parts.state, {})
-    parts.close()
+    run = context.run
+    world = context.world
+    path = ckpt_state.save(folder, run, world, context.state, {})
+    context.close()
     anew = _assembled(run, world, splits, by_document)
     ckpt_state.load(ckpt_state.opened(path, run, world), world, anew.state, seed=run.trainer.seed)
     return anew
 
 
-def _documents(parts: Parts, folder: Path) -> list[dict[str, Any]]:
+def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
     """Where some documents of the first global batch are, and their losses; their gradients are
     saved.
     """
-    data = parts.train_data
-    size = size_after(parts.batch_sizes, 0)
+    data = context.train_data
+    size = size_after(context.batch_sizes, 0)
     out = []
     for document in documents.observed(data, size):
-        batches = [to_device(batch, parts.world) for batch in documents.only(document, data, size)]
-        means = reduce_report(parts.world, gradients(parts, batches), False)
-        save_gradients(parts, folder / f"document_{document.number}")
+        batches = [
+            to_device(batch, context.world) for batch in documents.only(document, data, size)
+        ]
+        means = reduce_report(context.world, gradients(context, batches), False)
+        save_gradients(context, folder / f"document_{document.number}")
         out.append({**asdict(document), "loss": means.loss, "tokens": means.tokens})
     return out
 
 
-def record_gradients(parts: Parts, folder: Path) -> None:
+def record_gradients(context: TrainContext, folder: Path) -> None:
     """Save the gradients that the optimizer's next step finds, as a checkpoint of step 0."""
-    optimizer = parts.state.optimizer
+    optimizer = context.state.optimizer
     step = optimizer.step
 
     def recording() -> Any:
         optimizer.step = step
-        save_gradients(parts, folder)
+        save_gradients(context, folder)
         return step()
 
     optimizer.step = recording
 
 
-def save_gradients(parts: Parts, folder: Path) -> None:
+def save_gradients(context: TrainContext, folder: Path) -> None:
     """Save the gradients that are there, as a checkpoint of step 0."""
-    ranks = ckpt_state.meeting_of(parts.world, parts.run)
-    shards = sharding.gradient_shards(parts.state.chunks, parts.state.optimizer)
+    ranks = ckpt_state.meeting_of(context.world, context.run)
+    shards = sharding.gradient_shards(context.state.chunks, context.state.optimizer)
     store.save(folder, 0, shards, {}, {}, "", ranks)
 
 
