@@ -67,8 +67,8 @@ def measured(
 
     from mtrain.assembly.model import build_model
     from mtrain.plan.count import parameters
-    from mtrain.train.generate import Sampler
-    from mtrain.train.request import Sampling
+    from mtrain.train.generate.request import Sampling
+    from mtrain.train.generate.sampler import Sampler
     from mtrain.world.init import joined
 
     run = matmul.chosen(load(words).run)

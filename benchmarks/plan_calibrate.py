@@ -106,7 +106,7 @@ def worker(rounds: int, steps: int, out: Path) -> None:
     adapter.install(registry.get("cpu"))
     # imported once, before processes are forked
     import mtrain.train.assemble
-    import mtrain.train.step  # noqa: F401
+    import mtrain.train.loop.step  # noqa: F401
 
     every = CALIBRATED | PREDICTED
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in [*every, KERNELS]}
@@ -146,7 +146,7 @@ def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
 
     from mtrain.cli.setup import load
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     dist.init_process_group("gloo", f"file://{store}", rank=int(os.environ["RANK"]), world_size=2)

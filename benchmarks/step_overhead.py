@@ -99,17 +99,18 @@ def mtrain_step(
     run: Any, world: Any, folder: Path
 ) -> tuple[Callable[[], float], Callable[[], None]]:
     """Return one step of a training run with its hooks, and what ends it."""
-    from mtrain.train import hooks
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.progress import Progress
-    from mtrain.train.step import train_step
-    from mtrain.train.trainer import check_finite
+    from mtrain.train.hooks.evaluation import Evaluation
+    from mtrain.train.hooks.metrics import Metrics
+    from mtrain.train.hooks.progress import Progress
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.loop.trainer import check_finite
 
     parts = assemble(run, world, splits_of(run))
     log = run.log.model_copy(update={"progress": "none"})
     progress = Progress(run.model_copy(update={"log": log}), speaks=True)
-    metrics = hooks.Metrics(folder)
-    chain = [metrics, progress, hooks.Evaluation(metrics, progress)]
+    metrics = Metrics(folder)
+    chain = [metrics, progress, Evaluation(metrics, progress)]
     for hook in chain:
         hook.start(parts)
 

@@ -201,15 +201,15 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
     """Return one step of a training run with its hooks, and the model."""
-    from mtrain.train import hooks
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.progress import Progress
-    from mtrain.train.step import train_step
+    from mtrain.train.hooks.metrics import Metrics
+    from mtrain.train.hooks.progress import Progress
+    from mtrain.train.loop.step import train_step
 
     parts = assemble(run, world, splits_of(run))
     log = run.log.model_copy(update={"progress": "none"})
     progress = Progress(run.model_copy(update={"log": log}), speaks=True)
-    metrics = hooks.Metrics(folder)
+    metrics = Metrics(folder)
     chain = [metrics, progress]
     for hook in chain:
         hook.start(parts)

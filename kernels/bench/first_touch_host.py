@@ -203,7 +203,7 @@ def _profiled(walk: Walk, model: tuple[str, Any], precision: str) -> dict[str, A
     run = load(words).run
     adapter.install(registry.get(run.cluster.device))
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:

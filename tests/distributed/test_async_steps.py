@@ -125,7 +125,8 @@ def trained(
     """Train; return what each step did, the step at which it was told, questions to the device, the
     weights.
     """
-    from mtrain.train.trainer import Hook, Trainer
+    from mtrain.train.hooks.base import Hook
+    from mtrain.train.loop.trainer import Trainer
 
     counts: Counter[str] = Counter()
     told: list[tuple[int, int]] = []
@@ -203,7 +204,9 @@ def test_async_steps_nan_ends_run_before_saving(tmp_path: Path) -> None:
     )
 
     def job() -> tuple[str, list[int], list[str]]:
-        from mtrain.train import hooks, trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.hooks.checkpoints import Checkpoints
+        from mtrain.train.loop import trainer
 
         told: list[int] = []
         real = trainer.launch_step
@@ -215,7 +218,7 @@ def test_async_steps_nan_ends_run_before_saving(tmp_path: Path) -> None:
                     parameter.data.fill_(torch.nan)
             return launched
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 told.append(result.step)
 
@@ -223,7 +226,7 @@ def test_async_steps_nan_ends_run_before_saving(tmp_path: Path) -> None:
         quiet: Any = SimpleNamespace(note=lambda text: None)
         with assembled(run, stand_in(Counter())) as parts:
             try:
-                trainer.Trainer(parts, [Listens(), hooks.Checkpoints(tmp_path, quiet, {})]).fit()
+                trainer.Trainer(parts, [Listens(), Checkpoints(tmp_path, quiet, {})]).fit()
             except Exception as error:
                 return (
                     f"{type(error).__name__}: {error}",
@@ -244,7 +247,9 @@ def test_async_steps_joint_report_has_one_evaluation(poisoned: bool, tmp_path: P
 
     def job() -> tuple[str, list[tuple[int, list[str]]]]:
         from mtrain.plan.compare import lines_of
-        from mtrain.train import hooks, trainer
+        from mtrain.train.hooks.evaluation import Evaluation
+        from mtrain.train.hooks.metrics import Metrics
+        from mtrain.train.loop import trainer
 
         real = trainer.launch_step
 
@@ -257,11 +262,11 @@ def test_async_steps_joint_report_has_one_evaluation(poisoned: bool, tmp_path: P
 
         trainer.launch_step = launched
         quiet: Any = SimpleNamespace(note=lambda text: None)
-        metrics = hooks.Metrics(tmp_path)
+        metrics = Metrics(tmp_path)
         error = ""
         with assembled(run, stand_in(Counter())) as parts:
             try:
-                trainer.Trainer(parts, [metrics, hooks.Evaluation(metrics, quiet)]).fit()
+                trainer.Trainer(parts, [metrics, Evaluation(metrics, quiet)]).fit()
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
         lines = lines_of(tmp_path / "metrics.jsonl")
@@ -296,7 +301,8 @@ def test_async_steps_stop_on_one_rank_ends_all_a_step_later() -> None:
     def job() -> tuple[str, list[int], int]:
         import signal
 
-        from mtrain.train import trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.loop import trainer
 
         told: list[int] = []
         real = trainer.launch_step
@@ -306,7 +312,7 @@ def test_async_steps_stop_on_one_rank_ends_all_a_step_later() -> None:
                 signal.raise_signal(signal.SIGUSR1)
             return real(parts, stop_requested=parts.stop_requested)
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 told.append(result.step)
 
@@ -349,12 +355,13 @@ def test_async_steps_sync_debug_covers_steps_after_compilation() -> None:
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"sync_debug": "error"})})
 
     def job() -> list[str]:
-        from mtrain.train import trainer
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.loop import trainer
 
         said: list[str] = []
         device = dataclasses.replace(stand_in(Counter()), set_sync_debug=said.append)
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 said.append(f"told {result.step}")
 

@@ -46,8 +46,8 @@ def _recorded(
 
     def job() -> list[dict[str, float]]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.hooks import step_record
-        from mtrain.train.step import train_step
+        from mtrain.train.hooks.metrics import step_record
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         before()

@@ -27,23 +27,27 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
     run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=saving)})
 
     def job() -> Found:
-        from mtrain.train import hooks, trainer
-        from mtrain.train.by_time import ByTime
+        from mtrain.train.hooks.base import Hook
+        from mtrain.train.hooks.checkpoints import Checkpoints
+        from mtrain.train.hooks.evaluation import Evaluation
+        from mtrain.train.hooks.metrics import Metrics
+        from mtrain.train.loop import trainer
+        from mtrain.train.loop.interruptions import ByTime
 
         losses: list[float] = []
         saved: list[int] = []
         evaluated: list[int] = []
 
-        class Listens(trainer.Hook):
+        class Listens(Hook):
             def after_step(self, parts: Any, result: Any) -> None:
                 losses.append(result.loss)
 
-        class Saves(hooks.Checkpoints):
+        class Saves(Checkpoints):
             def _save(self, parts: Any) -> None:
                 saved.append(parts.state.step)
                 super()._save(parts)
 
-        class Evaluates(hooks.Evaluation):
+        class Evaluates(Evaluation):
             def _evaluate(self, parts: Any) -> None:
                 evaluated.append(parts.state.step)
                 super()._evaluate(parts)
@@ -54,7 +58,7 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
             parts.by_time = ByTime(
                 run, lambda: 60.0 * parts.state.step if first else 1e9 * parts.state.step
             )
-            metrics = hooks.Metrics(folder)
+            metrics = Metrics(folder)
             chain = [Listens(), Saves(folder / "checkpoints", quiet, {}), Evaluates(metrics, quiet)]
             trainer.Trainer(parts, chain).fit()
         return losses, saved, evaluated

@@ -167,7 +167,7 @@ def test_chats_router_losses_weigh_as_configured(
     """What they add to a gradient depends on the tokens that are read, and not on those that are
     learned.
     """
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
         found = []
@@ -205,7 +205,7 @@ def test_chats_router_losses_weigh_as_configured(
 def test_chats_indexer_loss_weighs_as_configured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     mla = {
         "q_lora_rank": 16,
@@ -273,7 +273,7 @@ def test_chats_answer_only_task_is_learned(packed: bool, home: Path, tmp_path: P
 
     def job() -> tuple[float, float]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import evaluate, train_step
+        from mtrain.train.loop.step import evaluate, train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

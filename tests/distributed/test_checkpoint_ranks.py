@@ -90,13 +90,13 @@ def test_checkpoint_one_rank_verifies_saved_files(
 ) -> None:
     from types import SimpleNamespace
 
-    from mtrain.train import hooks
+    from mtrain.train.hooks import checkpoints
 
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(hooks.ckpt_state, "save", lambda *_: tmp_path)
+    monkeypatch.setattr(checkpoints.ckpt_state, "save", lambda *_: tmp_path)
     said: list[str] = []
     for rank in (0, 1):
-        hook = hooks.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
+        hook = checkpoints.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
         world = SimpleNamespace(is_rank0=rank == 0, rank=rank)
         state = SimpleNamespace(step=3)
         clock = SimpleNamespace(done=lambda bit: None)

@@ -209,7 +209,7 @@ def digest_of(run_json: str) -> str:
 
     def job() -> str:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -91,7 +91,7 @@ def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
     drawing.
     """
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -143,7 +143,7 @@ def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
     is the same.
     """
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.generators import seed_generators
     from mtrain.world.init import joined
 
@@ -198,7 +198,7 @@ def test_dropout_recomputation_repeats_masks(sequence_parallel: bool) -> None:
 def test_dropout_evaluation_keeps_later_draws() -> None:
     def steps(evaluated: bool) -> list[float]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import evaluate, train_step
+        from mtrain.train.loop.step import evaluate, train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

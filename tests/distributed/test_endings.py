@@ -15,6 +15,7 @@ import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,9 +98,8 @@ def broken(
     """A hook, one of its moments, and what to put there so that it raises (on one rank,
     or on all).
     """
-    from mtrain.train import hooks, progress
-
-    owner = progress.Progress if name == "Progress" else getattr(hooks, name)
+    module = import_module(f"mtrain.train.hooks.{name.lower()}")
+    owner = getattr(module, name)
     real = getattr(owner, moment)
 
     def raising(*args: Any, **kwargs: Any) -> Any:
@@ -174,9 +174,9 @@ def test_ending_healthy_run_warns_of_nothing(ends: dict[tuple[str, str], End]) -
 def test_ending_logger_failure_on_one_rank_blocks_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.train import hooks
+    from mtrain.train.hooks import memory
 
-    monkeypatch.setattr(hooks, "PEAKS_S", 0.5)
+    monkeypatch.setattr(memory, "PEAKS_S", 0.5)
     for name, moment, rank in (
         ("Metrics", "after_step", 0),
         ("Progress", "start", 1),
@@ -196,7 +196,7 @@ def test_ending_stop_skips_evaluation_and_failed_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     real = step.run_schedule
     evaluated = []
@@ -225,7 +225,7 @@ def test_ending_stop_skips_evaluation_and_failed_deletion(
 def test_ending_full_disk_under_metrics_warns_once(
     failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.train.hooks import Metrics
+    from mtrain.train.hooks.metrics import Metrics
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -284,7 +284,7 @@ def test_ending_sample_fits_positions_and_run_resumes(layout: str, home: Path) -
 
 
 def _fail_on_rank_one() -> None:
-    from mtrain.train.generate import Sampler
+    from mtrain.train.generate.sampler import Sampler
 
     def faulty(self: Any, rows: list[list[int]], cache: Any) -> None:
         if self.world.rank == 1:
@@ -315,7 +315,7 @@ def test_ending_failing_sample_is_a_warning(patch: Callable[[], None], home: Pat
 
 def test_ending_stop_during_sample_finishes_run(home: Path) -> None:
     def stopped_by_a_signal() -> None:
-        from mtrain.train.generate import Sampler
+        from mtrain.train.generate.sampler import Sampler
 
         real = Sampler._next_logits
 
@@ -367,7 +367,7 @@ def test_ending_damage_on_any_rank_ends_all_before_a_step(tmp_path: Path) -> Non
 def test_ending_skipped_update_reports_its_limit(scale: float | None, words: str) -> None:
     def line() -> str:
         import_engine()
-        from mtrain.train.progress import Progress
+        from mtrain.train.hooks.progress import Progress
 
         said = {
             "step": 1,
@@ -394,7 +394,7 @@ def test_ending_trace_is_written_by_one_rank_compressed(tmp_path: Path) -> None:
 
 
 def test_ending_device_memory_has_three_figures(tmp_path: Path) -> None:
-    from mtrain.train.hooks import Memory
+    from mtrain.train.hooks.memory import Memory
 
     stats = {"allocated_bytes": 1, "peak_bytes": 20, "reserved_bytes": 30}
     for used, found in ((40, {"driver_bytes_by_rank": [40]}), (None, {})):

@@ -56,7 +56,7 @@ def _run(data: DataConfig, **layout: Any) -> Any:
 def _measured(run: Any, limit: int | None) -> dict[str, Any]:
     from mtrain.assembly.model import build_model
     from mtrain.data import prepare, validation_of
-    from mtrain.train.evaluation import measured
+    from mtrain.train.generate.evaluation import measured
     from mtrain.world.init import joined
 
     tokenizer = prepare(run.data).tokenizer
@@ -69,7 +69,7 @@ def _measured(run: Any, limit: int | None) -> dict[str, Any]:
 
 def _own(run: Any) -> float:
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import evaluate
+    from mtrain.train.loop.step import evaluate
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -149,8 +149,8 @@ SEQUENCES = [[5, 17, 8, 250, 31, 9], [9, 4], list(range(40, 73)), [1, 2, 3]]
 
 def _scored(run: Any) -> list[tuple[list[float], list[bool]]]:
     from mtrain.assembly.model import build_model
-    from mtrain.train.generate import Sampler
-    from mtrain.train.score import score
+    from mtrain.train.generate.sampler import Sampler
+    from mtrain.train.generate.score import score
     from mtrain.world.init import joined
 
     with joined(run) as world:

@@ -49,7 +49,7 @@ def counted(
     """Two steps, a job for `run_ranks`, and how often a function of `module` quantised a weight in
     them.
 
-    `gone` is a context of `mtrain.train.step` without which they are made.
+    `gone` is a context of `mtrain.train.loop.step` without which they are made.
     """
     made: list[bool] = []
     whole = getattr(module, name)
@@ -61,7 +61,7 @@ def counted(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, seen)
         if gone:
-            patch.setattr(f"mtrain.train.step.{gone}", nullcontext)
+            patch.setattr(f"mtrain.train.loop.step.{gone}", nullcontext)
         return train_steps(run, 2), sum(made)
 
 

@@ -25,7 +25,7 @@ def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
     FSDP2 added to it.
     """
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import gradients
+    from mtrain.train.loop.step import gradients
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -52,7 +52,7 @@ def _order(run: RunConfig) -> tuple[list[str], list[str]]:
 
     from mtrain.mcore import api
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import gradients
+    from mtrain.train.loop.step import gradients
     from mtrain.world.init import joined
 
     said: list[str] = []

@@ -257,8 +257,8 @@ def _use(run: RunConfig) -> tuple[float, list[int], float]:
     follows.
     """
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.generate import Sampler
-    from mtrain.train.step import evaluate, train_step
+    from mtrain.train.generate.sampler import Sampler
+    from mtrain.train.loop.step import evaluate, train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -304,7 +304,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
     from mtrain.assembly import model
     from mtrain.mcore.local_params import local_params
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     found: dict[str, float] = {"made": 0}

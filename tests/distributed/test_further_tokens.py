@@ -41,8 +41,8 @@ class Documents:
 def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
     """A job: the gradient of the layers that predict further tokens, after one step."""
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.prove import record_gradients
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     with joined(run) as world:

@@ -14,7 +14,7 @@ import torch
 from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.model import MLAConfig, MoEConfig
-from mtrain.train.request import Sampling
+from mtrain.train.generate.request import Sampling
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
@@ -83,7 +83,7 @@ def _texts(
 ) -> Any:
     from mtrain.assembly.model import build_model
     from mtrain.mcore import api as mcore
-    from mtrain.train.generate import Sampler
+    from mtrain.train.generate.sampler import Sampler
     from mtrain.world.init import joined
 
     torch.set_num_threads(1)

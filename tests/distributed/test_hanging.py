@@ -60,7 +60,7 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
     """A patch that has `rank` call `hold` within its forward number `forwards`."""
 
     def patch() -> None:
-        from mtrain.train import step
+        from mtrain.train.loop import step
 
         real = step.forward_step
         done = []
@@ -218,7 +218,7 @@ def test_hanging_slow_healthy_run_reports_nothing(
 ) -> None:
     def slowly() -> None:
         from mtrain.ckpt import store
-        from mtrain.train import trainer
+        from mtrain.train.loop import trainer
         from mtrain.world.heartbeat import tick
 
         step = trainer.train_step

@@ -45,10 +45,10 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _ask(run: Any, file: Path, task: Path | None = None) -> Any:
     from mtrain.assembly.model import build_model
-    from mtrain.train.generate import Sampler
-    from mtrain.train.harness import Model, results
-    from mtrain.train.request import Questions
-    from mtrain.train.score import score
+    from mtrain.train.generate.harness import Model, results
+    from mtrain.train.generate.request import Questions
+    from mtrain.train.generate.sampler import Sampler
+    from mtrain.train.generate.score import score
     from mtrain.world.init import joined
 
     def requests(*each: Any) -> list[Any]:

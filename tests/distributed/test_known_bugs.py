@@ -126,7 +126,7 @@ def test_known_bugs_evaluation_gather_is_found() -> None:
             AllGatherPipeline,
         )
 
-        from mtrain.train import step
+        from mtrain.train.loop import step
 
         real = AllGatherPipeline.reset
         gathered = step.gathered

@@ -249,7 +249,7 @@ def test_layout_proof_recomputation_is_bitwise(name: str, tmp_path: Path) -> Non
 
 
 def test_layout_proof_nan_loss_equals_nothing() -> None:
-    from mtrain.train.prove import relative
+    from mtrain.train.verify.prove import relative
 
     assert relative(None, None) == relative(1.0, None) == relative(None, 1.0) == float("inf")
 

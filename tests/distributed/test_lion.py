@@ -33,7 +33,7 @@ def _against_the_definition() -> float:
     """
     from mtrain.mcore.optimizer_state import inner_optimizers
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     run = _run()

@@ -134,7 +134,7 @@ def test_muon_rank_multiplies_as_planned(name: str) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         found: list[int] = []
@@ -193,7 +193,7 @@ def test_muon_matrices_have_momentum_rest_adam() -> None:
 
     def groups() -> dict[str, list[Any]]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

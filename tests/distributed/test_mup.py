@@ -56,7 +56,7 @@ def _movement(run: RunConfig) -> float:
 
     def job() -> float:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -22,7 +22,7 @@ from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 if TYPE_CHECKING:
-    from mtrain.train.prove import Row
+    from mtrain.train.verify.prove import Row
 
 MIXTRAL = "model=mixtral_tiny"
 DEEPSEEK = "model=deepseek_tiny"
@@ -156,7 +156,7 @@ def test_packing_any_split_has_one_loss_and_gradient(name: str, tmp_path: Path) 
         home.mkdir()
     local.observe(_packed(8, {}), homes[0], by_document=True)
     local.observe(_packed(micro, layout), homes[1])
-    from mtrain.train.prove import compare
+    from mtrain.train.verify.prove import compare
 
     exact = {"loss": 1e-6, "gradient norm": 1e-6, "gradient": 1e-6, "weight": 1e-3}
     rows = compare(*homes, 1, exact)

@@ -94,7 +94,7 @@ def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
         """
         from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import evaluate
+        from mtrain.train.loop.step import evaluate
         from mtrain.world.init import joined
 
         padded = [set[bool](), set[bool]()]

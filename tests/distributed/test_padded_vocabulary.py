@@ -63,7 +63,7 @@ def test_padded_vocabulary_padding_is_never_sampled(masked: bool, temperature: f
     run = tiny_run(model={"vocab_size": 257, "mask_padded_vocab": masked})
 
     def sampled(world: Any, chunk: Any) -> list[int]:
-        from mtrain.train.generate import Sampler
+        from mtrain.train.generate.sampler import Sampler
 
         return Sampler(run, world, [chunk]).generate([1], 6, temperature=temperature)
 

@@ -189,8 +189,8 @@ def _last_router(
     from mtrain.mcore import api
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.prove import record_gradients
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     with joined(run) as world:

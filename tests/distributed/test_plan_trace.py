@@ -48,8 +48,8 @@ def traced(run: RunConfig, rank: int) -> dict[str, Any]:
     """The report of a rank, from a process of its own."""
 
     def job() -> dict[str, Any]:
-        from mtrain.train.trace import trace
-        from mtrain.train.trace_report import trace_report
+        from mtrain.train.trace.report import trace_report
+        from mtrain.train.trace.trace import trace
 
         begin = time.process_time()
         found = trace_report(run, trace(run, rank))
@@ -331,7 +331,7 @@ def _own_defect() -> None:
 def test_plan_trace_value_request_is_a_problem(fails: Callable[[], object], expected: str) -> None:
     def told() -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mtrain.train.trace.trace", lambda *_: fails())
+            patch.setattr("mtrain.train.trace.trace.trace", lambda *_: fails())
             try:
                 verb.run(["recipe=llama/tiny_cpu"])
             except ConfigError as error:

@@ -23,7 +23,7 @@ def followed(
     """The notes of a run whose steps take so much of what was planned, and what a line of its
     metrics has beside.
     """
-    from mtrain.train.planned import Planned
+    from mtrain.train.hooks.planned import Planned
 
     notes: list[str] = []
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes": round(FIRST * memory)})
@@ -95,7 +95,7 @@ def test_planned_stands_next_to_measured_from_step_one(tmp_path: Path) -> None:
 
 
 def test_planned_fp8_step_states_both_mfu() -> None:
-    from mtrain.train.hooks import step_record
+    from mtrain.train.hooks.metrics import step_record
 
     for precision, of in (("bf16", 989), ("fp8_tensorwise", 1979)):
         words = [

@@ -36,7 +36,7 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
     """A job: losses and norms, the samples that this rank read, and what its stages need."""
     from mtrain.data.mock import MockSamples
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     read = []
@@ -169,8 +169,7 @@ def test_prefetch_stop_during_read_ends_at_once(tmp_path: Path, started: list[La
 
 def test_prefetch_pins_memory_once_on_its_device() -> None:
     """A slot is written again only when the device has read it."""
-    from mtrain.train.feed import Feed
-    from mtrain.train.ring import Ring
+    from mtrain.train.loop.prefetch import Feed, Ring
 
     done: list[tuple[str, str]] = []
     copied: list[int] = []
@@ -217,7 +216,7 @@ def test_prefetch_pins_memory_once_on_its_device() -> None:
 
 
 def test_prefetch_ring_grows_and_keeps_non_tensors() -> None:
-    from mtrain.train.ring import Ring
+    from mtrain.train.loop.prefetch import Ring
 
     sizes: list[int] = []
 

@@ -50,7 +50,7 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
     def job() -> tuple[int, dict[str, torch.Tensor]]:
         from mtrain.mcore.local_params import unwrap
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import gradients
+        from mtrain.train.loop.step import gradients
         from mtrain.world.init import joined
 
         with joined(run) as world:

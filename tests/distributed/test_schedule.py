@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from mtrain.config.resolve.rates import rate
+from mtrain.config.schedules import SCHEDULES
+from mtrain.config.schedules.wsd import STYLES
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.schedule import Schedule, progress
 from mtrain.errors import TrainingError
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
@@ -68,6 +72,37 @@ def test_schedule_wsd_stays_then_decays() -> None:
     assert found[STEPS - 5 :] == pytest.approx([LR - (LR - MIN) * i / 5 for i in range(1, 6)])
 
 
+CURVES = [(name, "linear") for name in SCHEDULES if name != "wsd"]
+CURVES += [("wsd", style) for style in STYLES]
+
+
+@pytest.mark.parametrize(("name", "style"), CURVES)
+@pytest.mark.parametrize("end", [STEPS, STEPS - 5])
+def test_schedule_factors_equal_megatron_core(name: str, style: str, end: int) -> None:
+    optim = {"schedule": name, "wsd_decay_style": style, "decay_iters": end}
+    if name == "wsd":
+        optim["wsd_decay_iters"] = 5
+    found = rates(**optim)
+    run = tiny_run(
+        optim={"lr": LR, "min_lr": MIN, "warmup_iters": WARMUP, **optim},
+        trainer={"train_iters": STEPS},
+    )
+    planned = [rate(run, step) for step in range(1, STEPS + 1)]
+    if name == "inverse_sqrt":  # megatron-core divides two roots, which rounds differently
+        assert planned == pytest.approx(found, rel=1e-15)
+    else:
+        assert planned == found
+
+
+def test_schedule_own_curve_drives_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Schedule(factor=lambda step, run: 1.0 - progress(step, run) ** 2)
+    monkeypatch.setitem(SCHEDULES, "linear", own)
+    found = rates(schedule="linear")
+    assert found[:WARMUP] == [LR * step / WARMUP for step in range(1, WARMUP + 1)]
+    decay = [MIN + (1.0 - share(step) ** 2) * (LR - MIN) for step in range(WARMUP + 1, STEPS + 1)]
+    assert found[WARMUP:] == decay
+
+
 def test_schedule_decay_may_end_early() -> None:
     found = rates(schedule="linear", decay_iters=10)
     assert found[9:] == pytest.approx([MIN] * (STEPS - 9))
@@ -91,15 +126,16 @@ def fitted(
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.hooks import Metrics
-    from mtrain.train.step import Parts, StepResult
-    from mtrain.train.trainer import Hook, Trainer
+    from mtrain.train.hooks.base import Hook
+    from mtrain.train.hooks.metrics import Metrics
+    from mtrain.train.loop.step import StepResult, TrainContext
+    from mtrain.train.loop.trainer import Trainer
     from mtrain.world.init import joined
 
     made = []
 
     class Note(Hook):
-        def after_step(self, parts: Parts, result: StepResult) -> None:
+        def after_step(self, parts: TrainContext, result: StepResult) -> None:
             made.append((result.updated, result.lr))
 
     with joined(run) as world:

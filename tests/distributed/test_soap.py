@@ -200,7 +200,7 @@ def test_soap_rank_keeps_and_multiplies_as_planned(name: str) -> None:
 
         from mtrain.mcore.optimizer_state import leaf_optimizers
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         counted: list[list[int]] = []

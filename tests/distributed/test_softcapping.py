@@ -131,7 +131,7 @@ def test_softcapping_generation_uses_cap() -> None:
 
     def job() -> float:
         from mtrain.assembly.model import build_model
-        from mtrain.train.generate import Sampler
+        from mtrain.train.generate.sampler import Sampler
         from mtrain.world.init import joined
 
         with joined(run) as world, torch.no_grad():

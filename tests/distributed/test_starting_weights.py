@@ -38,7 +38,7 @@ def begun(run: Any, weights: Path, folder: Path) -> None:
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:

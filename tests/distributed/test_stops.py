@@ -44,7 +44,8 @@ def test_stops_save_and_resume_misses_nothing(tmp_path: Path) -> None:
     def job() -> dict[str, tuple[End, int]]:
         from mtrain.ckpt import state
         from mtrain.ckpt.folder import committed
-        from mtrain.train import assemble, step
+        from mtrain.train import assemble
+        from mtrain.train.loop import step
 
         evaluated: list[int] = []
         moment = ""

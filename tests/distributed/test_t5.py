@@ -119,7 +119,7 @@ def test_t5_tp_shared_state_stays_equal_under_dropout(
 def _measured(run: RunConfig) -> dict[str, Any]:
     from mtrain.assembly.model import build_model
     from mtrain.train.assemble import splits_of
-    from mtrain.train.evaluation import measured
+    from mtrain.train.generate.evaluation import measured
     from mtrain.world.init import joined
 
     with joined(run) as world, torch.no_grad():

@@ -20,7 +20,7 @@ def test_trace_memory_recomputed_tensors_are_freed() -> None:
     )
 
     def job() -> list[int]:
-        from mtrain.train import trace
+        from mtrain.train.trace import trace
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trace, "microbatches", lambda *_: 4)
@@ -42,7 +42,7 @@ def test_trace_memory_two_traces_are_equal() -> None:
     other = planned("model=mixtral_tiny parallel=single model.num_layers=3")
 
     def job() -> list[int]:
-        from mtrain.train.trace import trace
+        from mtrain.train.trace.trace import trace
 
         return [trace(one, 0).recorder.peak.bytes for one in (run, other, run)]
 
@@ -68,7 +68,7 @@ def test_trace_memory_product_and_view_share_storage() -> None:
     """
     import torch
 
-    from mtrain.train.recorder import Recorder
+    from mtrain.train.trace.recorder import Recorder
 
     recorder = Recorder()
     with recorder.recording():

@@ -166,7 +166,7 @@ def test_interrupted_run_raising_rank_is_named_despite_peer(
     tmp_path: Path,
 ) -> None:
     def with_a_fault() -> None:
-        from mtrain.train import step, trainer
+        from mtrain.train.loop import step, trainer
 
         def faulty(parts: Any, *, stop_requested: Any) -> Any:
             if parts.state.step == 3 and parts.world.rank == 1:

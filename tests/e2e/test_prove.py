@@ -71,7 +71,7 @@ def test_prove_names_difference_of_wrong_layout(name: str, tmp_path: Path) -> No
     words, fault, kind, module = FAULTS[name]
 
     def seed_fault() -> None:
-        from mtrain.train import prove
+        from mtrain.train.verify import prove
 
         assemble = prove.assemble
 

@@ -184,12 +184,12 @@ def test_token_counts_killed_evaluation_runs_after_resume(iters: int, tmp_path: 
     )
 
     def die() -> None:
-        from mtrain.train import hooks
+        from mtrain.train.hooks.evaluation import Evaluation
 
-        def killed(self: hooks.Evaluation, parts: Any) -> None:
+        def killed(self: Evaluation, parts: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        hooks.Evaluation._evaluate = killed  # type: ignore[method-assign]
+        Evaluation._evaluate = killed  # type: ignore[method-assign]
 
     cut = tmp_path / "cut"
     whole = tmp_path / "whole"

@@ -22,14 +22,14 @@ def _boundaries(
     change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Callable[[], bool]
 ) -> None:
     wrap(
-        "mtrain.train.step",
+        "mtrain.train.loop.step",
         "packed_params",
         lambda real, bounds: real(change(bounds) if bounds is not None and wrong() else bounds),
     )
     # The host knows the longest document from the bounds of the data: here it is that of the
     # changed ones.
     wrap(
-        "mtrain.train.step",
+        "mtrain.train.loop.step",
         "documents_of",
         lambda real, batch: real({"cu_seqlens": change(batch["cu_seqlens"])} if wrong() else batch),
     )
@@ -90,7 +90,7 @@ def token_counted_twice() -> None:
             found["loss_mask"][0, counted[:1]] = 2.0
         return found
 
-    wrap("mtrain.train.feed", "_part_of_context", part)
+    wrap("mtrain.train.loop.prefetch", "_part_of_context", part)
 
 
 LOSS = r"output_layer"

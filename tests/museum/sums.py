@@ -123,7 +123,7 @@ def mean_of_means() -> None:
         loss, count, report = real(mask, counts, total)
         return loss / count.clamp(min=1), torch.ones_like(count), report
 
-    wrap("mtrain.train.step", "sum_loss", summed)
+    wrap("mtrain.train.loop.step", "sum_loss", summed)
 
 
 def loss_divided_twice() -> None:
@@ -137,7 +137,7 @@ def loss_divided_twice() -> None:
             report,
         )
 
-    wrap("mtrain.train.step", "sum_loss", summed)
+    wrap("mtrain.train.loop.step", "sum_loss", summed)
 
 
 def reported_loss_of_rank() -> None:
@@ -149,7 +149,7 @@ def reported_loss_of_rank() -> None:
             weights[0] += world.coords["cp"]
         return real(world, [report * weights for report in reports], *rest)
 
-    for module in ("mtrain.train.step", "mtrain.train.readings"):
+    for module in ("mtrain.train.loop.step", "mtrain.train.loop.readings"):
         wrap(module, "summed_report", summed)
 
 

@@ -54,7 +54,7 @@ def test_museum_clean_layout_passes_same_modules_as_one_rank(
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")
     with prove._observed(small, traced=True) as (one, many):
-        from mtrain.train.locate import BACKWARD, FORWARD, Recorded, errors
+        from mtrain.train.verify.first_divergence import BACKWARD, FORWARD, Recorded, errors
 
         expected = Recorded(one)
         found = Recorded(many)

@@ -259,13 +259,13 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
     from mtrain.ckpt.state import TrainState
     from mtrain.data.batch import GlobalBatches
     from mtrain.train.assemble import configure_schedule_hooks
-    from mtrain.train.step import Parts
+    from mtrain.train.loop.step import TrainContext
 
     chunks = build_model(run, world)
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    return Parts(run, world, state, GlobalBatches(windows, BATCH, BATCH, 0, 1), None)
+    return TrainContext(run, world, state, GlobalBatches(windows, BATCH, BATCH, 0, 1), None)
 
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def _has_words(name: str) -> bool:
 def _compare_text(
     run: Any, world: Any, parts: Any, made: Any, windows: Windows, result: Result
 ) -> None:
-    from mtrain.train.generate import Sampler
+    from mtrain.train.generate.sampler import Sampler
 
     prompt = [int(token) for token in windows.windows[0, :PROMPT]]
     sampler = Sampler(run, world, parts.state.chunks)
@@ -317,7 +317,7 @@ def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[s
     """Our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step, before
     clipping.
     """
-    from mtrain.train.step import reduce_report, run_schedule
+    from mtrain.train.loop.step import reduce_report, run_schedule
 
     chunk = parts.state.chunks[0]
     with torch.no_grad():
@@ -356,7 +356,7 @@ def _compare_gradients(
 def _compare_steps(
     table: Any, run: Any, parts: Any, made: Any, biases: Any, windows: Windows, result: Result
 ) -> None:
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
 
     before = {name: t.detach().clone() for name, t in theirs.tensors(made).items()}
     update = theirs.optimizer(made, run.optim)

@@ -122,8 +122,8 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.prove import record_gradients
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     found = _loaded(run, layout)
@@ -214,7 +214,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
 
 def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by their names."""
-    from mtrain.train.prove import whole_tensors
+    from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model
     out = {}

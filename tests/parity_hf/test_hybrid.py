@@ -185,8 +185,8 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
     from mtrain.ckpt.store import Checkpoint
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.prove import record_gradients
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     found = _loaded(run, layout, *more)
@@ -279,7 +279,7 @@ def _as_theirs(
 ) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
     from mtrain.models.hybrid import HYBRID
-    from mtrain.train.prove import whole_tensors
+    from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model
     keys = {

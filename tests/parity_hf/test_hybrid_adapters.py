@@ -43,7 +43,7 @@ def test_hybrid_adapters_round_trip_through_peft(name: str, tmp_path: Path) -> N
     assert convert("import", base, again, *given, f"peft.init_from={alone}") == 0
 
     def tensors(folder: Path) -> dict[str, Tensor]:
-        from mtrain.train.prove import whole_tensors
+        from mtrain.train.verify.prove import whole_tensors
 
         return {
             key: tensor for key, tensor in whole_tensors(folder).items() if key.startswith("model/")

@@ -99,7 +99,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     from mtrain.mcore import low_rank
     from mtrain.models.gpt.hf import TABLES
     from mtrain.models.table import to_ours
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     kind, words, options = PEFT[name]
@@ -284,7 +284,7 @@ def test_peft_exports_compute_as_run_and_round_trip(name: str, tmp_path: Path) -
     assert command("import", base, again, *given, f"peft.init_from={alone}") == 0
 
     def tensors(folder: Path) -> dict[str, Tensor]:
-        from mtrain.train.prove import whole_tensors
+        from mtrain.train.verify.prove import whole_tensors
 
         held = whole_tensors(folder)
         return {key: tensor for key, tensor in held.items() if key.startswith("model/")}
@@ -371,7 +371,7 @@ def test_peft_qv_adapters_are_read_without_keys(
         from mtrain.ckpt import state as ckpt_state
         from mtrain.ckpt.store import Checkpoint
         from mtrain.config.compose.lock_file import read_run_file
-        from mtrain.train.step import train_step
+        from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
         read = read_run_file(run / "run.yaml")

@@ -139,7 +139,7 @@ def compare(
     from mtrain.ckpt.store import Checkpoint
     from mtrain.cli.setup import load
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     run = load([f"run={folder / 'run' / 'run.yaml'}", *WORDS, *layout.split()]).run
@@ -220,7 +220,7 @@ def _their_loss(made: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
-    from mtrain.train.step import reduce_report, run_schedule
+    from mtrain.train.loop.step import reduce_report, run_schedule
 
     (batch,), chunk = parts.train_data.microbatches(0, BATCH), parts.state.chunks[0]
     assert (~batch["encoder_mask"]).any(), "padding is compared, too"

@@ -102,9 +102,9 @@ def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
 def alive(run: RunConfig) -> int:
     """Return a job of one rank: the most bytes that were alive at once in the second step."""
     from mtrain.mcore.shaped import shaped
-    from mtrain.train import step as steps
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.feed import to_device
+    from mtrain.train.loop import step as steps
+    from mtrain.train.loop.prefetch import to_device
     from mtrain.world.init import joined
 
     seen = Alive()

@@ -33,7 +33,7 @@ def import_engine(without: Iterable[str] = ()) -> None:
     import mtrain_kernels.registry
 
     import mtrain.train.assemble
-    import mtrain.train.prove
+    import mtrain.train.verify.prove
     import mtrain.world.groups  # noqa: F401
 
     for name in OF_FAMILIES:

@@ -24,7 +24,7 @@ def train_on_given(
     from mtrain.ckpt import state as ckpt_state
     from mtrain.mcore import sharding
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:

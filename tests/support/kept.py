@@ -114,9 +114,9 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
     any forward.
     """
     from mtrain.mcore import linear
-    from mtrain.train import step as steps
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.feed import to_device
+    from mtrain.train.loop import step as steps
+    from mtrain.train.loop.prefetch import to_device
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -175,7 +175,7 @@ def held(run: RunConfig) -> dict[str, Any]:
     storage once.
     """
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:

@@ -106,7 +106,7 @@ def _counted(made: Counter[str]) -> Iterator[None]:
 
     from mtrain_kernels.fp8_linear import op
 
-    from mtrain.train import step
+    from mtrain.train.loop import step
 
     def counting(name: str, real: Any) -> Any:
         def counted(*args: Any, **given: Any) -> Any:

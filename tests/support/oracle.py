@@ -149,7 +149,7 @@ def _step(run: RunConfig) -> str:
     import torch
 
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -91,8 +91,8 @@ def train_steps(
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.prove import record_gradients
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -171,7 +171,7 @@ def _flip(parts: Any) -> None:
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint put together from its pieces, by key."""
-    from mtrain.train import prove
+    from mtrain.train.verify import prove
 
     return prove.whole_tensors(checkpoint)
 
@@ -190,7 +190,7 @@ def held_alike(run: RunConfig) -> dict[str, float]:
     """
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.step import train_step
+    from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
 
     with joined(run) as world:

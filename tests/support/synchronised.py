@@ -61,7 +61,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
 
     mcore.install(registry.get("cpu"))
     from mtrain.mcore.dispatch import SparseDispatcher
-    from mtrain.train import recorder, trace
+    from mtrain.train.trace import recorder, trace
 
     begin = SparseDispatcher._begin_splits
 
@@ -110,7 +110,7 @@ def _watching() -> type:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._pytree import tree_leaves
 
-    from mtrain.train.recorder import Recorder
+    from mtrain.train.trace.recorder import Recorder
 
     aten = torch.ops.aten
     always = {

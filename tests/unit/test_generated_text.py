@@ -16,9 +16,9 @@ from mtrain.cli.words import read_words
 from mtrain.data.bpe import EOD, train
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError
-from mtrain.train.request import END, LENGTH, STOP, Continuation, Request, Sampling
-from mtrain.train.sampling import draw, limited
-from mtrain.train.texts import continued, endings
+from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
+from mtrain.train.generate.sampling import draw, limited
+from mtrain.train.generate.texts import continued, endings
 
 
 @pytest.mark.parametrize(

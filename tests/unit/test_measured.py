@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mtrain_kernels import tuning
 
-from mtrain.train.measured import use_measured
+from mtrain.assembly.kernel_variants import use_measured
 from tests.support.configs import tiny
 
 RECORD = {"a kernel": {"some shapes": "a variant"}}

@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.cli.prove import draws
 from mtrain.cli.setup import load
-from mtrain.train.dropped import MASKS, wrong_masks
+from mtrain.train.verify.dropout_compare import MASKS, wrong_masks
 
 WORDS = ("model=llama_tiny", "data=mock", "cluster=local", "model.hidden_dropout=0.1")
 ROW = "decoder.layers.0.mlp.linear_fc2"

@@ -12,7 +12,7 @@ from tests.support.forked import run_alone
 
 def test_stop_signals_named_are_noted_ignored_stay_ignored() -> None:
     def job() -> tuple[list[str], bool]:
-        from mtrain.train.stopping import StopRequest
+        from mtrain.train.loop.interruptions import StopRequest
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
         # which a shell ignores in its background

@@ -9,6 +9,8 @@ import torch
 from mtrain.config.engine.core_fields import OPTIMIZER_FIELDS, OWN_FIELDS, SCHEDULE_FIELDS, values
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS, mup_groups
+from mtrain.config.resolve.rates import rate_at
+from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.optimizer import ParamGroup
 from mtrain.config.schema.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
@@ -84,4 +86,24 @@ def build_schedule(run: RunConfig, optimizer: Any) -> Any:
     """Return the learning-rate schedule in steps; `step(1)` before an update sets the rate of
     that update.
     """
-    return mcore.OptimizerParamScheduler(optimizer, **values(SCHEDULE_FIELDS, run))
+    fields = values(SCHEDULE_FIELDS, run)
+    # megatron-core's own formulas round otherwise in the last bit (inverse_sqrt), and a resumed run
+    # has to go on with the rates that it had
+    if SCHEDULES[run.optim.schedule].megatron_name is not None:
+        return mcore.OptimizerParamScheduler(optimizer, **fields)
+    return _CurveScheduler(run, optimizer, fields)
+
+
+class _CurveScheduler(mcore.OptimizerParamScheduler):
+    """megatron-core's scheduler with the rates of a curve that megatron-core does not have."""
+
+    def __init__(self, run: RunConfig, optimizer: Any, fields: dict[str, Any]) -> None:
+        # before the base class, whose constructor sets the first rate
+        self.run = run
+        super().__init__(optimizer, **fields)
+
+    def get_lr(self, param_group: Any) -> float:
+        """Return the rate of a parameter group, which may have rates of its own (muP, Muon)."""
+        highest = float(param_group.get("max_lr", self.max_lr))
+        lowest = float(param_group.get("min_lr", self.min_lr))
+        return rate_at(self.run, self.num_steps, highest, lowest)

@@ -15,7 +15,7 @@ from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
-from mtrain.train.request import Questions
+from mtrain.train.generate.request import Questions
 
 USAGE = f"{program()} evaluate runs/<name> [limit=N] [tasks=NAME] [overrides]"
 WORDS = {

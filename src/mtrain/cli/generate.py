@@ -20,7 +20,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
 from mtrain.models.registry import family_of
-from mtrain.train.request import Request, Sampling
+from mtrain.train.generate.request import Request, Sampling
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
 _OF_SAMPLES = frozenset(

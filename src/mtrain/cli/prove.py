@@ -32,8 +32,8 @@ from mtrain.plan.shrink import (
 from mtrain.units import count
 
 if TYPE_CHECKING:
-    from mtrain.train.locate import Difference
-    from mtrain.train.prove import Row
+    from mtrain.train.verify.first_divergence import Difference
+    from mtrain.train.verify.prove import Row
 
 STEPS = 4
 MAX_RANKS = preflight.MOST_REHEARSED
@@ -191,7 +191,7 @@ def compared(small: RunConfig) -> list[Row]:
     """
     with _observed(small) as (one, many):
         local.install_reader()
-        from mtrain.train.prove import compare
+        from mtrain.train.verify.prove import compare
 
         centered = small.model.layernorm_zero_centered_gamma
         return compare(one, many, small.trainer.steps, _tolerances(small), zero_centered=centered)
@@ -203,14 +203,14 @@ def located(small: RunConfig) -> Difference | None:
     """
     with _observed(small, traced=True) as (one, many):
         local.install_reader()
-        from mtrain.train.where import Bounds, where
+        from mtrain.train.verify.first_divergence import Bounds, first_divergence
 
         told = _tolerances(small)
         dtype = EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(
             MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"]
         )
-        return where(one, many, small.trainer.steps, bounds)
+        return first_divergence(one, many, small.trainer.steps, bounds)
 
 
 def draws(full: RunConfig) -> bool:
@@ -230,7 +230,7 @@ def masks(small: RunConfig) -> list[tuple[str, str]]:
     with scratch_folder("mtrain-prove-") as scratch:
         local.observe_masks(small, scratch)
         local.install_reader()
-        from mtrain.train.dropped import wrong_masks
+        from mtrain.train.verify.dropout_compare import wrong_masks
 
         return wrong_masks(scratch, small)
 

@@ -60,8 +60,8 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     from mtrain.devices import registry
 
     mcore.install(registry.get(CPU.name))
-    from mtrain.train.trace import trace
-    from mtrain.train.trace_report import trace_report
+    from mtrain.train.trace.report import trace_report
+    from mtrain.train.trace.trace import trace
 
     _require_plan(run)
     try:
@@ -153,7 +153,7 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _parts(found: dict[str, Any], unit: int) -> list[str]:
-    from mtrain.train.trace_report import traced_parts
+    from mtrain.train.trace.report import traced_parts
 
     planned = found["plan"]["parts"]
     traced = traced_parts(found["peak"]["parts"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching.worker import enter
-from mtrain.train.request import Questions, Request, Sampling
+from mtrain.train.generate.request import Questions, Request, Sampling
 from mtrain.world.rank_env import End
 
 
@@ -38,7 +38,7 @@ def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
     """Return the job that trains a small run and writes the files that `prove` compares; see
-    `train.prove.observe`.
+    `train.verify.prove.observe`.
     """
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 
@@ -90,16 +90,16 @@ def _train(
 
 def _observe(run: RunConfig, home: Path, end: End, **how: bool) -> None:
     enter(run, end)
-    from mtrain.train import prove
+    from mtrain.train.verify import prove
 
     prove.observe(run, home, **how)
 
 
 def _observe_masks(run: RunConfig, home: Path, end: End) -> None:
     enter(run, end)
-    from mtrain.train import chance
+    from mtrain.train.verify import dropout_probe
 
-    chance.observe_masks(run, home)
+    dropout_probe.observe_masks(run, home)
 
 
 def _generate(
@@ -111,7 +111,7 @@ def _generate(
     request: Mapping[str, Any],
 ) -> None:
     enter(run, end)
-    from mtrain.train.write import write
+    from mtrain.train.generate.write import write
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
     sampling = Sampling(**request["sampling"])
@@ -130,7 +130,7 @@ def _evaluate(
     as_json: bool,
 ) -> None:
     enter(run, end)
-    from mtrain.train import evaluation
+    from mtrain.train.generate import evaluation
 
     evaluation.evaluate(run, Path(checkpoint), _path(tokenizer), limit, as_json)
 
@@ -145,7 +145,7 @@ def _answer(
     as_json: bool,
 ) -> None:
     enter(run, end)
-    from mtrain.train import harness
+    from mtrain.train.generate import harness
 
     values = {**questions, "tasks": tuple(questions["tasks"])}
     rebuilt = Questions(**values)

@@ -24,7 +24,7 @@ from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
-from mtrain.train.request import Questions, Request
+from mtrain.train.generate.request import Questions, Request
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
 
@@ -82,11 +82,10 @@ def observe(
     resumed: bool = False,
     traced: bool = False,
 ) -> None:
-    """Train a small run in local processes and write the files that `train.prove.compare` reads to
-    `home`.
+    """Train a small run in local processes and write the files for `train.verify.prove.compare` to `home`.
 
     `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
-    with what passes each module; see `train.prove.observe`.
+    with what passes each module; see `train.verify.prove.observe`.
     """
     _run(run, home, jobs.observe_job(by_document=by_document, resumed=resumed, traced=traced))
 

@@ -236,7 +236,7 @@ FIXES: tuple[Fix, ...] = (
         "parameters of packed samples",
         "kept by tests",
         "tests/distributed/test_packing.py",
-        "boundaries are made in one place, train/step.py, for every stage",
+        "boundaries are made in one place, train/loop/step.py, for every stage",
         "packed_seq_params.py:12",
     ),
     Fix(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from mtrain import units
+from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
 from mtrain.assembly.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
@@ -34,17 +35,21 @@ from mtrain.mcore.ahead import stay_on_device
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import adapter_parameters, parameters
-from mtrain.train import hooks
-from mtrain.train.dynamic import run_documents
-from mtrain.train.generate import Sampler
-from mtrain.train.graphs import Graphs
-from mtrain.train.measured import use_measured
-from mtrain.train.planned import Planned
-from mtrain.train.progress import Progress
-from mtrain.train.step import Parts
-from mtrain.train.stopping import StopRequest
-from mtrain.train.texts import encoded
-from mtrain.train.trainer import Hook, Trainer, reason
+from mtrain.train.generate.sampler import Sampler
+from mtrain.train.generate.texts import encoded
+from mtrain.train.hooks.base import Hook
+from mtrain.train.hooks.checkpoints import Checkpoints
+from mtrain.train.hooks.evaluation import Evaluation
+from mtrain.train.hooks.graphs import Graphs
+from mtrain.train.hooks.memory import Memory
+from mtrain.train.hooks.metrics import Metrics
+from mtrain.train.hooks.planned import Planned
+from mtrain.train.hooks.profile import Profile
+from mtrain.train.hooks.progress import Progress
+from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.loop.interruptions import StopRequest
+from mtrain.train.loop.step import TrainContext
+from mtrain.train.loop.trainer import Trainer, reason
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
@@ -105,36 +110,36 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 )
             errors = paths.folder / ERRORS
             with watching(run, world, errors, end):
-                parts = assemble(run, world, splits)
-                parts.stop = stop
+                context = assemble(run, world, splits)
+                context.stop = stop
                 progress = Progress(run, speaks=world.is_rank0)
-                checkpoint = _run(parts, splits, paths, progress)
+                checkpoint = _run(context, splits, paths, progress)
             with watching(run, world, errors, _end_of_sample):
-                _show_sample(parts, splits, checkpoint, progress)
+                _show_sample(context, splits, checkpoint, progress)
     except Apart:
         return False
     return True
 
 
-def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path | None:
+def _run(context: TrainContext, splits: Splits, paths: Paths, progress: Progress) -> Path | None:
     """Resume and fit; returns the checkpoint that holds the weights as they are now, if
     one does.
     """
-    run = parts.run
+    run = context.run
     if paths.checkpoint is not None:
-        _resume(parts, paths.checkpoint, splits, progress)
+        _resume(context, paths.checkpoint, splits, progress)
     elif paths.weights is not None:
         _load(
-            parts,
+            context,
             paths.weights,
-            lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state),
+            lambda checkpoint: ckpt_state.load_weights(checkpoint, context.state),
         )
         progress.note(f"weights from {paths.weights}")
-    parts.begin()
+    context.begin()
     plan = Planned(paths.folder, progress)
-    metrics = hooks.Metrics(paths.folder, plan.beside)
-    evaluation = hooks.Evaluation(metrics, progress)
-    checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
+    metrics = Metrics(paths.folder, plan.beside)
+    evaluation = Evaluation(metrics, progress)
+    checkpoints = Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
     # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a
     # run comes after
     chain: list[Hook] = [
@@ -142,31 +147,29 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
         progress,
         checkpoints,
         evaluation,
-        hooks.Memory(paths.folder),
+        Memory(paths.folder),
         plan,
     ]
     if run.trainer.profile_step:
-        chain.insert(
-            0, hooks.Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks)
-        )
+        chain.insert(0, Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks))
     if run.trainer.cuda_graph_impl == "transformer_engine":
         chain.append(Graphs(run))
-    _introduce(parts, splits, progress)
-    begun_at = parts.state.step
-    Trainer(parts, chain).fit()
+    _introduce(context, splits, progress)
+    begun_at = context.state.step
+    Trainer(context, chain).fit()
     evaluated = evaluation.last
     comparable = family_of(run.model).tokens_alone(run.model)
     entropy = splits.unigram_entropy_nats if comparable else None
-    if evaluated is not None and evaluated[0] == parts.state.step and entropy is not None:
+    if evaluated is not None and evaluated[0] == context.state.step and entropy is not None:
         loss = evaluated[1]
         side = "below" if loss < entropy else "not below"
         progress.note(
             f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy"
             f" {entropy:.4f}"
         )
-    if checkpoints.saved_step != parts.state.step:
+    if checkpoints.saved_step != context.state.step:
         return None
-    return checkpoints.path or (paths.checkpoint if parts.state.step == begun_at else None)
+    return checkpoints.path or (paths.checkpoint if context.state.step == begun_at else None)
 
 
 def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
@@ -187,7 +190,7 @@ def named_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | No
     return user_path(run.data.tokenizer) if run.data.tokenizer else model_tokenizer(run, checkpoint)
 
 
-def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True) -> Parts:
+def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True) -> TrainContext:
     """Model, optimizer, schedule and data of this rank, at step 0; weights have values if they are
     `drawn`.
     """
@@ -204,7 +207,9 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
             run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch
         )
     dynamic = run.parallel.hybrid_context_parallel
-    return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
+    return TrainContext(
+        run, world, state, train_data, valid_data, run_documents if dynamic else None
+    )
 
 
 def batches(
@@ -267,7 +272,7 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
         found[0, :, : run.model.vocab_size].float().numpy().tofile(out)
 
 
-def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
+def _resume(context: TrainContext, path: Path, splits: Splits, progress: Progress) -> None:
     """Put a checkpoint's state back.
 
     Each rank verifies what it reads; what one finds damaged ends all of them.
@@ -275,22 +280,25 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
 
     def put_back(checkpoint: Checkpoint) -> bool:
         saved = checkpoint.state.get("data")
-        if saved is not None and not parts.run.checkpoint.accept_changes:
+        if saved is not None and not context.run.checkpoint.accept_changes:
             same_data(saved, splits.describe())
-        return ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
+        return ckpt_state.load(
+            checkpoint, context.world, context.state, seed=context.run.trainer.seed
+        )
 
-    checkpoint, restored = _load(parts, path, put_back)
+    checkpoint, restored = _load(context, path, put_back)
     progress.note(
-        f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used"
+        f"resumed from {path}: step {context.state.step}, "
+        f"{context.state.consumed_samples} samples used"
     )
     if not restored:
-        moved = checkpoint.state["grid"] != parts.world.grid.sizes
+        moved = checkpoint.state["grid"] != context.world.grid.sizes
         why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
         progress.note(f"{why}: random generators start from the seed and the step")
 
 
 def _load(
-    parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]
+    context: TrainContext, path: Path, put_back: Callable[[Checkpoint], T]
 ) -> tuple[Checkpoint, T | None]:
     """Open a checkpoint and put back what is asked for; damage that one rank finds ends all of
     them.
@@ -299,12 +307,12 @@ def _load(
     done = None
     checkpoint = Checkpoint(path, {})
     try:
-        checkpoint = ckpt_state.opened(path, parts.run, parts.world)
+        checkpoint = ckpt_state.opened(path, context.run, context.world)
         done = put_back(checkpoint)
     except (CorruptData, BadEnvironment) as found:
         damage = f"{type(found).__name__}\n{found}"
     # over the store: a rank may wait for longer than a collective would
-    kind, *lines = ckpt_state.meeting_of(parts.world, parts.run).barrier(damage).split("\n")
+    kind, *lines = ckpt_state.meeting_of(context.world, context.run).barrier(damage).split("\n")
     if kind:
         error = BadEnvironment(*lines) if kind == BadEnvironment.__name__ else CorruptData(*lines)
         error.shared = True
@@ -344,10 +352,12 @@ def _forget_another(tokenizer: Path, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
-    run = parts.run
-    world = parts.world
-    counts = sorted({size // (run.trainer.micro * world.grid.dp) for _, size in parts.batch_sizes})
+def _introduce(context: TrainContext, splits: Splits, progress: Progress) -> None:
+    run = context.run
+    world = context.world
+    counts = sorted(
+        {size // (run.trainer.micro * world.grid.dp) for _, size in context.batch_sizes}
+    )
     batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
@@ -366,7 +376,9 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
         )
 
 
-def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress: Progress) -> None:
+def _show_sample(
+    context: TrainContext, splits: Splits, checkpoint: Path | None, progress: Progress
+) -> None:
     """Let the model write from the checkpoint that was saved.
 
     The run is finished and saved: a failure is a warning, and a stop ends the text.
@@ -374,9 +386,9 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
     Raises:
         Apart: this rank failed where others wait for it.
     """
-    run = parts.run
-    world = parts.world
-    chunks = parts.state.chunks
+    run = context.run
+    world = context.world
+    chunks = context.state.chunks
     if not run.trainer.sample_tokens or splits.tokenizer is None or not family_of(run.model).writes:
         return
     try:
@@ -386,7 +398,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
             ids: list[int] = []
             try:
                 ids = encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
-                if parts.stop_requested:
+                if context.stop_requested:
                     problem = STOPPED
             except Exception as error:
                 problem = reason(error) or "it is not known why"
@@ -399,7 +411,7 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
                     problem = reason(error) or "it is not known why"
                 problem = world.first_problem(problem)
             if not problem:
-                stop = partial(getattr, parts, "stop_requested")
+                stop = partial(getattr, context, "stop_requested")
                 found = sampler.generate(ids, run.trainer.sample_tokens, temperature=0.8, stop=stop)
     except Exception as error:
         with suppress(

@@ -17,8 +17,10 @@ from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import stages, uneven
 from mtrain.config.resolve.watch import watched
+from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.schedule import end_of_decay
 
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
@@ -311,28 +313,19 @@ OWN_FIELDS: dict[str, dict[str, Get]] = {
 }
 """Optimizer -> the fields of OptimizerConfig that its own keys feed."""
 
-SCHEDULES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-    "wsd": "WSD",
-}
-"""Schedule -> megatron-core's word for it."""
-
-
-def _decay(run: RunConfig) -> int:
-    return run.optim.decay_iters or run.trainer.steps
-
+OWN_CURVE = "constant"
+"""megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
+`assembly.optim` replaces the rates.
+"""
 
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
     "init_lr": lambda r: 0.0,
     "min_lr": lambda r: r.optim.min_lr or 0.0,
     "lr_warmup_steps": lambda r: r.optim.warmup_iters or 0,
-    "lr_decay_steps": _decay,
-    "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule],
-    "wd_incr_steps": _decay,
+    "lr_decay_steps": end_of_decay,
+    "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule].megatron_name or OWN_CURVE,
+    "wd_incr_steps": end_of_decay,
     "wd_incr_style": lambda r: "constant",
 }
 """Fields of OptimizerParamScheduler, in steps."""

@@ -1,81 +1,50 @@
-"""The learning rate of a step, as megatron-core's OptimizerParamScheduler computes it, and longer
-runs.
-"""
+"""The learning rate of each step, and the effect of a longer run on it."""
 
 from __future__ import annotations
 
-import math
-
+from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.schedule import end_of_decay as end_of_decay
+from mtrain.config.schema.schedule import warmup_of
 
 LENGTH = ("trainer.train_iters", "optim.decay_iters")
-"""Keys that set the length of a run and of its learning-rate decay."""
-
-
-def end_of_decay(run: RunConfig) -> int:
-    """Return the step at which the decay ends."""
-    return run.optim.decay_iters or run.trainer.steps
+"""Keys that set how long a run, and the decay of its learning rate, are."""
 
 
 def rate(run: RunConfig, step: int) -> float:
     """Return the learning rate of a step, counted from 1, of a resolved run."""
-    o = run.optim
-    highest = o.lr or 0.0
-    lowest = o.min_lr or 0.0
-    warmup = o.warmup_iters or 0
-    end = end_of_decay(run)
-    counted = step - 1 if o.schedule_counts == "past_updates" else step
+    past_updates = run.optim.schedule_counts == "past_updates"
+    counted = step - 1 if past_updates else step
+    return rate_at(run, counted, run.optim.lr or 0.0, run.optim.min_lr or 0.0)
+
+
+def rate_at(run: RunConfig, counted: int, highest: float, lowest: float) -> float:
+    """Return the rate where the schedule has `counted` steps, between the rates of a parameter
+    group.
+    """
+    warmup = warmup_of(run)
     if warmup > 0 and counted <= warmup:
         return highest * counted / warmup
-    if o.schedule == "constant":
-        return highest
-    if counted > end:
-        return lowest
-    if o.schedule == "inverse_sqrt":
-        return max(lowest, highest * math.sqrt(max(warmup, 1) / max(counted, 1)))
-    return lowest + _share(run, counted - warmup, end - warmup) * (highest - lowest)
-
-
-def _share(run: RunConfig, step: int, steps: int) -> float:
-    """Return the share of the rate after some steps of decay."""
-    o = run.optim
-    part = step / steps
-    style: str = o.schedule
-    if style == "wsd":
-        last = o.wsd_decay_iters or 1
-        if step <= steps - last:
-            return 1.0
-        part = (step - steps + last) / last
-        style = o.wsd_decay_style
-    shapes = {
-        "linear": 1.0 - part,
-        "cosine": 0.5 * (math.cos(math.pi * part) + 1.0),
-        "exponential": 2.0 * math.pow(0.5, part) - 1.0,
-        "minus_sqrt": 1.0 - math.sqrt(part),
-    }
-    return shapes[style]
+    return SCHEDULES[run.optim.schedule].rate(counted, run, highest, lowest)
 
 
 def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
-    """Return whether the first `step` steps of `other`, which differs in length, have the rates of
-    `run`.
+    """Return whether the first `step` steps of `other`, a run of another length, had the rates that
+    they have in `run`.
 
-    They do if the schedule is constant, if the decay has not begun, or if it ends at the same step.
+    They had where the curve does not depend on the length, where the decay has not begun, and where
+    it ends at the same step.
     """
-    ends = end_of_decay(other), end_of_decay(run)
-    if run.optim.schedule == "constant" or ends[0] == ends[1]:
+    schedule = SCHEDULES[run.optim.schedule]
+    if schedule.unchanged_until is None or end_of_decay(other) == end_of_decay(run):
         return True
-    unchanged = run.optim.warmup_iters or 0
-    if run.optim.schedule == "inverse_sqrt":
-        unchanged = min(ends)
-    if run.optim.schedule == "wsd":
-        unchanged = max(unchanged, min(ends) - (run.optim.wsd_decay_iters or 0))
-    return step <= unchanged
+    earlier = min(end_of_decay(other), end_of_decay(run))
+    return step <= schedule.unchanged_until(run, earlier)
 
 
 def new_curve(run: RunConfig, other: RunConfig, step: int) -> str:
-    """Describe how the learning rate changes if a run that made `step` steps gets another
-    length.
+    """Return what becomes of the learning rate where `other`, which has made `step` steps, is
+    resumed as `run`, a run of another length.
     """
     end = end_of_decay(run)
     last = end_of_decay(other)

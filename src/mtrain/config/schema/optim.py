@@ -6,6 +6,7 @@ from pydantic import Field, create_model
 
 from mtrain.config.engine.formats import MainFormat, MomentFormat
 from mtrain.config.optimizers import OPTIMIZERS, read_by
+from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.base import (
     Beta,
     Effect,
@@ -40,10 +41,7 @@ class _OptimKeys(Section):
     """Learning rate at the end of the decay; null: a tenth of `lr`; for fine-tuning `lr` over the
     number of steps.
     """
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"],
-        Key(aka="lr_decay_style lr_scheduler_type"),
-    ] = "cosine"
+    schedule: Annotated[str, Key(aka="lr_decay_style lr_scheduler_type")] = "cosine"
     """The shape of the decay after the warmup."""
     warmup_iters: Annotated[
         NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
@@ -199,7 +197,10 @@ def _optim_config() -> type[_OptimKeys]:
     """Return `_OptimKeys` with the names of all optimizers and the sections of those that
     have one.
     """
-    fields: dict[str, Any] = {"name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"])}
+    fields: dict[str, Any] = {
+        "name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"]),
+        "schedule": (Literal[tuple(SCHEDULES)], _OptimKeys.model_fields["schedule"]),
+    }
     for name, optimizer in OPTIMIZERS.items():
         if optimizer.section is not None:
             field: Any = Field(default_factory=optimizer.section, description=optimizer.section_doc)

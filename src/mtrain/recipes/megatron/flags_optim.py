@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from mtrain.config.messages.keys import choices_of
 from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.resolve.batches import samples_of, steps_within
+from mtrain.config.schedules import SCHEDULES
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.megatron.entries import always, one, spelled
 from mtrain.recipes.megatron.flags_training import RAMP, plan_of, steps
 
-STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
+STYLES = {
+    curve.megatron_name: name
+    for name, curve in SCHEDULES.items()
+    if curve.megatron_name not in (None, name)
+}
+"""Megatron-LM's word for a curve -> ours, where they differ."""
 
 
 def _warmup(a: Arguments, d: Draft) -> Draft:
@@ -124,11 +133,21 @@ def _name_words(d: Values) -> list[str]:
     return [] if word is None or word == "adam" else ["--optimizer", word]
 
 
+_STYLE = one("--lr-decay-style", "optim.schedule", "linear", words=STYLES)
+
+
+def _style_words(d: Values) -> Sequence[str]:
+    """Return no words for a curve that Megatron-LM does not have: the export reports the key."""
+    if SCHEDULES[d["optim.schedule"]].megatron_name is None:
+        return []
+    return _STYLE.write(d)
+
+
 OPTIM: tuple[Entry, ...] = (
     Entry(("--optimizer",), ("optim.name",), _name, _name_words),
     one("--lr", "optim.lr", always=True),
     one("--min-lr", "optim.min_lr", 0.0),
-    one("--lr-decay-style", "optim.schedule", "linear", words=STYLES),
+    replace(_STYLE, write=_style_words),
     steps("--lr-decay-iters", "--lr-decay-samples", "optim.decay_iters"),
     Entry(
         ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),

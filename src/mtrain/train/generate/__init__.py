@@ -1,0 +1,1 @@
+"""Text, scores and validation losses from the model of a checkpoint."""

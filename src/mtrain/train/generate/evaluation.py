@@ -1,0 +1,144 @@
+"""How well the model of a checkpoint predicts a validation split."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain import strict_json
+from mtrain.ckpt.state import TrainState
+from mtrain.config.resolve.batches import asked
+from mtrain.config.schema.run import RunConfig
+from mtrain.data import Splits, validation_of
+from mtrain.data.batch import GlobalBatches
+from mtrain.data.mock import MockSamples
+from mtrain.data.text import Tokenizer
+from mtrain.errors import say_page
+from mtrain.models.registry import family_of
+from mtrain.train.assemble import batches
+from mtrain.train.generate.write import restored
+from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.loop.step import TrainContext, summed
+from mtrain.world.init import World, joined
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Cross entropy over some samples, the same whatever the layout."""
+
+    loss: float
+    """Nats per token."""
+    perplexity: float | None
+    """None, as are the bits, where the loss is more than a cross entropy of tokens."""
+    bits_per_token: float | None
+    bits_per_byte: float | None
+    """Per byte of the text that the tokens stand for; None without a tokenizer."""
+    tokens: int
+    """Predictions that count."""
+    bytes: int | None
+    samples: int
+    seconds: float
+
+
+def evaluate(
+    run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
+) -> None:
+    """Print how well the model of a checkpoint predicts the validation split of `run`'s data, in
+    its layout.
+
+    Raises:
+        ConfigError: the data has another tokenizer than the model, or no validation split.
+        CorruptData: the checkpoint, the data or the tokenizer is not what was written.
+    """
+    with joined(run) as world:
+        splits = validation_of(
+            run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
+        )
+        chunks = restored(run, world, checkpoint)
+        found = measured(run, world, chunks, splits, tokenizer, limit)
+        if world.is_rank0:
+            say_page(strict_json.dumps(vars(found), indent=2) if as_json else _page(found))
+
+
+def measured(
+    run: RunConfig,
+    world: World,
+    chunks: list[object],
+    splits: Splits,
+    tokenizer: Path | None,
+    limit: int | None,
+) -> Measured:
+    """Cross entropy over the first `limit` samples of the validation split, or all; of synthetic
+    tokens, over as many as the run evaluates.
+    """
+    assert splits.validation is not None
+    begin = time.perf_counter()
+    whole = len(splits.validation)
+    if isinstance(splits.validation, MockSamples):
+        whole = max(1, run.trainer.eval_iters) * run.trainer.batch
+    dynamic = run.parallel.hybrid_context_parallel
+    data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
+    context = TrainContext(
+        run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
+    )
+    iters = data.steps
+    found = summed(context, data, iters)
+    assert found is not None  # nothing stops it
+    nats, tokens = found
+    text_bytes = None
+    if tokenizer is not None and run.data.kind != "mock":
+        text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
+    loss = nats / max(1, tokens)
+    plain = family_of(run.model).tokens_alone(run.model)
+    return Measured(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)) if plain else None,
+        bits_per_token=loss / math.log(2) if plain else None,
+        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes and plain else None,
+        tokens=tokens,
+        bytes=text_bytes,
+        samples=data.counted,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _bytes(
+    world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool
+) -> int:
+    """Return bytes of the text that is predicted: of the labels whose loss counts, over all
+    data-parallel ranks.
+    """
+    total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)
+    if not any(world.coords[axis] for axis in ("tp", "cp", "pp", *(("dp",) if alone else ()))):
+        counts = np.zeros(max(tokenizer.vocab_size, 1), np.int64)
+        for i in range(iters):
+            for batch in data.microbatches(i * data.global_batch_size):
+                labels = batch["labels"][batch["loss_mask"] > 0].numpy()
+                counts += np.bincount(labels[labels < len(counts)], minlength=len(counts))
+        total += int(counts @ tokenizer.byte_counts)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _page(found: Measured) -> str:
+    if found.bits_per_byte is None:
+        per_byte = ""
+    else:
+        per_byte = f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
+    first = f"loss {found.loss:.4f} nats per token"
+    if found.perplexity is not None:
+        first += (
+            f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per"
+            f" token{per_byte}"
+        )
+    return (
+        f"{first}\n"
+        f"{found.tokens} tokens of {found.samples} samples in {found.seconds:.1f} s, "
+        f"{found.tokens / found.seconds:.0f} tokens/s"
+    )

@@ -1,0 +1,316 @@
+"""Text from a model in any layout: the same pipeline schedule as training, forward only, one token
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrain.config.rules.quantized import MULTIPLES
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import ConfigError, Problem
+from mtrain.layout.grid import RankGrid
+from mtrain.mcore import api as mcore
+from mtrain.mcore.padding import padding_is
+from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
+from mtrain.train.generate.sampling import draw
+from mtrain.world.heartbeat import begin_phase
+from mtrain.world.heartbeat import waiting as waiting_for_others
+from mtrain.world.init import World
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """This rank's chunks of a model, to sample tokens from together with all other ranks."""
+
+    run: RunConfig
+    world: World
+    chunks: list[Any]
+    cache: bool = True
+    """Keep keys and values of what was read, where nothing stands against it."""
+
+    @property
+    def multiple(self) -> int:
+        """What a sequence's length must be a multiple of: sequence parallelism splits it,
+        low-precision products take it in blocks.
+        """
+        recipe = self.run.precision.quantized
+        parts = self.grid.tp if self.run.parallel.sequence_parallel else 1
+        return parts * (MULTIPLES.get(recipe, 16) if recipe is not None else 1)
+
+    @property
+    def context(self) -> int:
+        """Return tokens that are looked back at: `data.seq_length`, or fewer where learned
+        positions end before.
+
+        Raises:
+            ConfigError: there are fewer positions than the shortest sequence that this layout can
+                compute.
+        """
+        model = self.run.model
+        if model.position_embedding_type != "learned_absolute":
+            return self.run.data.length
+        positions = model.max_position_embeddings
+        whole = positions // self.multiple * self.multiple
+        if not whole:
+            rule = (
+                f"sequences of this layout are multiples of {self.multiple} tokens, and {positions}"
+                " have a position"
+            )
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT508", "model.max_position_embeddings", positions, rule, "parallel=single"
+                    )
+                ]
+            )
+        return min(self.run.data.length, whole)
+
+    def obstacle_to(self, tokens: int) -> str:
+        """Return why nothing is kept of what was read in a text of so many tokens, so that every
+        token reads all before it again; empty: it is kept.
+        """
+        model = self.run.model
+        if (
+            model.rope_scaling is not None
+            and min(self.context, tokens) + self.multiple > model.rotary_constant_to
+        ):
+            kind = model.rope_scaling.rope_type
+            return (
+                f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys"
+                " would not"
+            )
+        if model.linear_attention is not None:
+            mixers = "linear attention"
+        else:
+            if model.hybrid:
+                mixers = "Mamba-2 layers"
+            else:
+                mixers = ""
+        if mixers and self.multiple > 1:
+            return (
+                f"states of {mixers} take no padding back, and texts are padded to {self.multiple}"
+                " tokens"
+            )
+        return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
+
+    @property
+    def independent(self) -> bool:
+        """Return whether a text is the same whatever is computed beside it."""
+        moe = self.run.model.moe
+        return moe is None or moe.expert_capacity_factor is None
+
+    @property
+    def grid(self) -> RankGrid:
+        """Return the degrees of the layout."""
+        return self.world.grid
+
+    def generate(
+        self,
+        prompt: list[int],
+        tokens: int,
+        *,
+        temperature: float,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[int] | None:
+        """`prompt` followed by `tokens` sampled token ids; otherwise as `continued`."""
+        found = self.continued([prompt], Sampling(tokens, temperature), stop=stop)
+        return None if found is None else prompt + found[0].ids
+
+    @torch.no_grad()
+    def continued(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        *,
+        ending: Callable[[list[int]], str] = lambda ids: LENGTH,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Continuation] | None:
+        """What is sampled after each of the `prompts`, the same on every rank; None as soon as
+        one's `stop` is true.
+
+        The prompts are computed together, in step: all are read up to the end of the shortest, then
+        one token at a time, and the longer ones go on with what they say. So a text is what it
+        would be alone. `ending` says after each new token whether its continuation is at an end, by
+        a word of `ENDINGS`. Sampling has a generator of its own for each prompt, so the training
+        state is left as it was.
+
+        Where more than `context` tokens are known, the oldest ones are dropped, half a context at a
+        time.
+
+        Raises:
+            ConfigError: see `context`.
+        """
+        seed = self.run.trainer.seed if sampling.seed is None else sampling.seed
+        texts = [
+            _Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending)
+            for prompt in prompts
+        ]
+        longest = max(len(text.ids) for text in texts) + sampling.tokens
+        begin = -1
+        cache = None
+        with evaluated(self.chunks):
+            while going := [i for i, text in enumerate(texts) if not text.done]:
+                begin_phase("generation")
+                known = min(len(texts[i].ids) for i in going)
+                if begin != (start := self._start(known)):
+                    begin = start
+                    cache = self._cache(len(texts), longest)
+                logits = self._next_logits([text.part(begin, known) for text in texts], cache)
+                waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
+                if not self._add_next(waiting, logits, stop()):
+                    return None
+        return [Continuation(text.added, text.ended) for text in texts]
+
+    def _start(self, known: int) -> int:
+        """Return the first token that is looked back at where so many are known."""
+        half = max(1, self.context // 2)
+        return max(0, -(-(known - self.context) // half)) * half
+
+    def _cache(self, rows: int, longest: int) -> Any:
+        if not self.cache or self.obstacle_to(longest):
+            return None
+        length = min(self.context, longest) + self.multiple
+        return mcore.Cache(rows, length, last_only=self.multiple == 1)
+
+    def _add_next(
+        self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool
+    ) -> bool:
+        """Add the next token to each text that waits for one, by its row; false where a
+        rank stops.
+        """
+        told = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
+        told[0, -1] = stops
+        # Every rank of the last stage could draw; the first of them does.
+        if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
+            known = logits[:, : self.run.model.vocab_size].float().cpu()
+            told[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
+        with waiting_for_others():
+            if self.world.size > 1:
+                dist.all_reduce(told)
+            choices, endings = told.tolist()
+        for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
+            text.add(choice, ENDINGS[ended])
+        return not choices[-1]
+
+    def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
+        """Return logits [rows, padded vocabulary] after the last id of each row on ranks of the
+        last stage, None elsewhere.
+
+        Rows are of one length. What `cache` has read of them is not read again. Sequences are
+        padded on the right to a `multiple`; causal attention keeps the padding from being seen.
+        """
+        device = self.world.torch_device
+        begin = 0 if cache is None else cache.read
+        count = len(rows[0]) - begin
+        length = -(-count // self.multiple) * self.multiple
+        padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
+        positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
+        found = self.forward(
+            padded,
+            positions,
+            lambda logits: logits[:, min(count, logits.shape[1]) - 1],
+            {} if cache is None else {"inference_context": cache, "runtime_gather_output": True},
+            [count] * len(rows),
+        )
+        if cache is not None:
+            cache.advance(count)
+            return found
+        return None if found is None else mcore.gather_from_tensor_model_parallel_region(found)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        take: Callable[[torch.Tensor], torch.Tensor],
+        options: dict[str, Any],
+        lengths: Sequence[int],
+    ) -> torch.Tensor | None:
+        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on
+        ranks of the last stage, None elsewhere; `positions` is [length], `options` are given to the
+        model. Behind the first `lengths` tokens of each row is padding, which takes no capacity of
+        experts.
+        """
+        ends = torch.tensor(lengths, device=tokens.device)[:, None]
+        if self.independent:
+            padding = None
+        else:
+            padding = torch.arange(tokens.shape[1], device=tokens.device) >= ends
+
+        def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            with padding_is(padding):
+                output = model(tokens, positions.expand_as(tokens), None, **options)
+            return output, lambda logits, non_loss_data=True: take(logits)
+
+        interleaved = len(self.chunks) > 1
+        found = mcore.get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
+            model=self.chunks if interleaved else self.chunks[0],
+            num_microbatches=self.grid.pp if interleaved else 1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=tokens.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return found[0] if found else None
+
+
+class _Text:
+    """A prompt and what was added to it so far."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        generator: torch.Generator,
+        ending: Callable[[list[int]], str],
+    ) -> None:
+        self.ids = ids
+        self.ended = LENGTH
+        self.done = sampling.tokens <= 0
+        self._begin = len(ids)
+        self._last = len(ids) + sampling.tokens
+        self._ending = ending
+        self._sampling = sampling
+        self._generator = generator
+
+    def part(self, start: int, end: int) -> list[int]:
+        """Return the tokens from `start` to `end`; one that ended before is continued with
+        anything.
+        """
+        return (self.ids[start:end] + [0] * (end - len(self.ids)))[: end - start]
+
+    @property
+    def added(self) -> list[int]:
+        """What follows the prompt."""
+        return self.ids[self._begin :]
+
+    def draw(self, logits: torch.Tensor) -> tuple[int, int]:
+        """Return the next token, and the number of the ending that it makes."""
+        choice = draw(logits, self._sampling, self._generator)
+        return choice, ENDINGS.index(self._ending([*self.added, choice]))
+
+    def add(self, choice: int, ended: str) -> None:
+        """Take the token that was drawn for it."""
+        self.ids.append(choice)
+        self.ended = ended
+        self.done = ended != LENGTH or len(self.ids) == self._last
+
+
+@contextmanager
+def evaluated(chunks: list[Any]) -> Iterator[None]:
+    """The chunks without dropout inside, and trained on behind."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.train()

@@ -1,0 +1,37 @@
+"""The next token from its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtrain.train.generate.request import Sampling
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Return a token id from `logits` [vocabulary]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def limited(logits: Tensor, sampling: Sampling) -> Tensor:
+    """`logits` [vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751), then
+    min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        left_out = before >= sampling.top_p
+        left_out[0] = False
+        logits = logits.index_fill(0, order[left_out], -torch.inf)
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(-1)
+        logits = logits.masked_fill(
+            probabilities < sampling.min_p * probabilities.max(), -torch.inf
+        )
+    return logits

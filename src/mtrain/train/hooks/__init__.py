@@ -1,0 +1,1 @@
+"""Everything that happens around steps, one hook per file."""

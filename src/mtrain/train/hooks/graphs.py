@@ -1,0 +1,34 @@
+"""CUDA graphs of layers that TransformerEngine captures between two steps."""
+
+from __future__ import annotations
+
+from mtrain.config.schema.run import RunConfig
+from mtrain.mcore.cuda_graphs import CapturedLayers
+from mtrain.train.hooks.base import Hook
+from mtrain.train.loop.step import StepResult, TrainContext
+
+
+class Graphs(Hook):
+    """Captures this rank's layers after `trainer.cuda_graph_warmup_steps` steps of this process."""
+
+    collective = True
+
+    def __init__(self, run: RunConfig) -> None:
+        self.waits = run.trainer.cuda_graph_warmup_steps
+
+    def waits_for(self, context: TrainContext, step: int) -> bool:
+        """Captures between the step that it counts and the next."""
+        return bool(self.waits)
+
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
+        """Counts, and captures once."""
+        if not self.waits:
+            return
+        self.waits -= 1
+        if not self.waits:
+            run = context.run
+            state = context.state
+            micro = run.trainer.micro
+            batches = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
+            layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, micro, batches)
+            layers.capture(gathers=bool(run.parallel.overlap_param_gather))

@@ -1,0 +1,123 @@
+"""Dynamic context parallelism: each document of a global batch over as many ranks as its length
+needs.
+
+megatron-core's scheduler deals the documents out in groups; every rank makes the same plan for
+itself, so nothing is broadcast, and runs its own documents in the order in which the schedule asks
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mtrain.data.batch import FURTHER
+from mtrain.mcore import api as mcore
+from mtrain.mcore.padding import padding_is
+from mtrain.train.loop.step import Batch, Forward, TrainContext, sum_loss
+from mtrain.train.verify.documents import documents
+
+Groups = list[list[list[int]]]
+"""`groups[i][rank]`: the documents that a rank takes part in between two barriers, in order."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A document, and how many ranks it is sharded over."""
+
+    document: dict[str, torch.Tensor]
+    ranks: int
+
+
+def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
+    """Which rank takes part in which document; `most` tokens of a document are for one rank."""
+    scheduler = mcore.BalancedCPScheduler(
+        most, mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    dealt = sorted({number for group in groups for held in group for number in held})
+    if dealt != list(range(len(lengths))) or any(not held for group in groups for held in group):
+        raise RuntimeError(
+            f"{len(lengths)} documents of {sorted(lengths)} tokens cannot be dealt out over {ranks}"
+            " ranks"
+        )
+    return groups  # type: ignore[no-any-return]
+
+
+def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> Iterator[Share]:
+    """What one rank runs, in order."""
+    for group in groups:
+        for number in group[rank]:
+            yield Share(found[number], sum(number in held for held in group))
+
+
+def run_documents(
+    context: TrainContext,
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool,
+    around: Callable[[Forward], Forward] | None = None,
+) -> list[torch.Tensor]:
+    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each
+    part run here.
+
+    `around` makes another of the function that runs one document.
+    """
+    run = context.run
+    world = context.world
+    found = documents(batches)
+    most = run.parallel.max_seqlen_per_dp_cp_rank
+    assert most is not None
+    groups = deal_out([d["tokens"].shape[1] for d in found], most, world.grid.dp)
+    mine = shares(found, groups, world.coords["dp"])
+
+    def forward(_: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        return _forward(next(mine), model)
+
+    reports = mcore.get_forward_backward_func()(
+        forward_step_func=around(forward) if around else forward,
+        # the schedule writes its own remarks into what it is given, and asks for documents in our
+        # order
+        data_iterator=iter([([{} for _ in found], groups)]),
+        model=context.state.chunks[0],
+        num_microbatches=1,
+        seq_length=run.data.length,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return [report["loss"] for report in reports]
+
+
+def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
+    document = share.document
+    group = None
+    if share.ranks > 1:
+        group = mcore.parallel_state.get_hybrid_data_context_parallel_groups(group_size=share.ranks)
+        document = mcore.get_batch_on_this_cp_rank(dict(document), cp_group=group)
+    length = share.document["tokens"].shape[1]
+    params = mcore.PackedSeqParams(
+        qkv_format="sbhd",
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        local_cp_size=share.ranks,
+        cp_group=group,
+    )
+    labels = document["labels"]
+    mask = document["loss_mask"]
+    places = document["position_ids"]
+    more = {key: document[key] for key in (FURTHER,) if key in document}
+    with padding_is(document.get("padding")):
+        output = model(
+            document["tokens"],
+            places,
+            None,
+            labels=labels,
+            loss_mask=mask,
+            packed_seq_params=params,
+            **more,
+        )
+    return output, partial(sum_loss, mask, document.get("loss_counts"))

@@ -1,0 +1,264 @@
+"""The way of samples to a step: read ahead by a thread, and of them only what this rank's stages
+need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from mtrain.config.schema.run import RunConfig
+from mtrain.data.ahead import Ahead
+from mtrain.data.batch import GlobalBatches
+from mtrain.devices.base import Device, Event
+from mtrain.mcore import api as mcore
+from mtrain.mcore.context import context_positions
+from mtrain.mcore.local_params import unwrap
+from mtrain.models.registry import family_of
+from mtrain.train.loop.tally import TALLY, tally_of
+from mtrain.world.init import World
+
+Batch = Mapping[str, Any]
+"""A `MicroBatch` with its `Tally`; a packed one has its `Documents` beside it."""
+DOCUMENTS = "documents"
+BOUNDS = ("cu_seqlens", DOCUMENTS)
+"""Parts of a packed micro-batch that every part of the sequence has whole."""
+WHOLE = (*BOUNDS, TALLY)
+"""Those of any micro-batch."""
+Place = tuple[int, int]
+"""A step: the samples consumed before it, and those that it takes."""
+OWNERS = ("pre_process", "post_process", "mtp_process")
+"""What a chunk of megatron-core has on that embeds tokens or makes losses of them."""
+
+
+class Documents(NamedTuple):
+    """The documents of a packed micro-batch, as the host knows them: asking the device would hold
+    it up.
+    """
+
+    bounds: list[int]
+    """The first token of each, and the end of the last."""
+    longest: int
+    """Tokens."""
+
+
+Needs = frozenset[str] | None
+"""What of its samples the stages of a rank use; None: all."""
+
+
+def needs_of(run: RunConfig, chunks: Sequence[Any], *, padded: bool) -> Needs:
+    """What the chunks of a rank use of samples, of which some may be `padded`.
+
+    Stages in between use nothing of most: what they compute on comes from the stage before.
+    """
+    dealt = run.parallel.hybrid_context_parallel  # documents are dealt out after they are read
+    if dealt or family_of(run.model).reads_between or run.parallel.pp == 1:
+        return None
+    if any(getattr(unwrap(chunk), name, False) for chunk in chunks for name in OWNERS):
+        return None
+    counts = padded and counts_tokens(run)
+    return frozenset(BOUNDS if run.data.packed else ()) | frozenset(["padding"] if counts else ())
+
+
+def counts_tokens(run: RunConfig) -> bool:
+    """Return whether layers count tokens: routers of experts, and the indexers of
+    sparse attention.
+    """
+    return run.model.moe is not None or run.model.dsa is not None
+
+
+class Feed:
+    """The micro-batches of steps, in this rank's memory as the step takes them."""
+
+    def __init__(
+        self,
+        data: GlobalBatches,
+        world: World,
+        needs: Needs,
+        following: Callable[[Place], Place | None],
+        depth: int,
+        ring: Ring | None = None,
+    ) -> None:
+        self._data = data
+        self._world = world
+        self._needs = needs
+        ready = _Ready(data, world, needs, ring)
+        self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
+        self.waited_s = 0.0
+        """How long the last step waited for its samples to be read."""
+
+    def take(self, consumed: int, size: int) -> list[Batch]:
+        """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
+        device.
+
+        Raises whatever reading them raised.
+        """
+        begun = time.perf_counter()
+        found, slot = self._ahead.take((consumed, size))
+        self.waited_s = time.perf_counter() - begun
+        batches = [_copied(batch, self._world) for batch in found]
+        if slot is not None:
+            slot.copied = self._world.device.event()
+        return batches
+
+    def expect(self, consumed: int, size: int) -> None:
+        """Begin to read for the step that `take` will be asked for."""
+        self._ahead.expect((consumed, size))
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._ahead.close()
+
+
+class _Ready:
+    """Reads the micro-batches of a step up to where they only have to be copied to the device."""
+
+    def __init__(self, data: GlobalBatches, world: World, needs: Needs, ring: Ring | None) -> None:
+        self.data = data
+        self.world = world
+        self.needs = needs
+        self.ring = ring
+
+    def __call__(self, place: Place) -> tuple[Sequence[Batch], Slot | None]:
+        if self.needs is not None and not self.needs:
+            return [{} for _ in self.data.numbers(*place)], None
+        batches = [_measured(cast(Batch, batch)) for batch in self.data.microbatches(*place)]
+        if self.needs is not None:
+            batches = [{key: batch[key] for key in self.needs if key in batch} for batch in batches]
+        if self.world.grid.cp > 1:
+            batches = [_part_of_context(batch, self.world) for batch in batches]
+        if self.ring is None:
+            return batches, None
+        self.world.device.set_index(self.world.local_rank)  # a thread has a device of its own
+        return self.ring.put(batches)
+
+
+def to_device(batch: Batch, world: World) -> Batch:
+    """Return a micro-batch on this rank's device, split to this rank's part of the sequence under
+    context parallelism.
+    """
+    batch = _measured(batch)
+    return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
+
+
+def documents_of(batch: Batch) -> Documents:
+    """Return the documents of a packed micro-batch; one that came by no feed is asked for them."""
+    if DOCUMENTS in batch:
+        return cast(Documents, batch[DOCUMENTS])
+    bounds = batch["cu_seqlens"].tolist()
+    return Documents(bounds, max(stop - start for start, stop in pairwise(bounds)))
+
+
+def _measured(batch: Batch) -> Batch:
+    found = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
+    bounds = found[DOCUMENTS].bounds if DOCUMENTS in found else None
+    return {**found, TALLY: tally_of(batch, bounds)}
+
+
+def _copied(batch: Batch, world: World) -> Batch:
+    return {
+        key: value.to(world.torch_device, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in batch.items()
+    }
+
+
+def _part_of_context(batch: Batch, world: World) -> Batch:
+    """This rank's part of the sequence under context parallelism."""
+    whole = {key: value for key, value in batch.items() if key in WHOLE}
+    shared = {key: value for key, value in batch.items() if key not in WHOLE}
+    bounds = batch.get("cu_seqlens")
+    if bounds is None:
+        return {**mcore.get_batch_on_this_cp_rank(shared), **whole} if shared else whole
+    if not shared:
+        return batch
+    tokens = int(bounds[-1])
+    mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
+    return {**{key: value[:, mine] for key, value in shared.items()}, **whole}
+
+
+ALIGNMENT = 64
+"""Bytes of which every tensor begins at a multiple."""
+
+
+class Slot:
+    """Memory of one step's micro-batches."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        """uint8."""
+        self.copied: Event | None = None
+        """The moment at which the device has read it; None: it was not asked to."""
+
+
+class Ring:
+    """Slots for the steps that are read ahead, one that is taken, and one whose copy may be under
+    way.
+    """
+
+    def __init__(self, device: Device, slots: int) -> None:
+        self._device = device
+        self._slots = [Slot() for _ in range(slots)]
+        self._turn = 0
+
+    @classmethod
+    def of(cls, device: Device, prefetch: int) -> Ring | None:
+        """Return the ring of a feed that reads `prefetch` steps ahead; None where no memory is
+        pinned for the device.
+        """
+        return cls(device, prefetch + 2) if device.pin_memory else None
+
+    def put(self, batches: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Slot]:
+        """Return the micro-batches with their tensors in the next slot, once the device has read
+        what was there.
+        """
+        self._turn = (self._turn + 1) % len(self._slots)
+        slot = self._slots[self._turn]
+        if slot.copied is not None:
+            slot.copied.synchronize()
+            slot.copied = None
+        tensors = [
+            value
+            for batch in batches
+            for value in batch.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        memory = self._memory(slot, sum(map(_room, tensors)))
+        placed = []
+        start = 0
+        for batch in batches:
+            inside = dict(batch)
+            for key, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    inside[key] = _written(memory[start : start + value.nbytes], value)
+                    start += _room(value)
+            placed.append(inside)
+        return placed, slot
+
+    def _memory(self, slot: Slot, size: int) -> torch.Tensor:
+        """Return a slot's memory, of the next power of two: steps of other documents need a little
+        more or less.
+        """
+        if slot.memory is None or slot.memory.numel() < size:
+            slot.memory = self._device.pinned(1 << max(12, (size - 1).bit_length()))
+        return slot.memory
+
+
+def _room(value: torch.Tensor) -> int:
+    return -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _written(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a part of the memory (uint8, as many bytes)."""
+    if value.nbytes:
+        # by numpy: the thread that reads ahead must not start threads of torch's beside those of
+        # the step
+        flat = value.contiguous().reshape(-1).view(torch.uint8)
+        np.copyto(memory.numpy(), flat.numpy())
+    return memory.view(value.dtype).view(value.shape)

@@ -1,0 +1,192 @@
+"""One step of one rank without its memory: the program that trains, on tensors that have shapes
+alone.
+
+Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a world that
+is not there. What a recorder sees is what the program does: no formula is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from unittest import mock
+
+import torch
+
+from mtrain.config.machine.devices import CPU
+from mtrain.config.schema.run import RunConfig
+from mtrain.mcore import linear
+from mtrain.mcore.megatron_fsdp import flat_buffers
+from mtrain.mcore.optimizer_state import inner_optimizers, offloading, state_shards
+from mtrain.mcore.shaped import shaped
+from mtrain.plan.portable import portable
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.schedule import most_in_flight
+from mtrain.train.assemble import assemble, splits_of
+from mtrain.train.loop import step as steps
+from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.loop.prefetch import Batch, to_device
+from mtrain.train.trace.recorder import HOST, Recorder
+from mtrain.world.fake_world import silent_world
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a step of a rank was seen to do."""
+
+    run: RunConfig
+    """As it was traced."""
+    rank: int
+    stage: int
+    microbatches: int
+    """Of the step: so many that more would change nothing at the peak."""
+    recorder: Recorder
+
+
+def trace(run: RunConfig, rank: int) -> Traced:
+    """Return a step of rank `rank` of a resolved run, with the portable kernels.
+
+    Raises:
+        ValueError: the layout has no such rank.
+    """
+    run = portable(run)
+    recorder = Recorder()
+    with silent_world(run, rank, torch.device(CPU.name)) as world, shaped():
+        splits = splits_of(run)
+        with recorder.recording():
+            context = assemble(run, world, splits, drawn=False)
+            recorder.name(context.state.chunks)
+            _watch_host(recorder, context)
+            steps.update(context.state, run.optim.schedule_counts)  # makes what the optimizer keeps
+            if run.parallel.fsdp == "megatron":  # it updates nothing before there is a gradient
+                for shard in state_shards(context.state.chunks, context.state.optimizer):
+                    shard.allocate()
+            _declare(recorder, context)
+        stage = world.coords["pp"]
+        number = microbatches(run, stage)
+        read = context.train_data.microbatches(0, number * run.trainer.micro * world.grid.dp)
+        batches = [to_device(cast(Batch, batch), world) for batch in read]
+        with recorder.recording():
+            _step(recorder, context, batches)
+        return Traced(run, rank, stage, number, recorder)
+
+
+def microbatches(run: RunConfig, stage: int) -> int:
+    """Return the fewest micro-batches of a step with which a rank of a stage has as much in flight
+    as with all of them.
+    """
+    p = run.parallel
+    every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
+    if p.hybrid_context_parallel:
+        return every  # which documents a rank runs is decided among all of a step
+    if p.vpp == 1:
+        return min(every, p.pp - stage + 1)
+    group = p.microbatch_group_size_per_vp_stage or p.pp
+    kept = stage_memories(run)[stage].kept
+    most = most_in_flight(run, stage, kept, every)[0]
+    enough = (
+        number
+        for number in range(group, every, group)
+        if most_in_flight(run, stage, kept, number)[0] == most
+    )
+    return next(enough, every)
+
+
+def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
+    """What is there before a step: weights, gradients, what the optimizer keeps."""
+    states: list[torch.Tensor] = []
+    for group in (group for chunk in context.state.chunks for group in flat_buffers(chunk)):
+        for (
+            part,
+            tensors,
+        ) in group.items():  # first: what the chunk calls its weights may be the main weights
+            recorder.declare(part, tensors)
+    weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
+    recorder.declare("weights", weights)
+    gradients = [getattr(weight, "main_grad", None) for weight in weights]
+    recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
+    for inner in inner_optimizers(context.state.optimizer):
+        states += [weight for group in inner.param_groups for weight in group["params"]]
+        states += [
+            t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
+        ]
+    for leaf in offloading(
+        context.state.optimizer
+    ):  # main weights on the device, of which these have copies
+        states += [weight for group in leaf.param_groups for weight in group["params"]]
+        recorder.declare(HOST, [*leaf.cpu_copys_map_gpu_param, *leaf.cpu_copy_map_grad.values()])
+    recorder.declare("optimizer", states)
+    recorder.settle()
+
+
+def _watch_host(recorder: Recorder, context: steps.TrainContext) -> None:
+    """What an optimizer in host memory makes is there."""
+
+    def on_host(value: bool) -> Callable[..., None]:
+        return lambda *_: setattr(recorder, "on_host", value)
+
+    for leaf in offloading(context.state.optimizer):
+        for inner in leaf.cpu_optimizers:
+            inner.register_step_pre_hook(on_host(True))
+            inner.register_step_post_hook(on_host(False))
+
+
+def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.Batch]) -> None:
+    around = partial(
+        _watched, recorder, {id(chunk): number for number, chunk in enumerate(context.state.chunks)}
+    )
+    for chunk in context.state.chunks:
+        chunk.zero_grad_buffer()
+    context.state.optimizer.zero_grad()
+    with recorder.saving(), _own_attributes(context):
+        if context.schedule is not None:
+            run_documents(context, batches, forward_only=False, around=around)
+        else:
+            steps.run_pipeline(
+                context, batches, forward_only=False, forward=around(steps.forward_step)
+            )
+    recorder.phase = "optimizer"
+    recorder.at = (-1, 0)
+    steps.update(context.state, context.run.optim.schedule_counts)
+    recorder.phase = ""
+
+
+def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward) -> steps.Forward:
+    """Return the same, with what it does recorded as the forward of a micro-batch of a chunk."""
+    counts = [0] * len(places)
+
+    def watched(iterator: Iterator[steps.Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        chunk = places.get(id(model), 0)
+        recorder.phase = "forward"
+        recorder.at = (counts[chunk], chunk)
+        counts[chunk] += 1
+        try:
+            return forward(iterator, model)
+        finally:
+            recorder.phase = ""
+
+    return watched
+
+
+@contextmanager
+def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
+    """A weight that comes back from a hook of autograd has lost its attributes, where the gradient
+    is added.
+    """
+    found = {
+        _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()
+    }
+    real = linear._add_in_place
+
+    def add_in_place(weight: Any, dy: Any, x: Any) -> Any:
+        return real(found[_place(weight)], dy, x)
+
+    with mock.patch.object(linear, "_add_in_place", add_in_place):
+        yield
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

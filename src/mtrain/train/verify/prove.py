@@ -1,0 +1,259 @@
+"""What a layout computes, written down so that another layout can be compared with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain import strict_json
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt import store
+from mtrain.ckpt.folder import MODEL, folder_name
+from mtrain.config.resolve.batches import size_after
+from mtrain.config.schema.run import RunConfig
+from mtrain.data import Splits
+from mtrain.mcore import sharding
+from mtrain.train.assemble import assemble, splits_of
+from mtrain.train.loop.prefetch import to_device
+from mtrain.train.loop.step import TrainContext, gradients, reduce_report, train_step
+from mtrain.train.trace.activations import Recorder
+from mtrain.train.verify import documents
+from mtrain.world.init import World, joined
+
+SMALL = 1e-3
+STEPS = "steps.json"
+DOCUMENTS = "documents.json"
+MIDDLE = "middle"
+RESTORED = "restored"
+"""Folders of the checkpoint that a run goes on from, and of what it is once that is read."""
+
+
+def observe(
+    run: RunConfig,
+    folder: Path,
+    *,
+    by_document: bool = False,
+    resumed: bool = False,
+    traced: bool = False,
+) -> None:
+    """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step,
+    the whole gradient that the first update was made from, and the weights after the last.
+
+    Of packed samples also the loss and the gradient of a few documents alone. With `by_document`
+    nothing is packed: one rank runs each document as a sequence of its own. With `resumed` the
+    second half of the steps is made by what was built anew and read back from a checkpoint. With
+    `traced`, what every module takes and gives is kept, and the gradient and the weights of every
+    step, for `train.locate`; documents are not looked at alone.
+    """
+    with joined(run) as world:
+        splits = splits_of(run)
+        context = _assembled(run, world, splits, by_document)
+        of_documents = _documents(context, folder) if run.data.packed and not traced else []
+        recorder = Recorder(context, by_document=by_document) if traced else None
+        record_gradients(context, folder / "gradients")
+        results = []
+        for made in range(run.trainer.steps):
+            if resumed and made and made == run.trainer.steps // 2:
+                context = _resumed(context, folder / MIDDLE, splits, by_document)
+                if recorder is not None:
+                    recorder.follow(context)
+                    ckpt_state.save(folder / RESTORED, run, world, context.state, {})
+            if traced:
+                record_gradients(context, folder / f"gradients_{made + 1}")
+            results.append(train_step(context, stop_requested=False))
+            if traced:
+                ckpt_state.save(folder / f"weights_{made + 1}", run, world, context.state, {})
+        ckpt_state.save(folder, run, world, context.state, {})
+        if recorder is not None:
+            recorder.save(folder)
+        if world.is_rank0:
+            rows = [{"loss": r.loss, "grad_norm": r.grad_norm} for r in results]
+            (folder / STEPS).write_text(strict_json.dumps(rows))
+            (folder / DOCUMENTS).write_text(strict_json.dumps(of_documents))
+
+
+def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) -> TrainContext:
+    context = assemble(run, world, splits)
+    if by_document:
+        context.schedule = documents.alone(splits.document_ends)
+    return context
+
+
+def _resumed(
+    context: TrainContext, folder: Path, splits: Splits, by_document: bool
+) -> TrainContext:
+    """Return the run as it goes on in parts that are built anew and read back what it
+    saves here.
+    """
+    run = context.run
+    world = context.world
+    path = ckpt_state.save(folder, run, world, context.state, {})
+    context.close()
+    anew = _assembled(run, world, splits, by_document)
+    ckpt_state.load(ckpt_state.opened(path, run, world), world, anew.state, seed=run.trainer.seed)
+    return anew
+
+
+def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
+    """Where some documents of the first global batch are, and their losses; their gradients are
+    saved.
+    """
+    data = context.train_data
+    size = size_after(context.batch_sizes, 0)
+    out = []
+    for document in documents.observed(data, size):
+        batches = [
+            to_device(batch, context.world) for batch in documents.only(document, data, size)
+        ]
+        means = reduce_report(context.world, gradients(context, batches), False)
+        save_gradients(context, folder / f"document_{document.number}")
+        out.append({**asdict(document), "loss": means.loss, "tokens": means.tokens})
+    return out
+
+
+def record_gradients(context: TrainContext, folder: Path) -> None:
+    """Save the gradients that the optimizer's next step finds, as a checkpoint of step 0."""
+    optimizer = context.state.optimizer
+    step = optimizer.step
+
+    def recording() -> Any:
+        optimizer.step = step
+        save_gradients(context, folder)
+        return step()
+
+    optimizer.step = recording
+
+
+def save_gradients(context: TrainContext, folder: Path) -> None:
+    """Save the gradients that are there, as a checkpoint of step 0."""
+    ranks = ckpt_state.meeting_of(context.world, context.run)
+    shards = sharding.gradient_shards(context.state.chunks, context.state.optimizer)
+    store.save(folder, 0, shards, {}, {}, "", ranks)
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint put together from its pieces, by name."""
+    opened = store.Checkpoint.open(checkpoint)
+    return {key: opened.whole(key) for key in opened.manifest["tensors"]}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest relative difference of one kind of number, and where it was found."""
+
+    what: str
+    error: float
+    where: str
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        """Return whether it is within its tolerance."""
+        return self.error <= self.tolerance
+
+
+def compare(
+    one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
+) -> list[Row]:
+    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights
+    after the last.
+
+    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that
+    has no size of its own after a few steps.
+    """
+    a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
+    losses = {
+        f"step {i}": relative(x["loss"], y["loss"])
+        for i, (x, y) in enumerate(zip(a, b, strict=True), 1)
+    }
+    norm = {"step 1": relative(a[0]["grad_norm"], b[0]["grad_norm"])}
+    rows = [
+        _worst("loss", losses, tolerances["loss"]),
+        _worst("gradient norm", norm, tolerances["gradient norm"]),
+    ]
+    rows += _of_documents(one, many, tolerances)
+    for what, inside in (
+        ("gradient", f"gradients/{folder_name(0)}"),
+        ("weight", folder_name(steps)),
+    ):
+        errors = _of_tensors(one / inside, many / inside, offset=what == "weight" and zero_centered)
+        rows.append(_worst(what, errors, tolerances[what]))
+    return rows
+
+
+def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[Row]:
+    """Return losses and gradients of documents of packed samples, if there are any."""
+    a, b = (json.loads((folder / DOCUMENTS).read_text()) for folder in (one, many))
+    losses: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for x, y in zip(a, b, strict=True):
+        where = f"document {x['number']}, in sample {x['sample']}"
+        same = all(x[key] == y[key] for key in ("number", "start", "stop", "tokens"))
+        losses[where] = relative(x["loss"], y["loss"]) if same else float("inf")
+        inside = f"document_{x['number']}/{folder_name(0)}"
+        # a token that attends to itself alone gives norms of queries a gradient of rounding
+        found = _of_tensors(one / inside, many / inside, small=SMALL)
+        errors |= {f"{where}: {key}": error for key, error in found.items()}
+    if not losses:
+        return []
+    return [
+        _worst("loss of a document", losses, tolerances["loss"]),
+        _worst("its gradient", errors, tolerances["gradient"]),
+    ]
+
+
+def _of_tensors(
+    one: Path, many: Path, *, offset: bool = False, small: float = 0.0
+) -> dict[str, float]:
+    """Return the relative difference of each tensor of two checkpoints; with `offset`, of norms
+    that are 1 more.
+
+    A tensor whose norm is less than `small` of that of all tensors is compared with that.
+    """
+    left, right = (
+        {
+            key.removeprefix(MODEL): value
+            for key, value in whole_tensors(folder).items()
+            if is_weight(key)
+        }
+        for folder in (one, many)
+    )
+    if left.keys() != right.keys():
+        odd = sorted(left.keys() ^ right.keys())
+        return {f"only on one side: {', '.join(odd[:3])}": float("inf")}
+    factors = {key for key in left if offset and "norm" in key and "bias" not in key}
+    least = small * math.sqrt(sum(float(value.double().square().sum()) for value in left.values()))
+    return {
+        key: _distance(value, right[key], 1.0 if key in factors else 0.0, least)
+        for key, value in left.items()
+    }
+
+
+def is_weight(key: str) -> bool:
+    """Return whether a key is of a weight or its gradient: not of the optimizer or of a
+    router's counters.
+    """
+    return key.startswith(MODEL) and "tokens_per_expert" not in key
+
+
+def relative(a: float | None, b: float | None) -> float:
+    """Return the difference of two numbers as a part of the first; infinite where one is none."""
+    if a is None or b is None:  # not a number
+        return float("inf")
+    return abs(a - b) / max(abs(a), 1e-12)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, offset: float, least: float) -> float:
+    return float(
+        (a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(max(least, 1e-12))
+    )
+
+
+def _worst(what: str, errors: dict[str, float], tolerance: float) -> Row:
+    where = max(errors, key=lambda key: errors[key])
+    return Row(what, errors[where], where, tolerance)
