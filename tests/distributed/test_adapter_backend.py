@@ -77,7 +77,7 @@ def test_mla_under_tp2_has_the_gradients_of_one_rank(sequence_parallel: bool) ->
 
 
 def test_a_named_kernel_that_cannot_run_is_an_error_with_the_reason() -> None:
-    from mtrain.mcore import backend
+    from mtrain.mcore.layers import backend
 
     choices = {**vars(tiny.REFERENCE), "attention": "te", "norm": "te"}
     with pytest.raises(
@@ -105,7 +105,8 @@ def test_multi_token_prediction_under_tp2_has_the_gradients_of_one_rank() -> Non
 
 
 def _stock_mla() -> dict[str, torch.Tensor]:
-    from mtrain.mcore import api, backend
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import backend
 
     tiny.start_world(tp=2)
     cfg = tiny.config(tensor_model_parallel_size=2, **tiny.MLA)
@@ -228,8 +229,8 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     elsewhere.
     """
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
-    from mtrain.mcore.context import context_positions
+    from mtrain.mcore.layers.attention import CoreAttention
+    from mtrain.mcore.layers.context import context_positions
 
     tiny.start_world(cp=cp, cp_sizes=case.get("hierarchical_context_parallel_sizes"))
     case = dict(case)
@@ -289,7 +290,7 @@ def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: st
 
 def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -310,7 +311,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
 
 def _default_path_calls() -> list[dict[str, Any]]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -334,7 +335,7 @@ def test_plain_causal_attention_builds_no_mask() -> None:
 
 def _dropout_twice() -> tuple[bool, bool]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world(tp=2)
     cfg = tiny.config(attention_dropout=0.5, tensor_model_parallel_size=2)

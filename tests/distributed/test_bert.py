@@ -201,7 +201,7 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

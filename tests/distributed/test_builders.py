@@ -73,7 +73,7 @@ def _steps(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     rank has.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -133,7 +133,7 @@ def test_twenty_steps_are_the_same(name: str) -> None:
 
 def test_blocks_with_the_numbers_of_others_are_seen() -> None:
     def job(builder: str) -> list[tuple[float, float]]:
-        from mtrain.mcore import block_model
+        from mtrain.mcore.models import block_model
 
         block_model.BlockLayer.number = lambda self, layer_number: 5 - (layer_number + 1) // 2  # type: ignore[method-assign]
         return train_steps(built_as(builder, LAYOUTS["windows"]), 1)

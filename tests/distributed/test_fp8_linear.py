@@ -132,7 +132,7 @@ def test_a_layout_is_proven_in_8_bits(name: str) -> None:
 
 def test_a_scale_that_is_of_a_part_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     import_engine()
-    monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
+    monkeypatch.setattr("mtrain.mcore.layers.linear.greatest", lambda groups: None)
     rows = {row.what: row for row in _proven("precision=fp8_tensorwise parallel=tp2")}
     assert rows["gradient"].error > 3 * rows["gradient"].tolerance
 
@@ -149,7 +149,7 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
         return whole(x, *args, **given)
 
     def job() -> int:
-        from mtrain.mcore import linear
+        from mtrain.mcore.layers import linear
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(linear, "fp8_linear", counted)
@@ -205,8 +205,8 @@ def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -
 
     def job() -> set[str]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.layers import DuplicatedLinear
-        from mtrain.mcore.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.portable import DuplicatedLinear
         from mtrain.world.init import joined
 
         with joined(run) as world:

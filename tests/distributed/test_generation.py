@@ -171,7 +171,7 @@ def test_what_is_drawn_follows_the_seed_and_no_other_prompt() -> None:
 
 
 def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
-    from mtrain.mcore.cache import obstacle
+    from mtrain.mcore.layers.cache import obstacle
 
     def config(**fields: Any) -> Any:
         plain = {

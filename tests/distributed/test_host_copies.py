@@ -38,7 +38,7 @@ def test_weights_come_back_from_host_memory() -> None:
 
 def test_without_copies_the_weights_would_be_lost() -> None:
     def lost() -> bool:
-        from mtrain.mcore import hook
+        from mtrain.mcore.adapter import hook
 
         hook._Adapter.to_host = lambda self, value, *args, **kwargs: value  # type: ignore[method-assign,assignment]
         buffer = _buffers()[0]

@@ -94,7 +94,7 @@ def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
     run = hybrid_run(**LAYOUTS["cp2"])
 
     def job() -> list[tuple[float, float]]:
-        from mtrain.mcore import mamba_context
+        from mtrain.mcore.layers import mamba_context
 
         mamba_context.context_positions = lambda tokens, ranks, ends, device: torch.arange(tokens)  # type: ignore
         return train_steps(run, STEPS)
@@ -113,7 +113,7 @@ def test_the_plan_counts_the_parameters_that_are_built() -> None:
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -147,8 +147,8 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
     from mtrain_kernels.ssd import reference
 
     from mtrain.assembly.model import build_model
-    from mtrain.mcore import mamba_mixer
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.layers import mamba_mixer
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     def one_by_one(*args: Any, chunk: int, impl: str, **more: Any) -> Any:

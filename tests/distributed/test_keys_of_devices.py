@@ -112,7 +112,7 @@ def test_layers_are_captured_where_megatron_core_knows_the_micro_batches_of_a_st
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.transformer import cuda_graphs
 
-        from mtrain.mcore.cuda_graphs import CapturedLayers
+        from mtrain.mcore.adapter.cuda_graphs import CapturedLayers
 
         seen = []
 

@@ -117,7 +117,7 @@ def test_the_plan_counts_what_is_built_and_what_is_frozen(pp: int) -> None:
 
     def job() -> tuple[int, int]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -163,7 +163,7 @@ def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
 
 
 def test_a_rank_that_reads_other_images_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.mcore.image_language_model import ImageLanguageModel
+    from mtrain.mcore.models.image_language_model import ImageLanguageModel
 
     real = ImageLanguageModel._features
 

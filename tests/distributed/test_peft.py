@@ -210,7 +210,7 @@ def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
 def test_a_gradient_that_is_not_summed_over_ranks_is_found(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import low_rank
+    from mtrain.mcore.layers import low_rank
 
     real = getattr(low_rank, name)
 

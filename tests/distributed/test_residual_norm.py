@@ -60,7 +60,7 @@ def _trained(
     run: RunConfig, folder: Path, steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import residual
+        from mtrain.mcore.layers import residual
 
         made = [0]
         whole = residual.ResidualNorm.forward
@@ -109,7 +109,7 @@ def test_sums_made_by_norms_train_as_sums_apart(
 def test_a_sum_that_loses_the_gradient_of_the_stream_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import residual
+    from mtrain.mcore.layers import residual
 
     right = _trained(tiny_run(), tmp_path / "apart", 1)
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)

@@ -261,7 +261,7 @@ def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> No
 
     def formats() -> dict[str, torch.dtype]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

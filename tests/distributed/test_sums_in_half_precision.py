@@ -28,7 +28,7 @@ def test_an_embedding_adds_the_gradients_of_one_id_up_in_fp32(dtype: str, name: 
 
     def gradients() -> list[torch.Tensor]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.local_params import unwrap
+        from mtrain.mcore.state.local_params import unwrap
         from mtrain.world.init import joined
 
         with joined(run) as world:

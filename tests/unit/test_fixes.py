@@ -10,9 +10,9 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.engine import release
 from mtrain.config.messages.codes import codes
-from mtrain.mcore.fix import BROUGHT_BACK
-from mtrain.mcore.fixes import FIXES, Fix
-from mtrain.mcore.patches import PATCHES
+from mtrain.mcore.patches.entries import PATCHES
+from mtrain.mcore.patches.fix import BROUGHT_BACK
+from mtrain.mcore.patches.fixes import FIXES, Fix
 from tests.support.patch_cases import CASES
 
 ROOT = Path(__file__).parents[2]

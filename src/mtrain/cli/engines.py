@@ -37,7 +37,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def _facts() -> dict[str, Any]:
     from mtrain.devices import registry
-    from mtrain.mcore.patches import standing
+    from mtrain.mcore.patches.entries import standing
 
     found = release.release()
     folder = release.folder()
@@ -80,7 +80,7 @@ def _facts() -> dict[str, Any]:
 def _fixes() -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    from mtrain.mcore.fixes import FIXES
+    from mtrain.mcore.patches.fixes import FIXES
 
     return [asdict(fix) for fix in FIXES]
 

@@ -18,7 +18,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Factors
 
 BLOCK = 128
-"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.operands`."""
+"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.layers.operands`."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Rank:
         parallelism.
 
         megatron-core's gathers it once more in the backward; the product that adds up fp32
-        gradients on a CPU does not (`mtrain.mcore.linear`).
+        gradients on a CPU does not (`mtrain.mcore.layers.linear`).
         """
         return (
             bool(self.layout.sequence_parallel)

@@ -15,8 +15,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data.ahead import Ahead
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
-from mtrain.mcore.context import context_positions
-from mtrain.mcore.local_params import unwrap
+from mtrain.mcore.layers.context import context_positions
+from mtrain.mcore.state.local_params import unwrap
 from mtrain.models.registry import family_of
 from mtrain.train.ring import Ring, Slot
 from mtrain.train.tally import TALLY, tally_of

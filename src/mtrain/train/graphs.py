@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore.cuda_graphs import CapturedLayers
+from mtrain.mcore.adapter.cuda_graphs import CapturedLayers
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook
 
