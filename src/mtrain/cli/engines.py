@@ -11,7 +11,7 @@ from mtrain.cli.options import read_options
 from mtrain.cli.tables import table
 from mtrain.config.engine import release
 from mtrain.config.engine.capabilities import CAPABILITIES, is_here
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.fields_page import fed
 from mtrain.errors import ConfigError, Problem, say_page
 
@@ -80,9 +80,9 @@ def _facts() -> dict[str, Any]:
 def _fixes() -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    from mtrain.mcore.patches.fixes import FIXES
+    from mtrain.mcore.patches.known_bugs import known_bugs
 
-    return [asdict(fix) for fix in FIXES]
+    return [asdict(fix) for fix in known_bugs()]
 
 
 def _fixes_page(rows: list[dict[str, Any]]) -> str:

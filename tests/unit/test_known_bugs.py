@@ -11,16 +11,15 @@ from mtrain.cli.main import main
 from mtrain.config.engine import release
 from mtrain.config.messages.codes import codes
 from mtrain.mcore.patches.entries import PATCHES
-from mtrain.mcore.patches.fix import BROUGHT_BACK
-from mtrain.mcore.patches.fixes import FIXES, Fix
+from mtrain.mcore.patches.known_bugs import BROUGHT_BACK, KnownBug, known_bugs
 from tests.support.patch_cases import CASES
 
 ROOT = Path(__file__).parents[2]
-ROWS = pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.number)
+ROWS = pytest.mark.parametrize("fix", known_bugs(), ids=lambda fix: fix.number)
 
 
 @ROWS
-def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
+def test_what_became_of_it_names_what_there_is(fix: KnownBug) -> None:
     known = {patch.name: patch for patch in PATCHES}
     if fix.became == "patched":
         assert fix.by in CASES, (
@@ -42,7 +41,7 @@ def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
 
 @ROWS
 @pytest.mark.skipif(release.release() != (0, 16, 1), reason="places are those of 0.16.1")
-def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
+def test_a_place_is_a_line_of_megatron_core(fix: KnownBug) -> None:
     folder = release.folder()
     assert folder is not None
     if fix.where:
@@ -51,7 +50,7 @@ def test_a_place_is_a_line_of_megatron_core(fix: Fix) -> None:
 
 
 def test_every_change_that_a_patch_names_is_a_row_and_no_row_stands_twice() -> None:
-    numbers = [fix.number for fix in FIXES]
+    numbers = [fix.number for fix in known_bugs()]
     assert len(set(numbers)) == len(numbers)
     assert {patch.upstream for patch in PATCHES if patch.upstream} <= set(numbers)
 
@@ -59,8 +58,8 @@ def test_every_change_that_a_patch_names_is_a_row_and_no_row_stands_twice() -> N
 def test_engines_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", "--fixes"]) == 0
     page = capsys.readouterr().out
-    assert all(f"  {fix.number}: {fix.about}" in page for fix in FIXES)
+    assert all(f"  {fix.number}: {fix.about}" in page for fix in known_bugs())
     assert main(["engines", "--fixes", "--json"]) == 0
     assert [row["number"] for row in json.loads(capsys.readouterr().out)] == [
-        fix.number for fix in FIXES
+        fix.number for fix in known_bugs()
     ]
