@@ -1,4 +1,4 @@
-"""Every patch of `mtrain.mcore.patches.entries` is needed, and is enough."""
+"""Every patch of `mtrain.mcore.patches.apply` is needed, and is enough."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtrain.config.engine import release
-from mtrain.mcore.patches.entries import PATCHES
+from mtrain.mcore.patches.apply import PATCHES
 from tests.support import tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks

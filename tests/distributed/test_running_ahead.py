@@ -179,7 +179,7 @@ def test_the_device_is_asked_for_nothing_between_two_readings(layout: str) -> No
 
 def test_the_norm_of_gradients_is_one_number_of_the_device_whoever_adds_it_up() -> None:
     def norms() -> tuple[list[float], int]:
-        from mtrain.mcore.patches.patching import norm_of_all
+        from mtrain.mcore.patches.optimizer import norm_of_all
 
         made = torch.Generator().manual_seed(0)
         tensors = [torch.randn(size, generator=made) for size in ((3,), (5000, 2), (40, 40), (1,))]

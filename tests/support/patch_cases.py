@@ -1,4 +1,4 @@
-"""Shows each defect of megatron-core that `mtrain.mcore.patches.entries` lists.
+"""Shows each defect of megatron-core that `mtrain.mcore.patches.apply` lists.
 
 Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports
 megatron.core once and forks from there, before any patch is applied, a process for each case, which

@@ -10,7 +10,7 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.engine import release
 from mtrain.config.messages.codes import codes
-from mtrain.mcore.patches.entries import PATCHES
+from mtrain.mcore.patches.apply import PATCHES
 from mtrain.mcore.patches.known_bugs import BROUGHT_BACK, KnownBug, known_bugs
 from tests.support.patch_cases import CASES
 

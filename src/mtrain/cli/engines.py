@@ -37,7 +37,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def _facts() -> dict[str, Any]:
     from mtrain.devices import registry
-    from mtrain.mcore.patches.entries import standing
+    from mtrain.mcore.patches.apply import standing
 
     found = release.release()
     folder = release.folder()

@@ -1,7 +1,7 @@
 """The adapter to megatron.core: install it once per process, then import `mtrain.mcore.api`.
 
 Nothing else in mtrain imports megatron. Installing adapts megatron-core to the device while it
-loads (not on CUDA), imports it and applies the patches of `mtrain.mcore.patches.entries`.
+loads (not on CUDA), imports it and applies the patches of `mtrain.mcore.patches.apply`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
             warnings.filterwarnings("ignore", message=message)
         warnings.filterwarnings("ignore", category=UserWarning, module=_OF_THE_ENGINE)
         import_core(device)
-        importlib.import_module("mtrain.mcore.patches.entries").apply_patches(device, left_out)
+        importlib.import_module("mtrain.mcore.patches.apply").apply_patches(device, left_out)
         installed.without = left_out
         importlib.import_module("mtrain.mcore.api")
     # since 0.19 said by each rank of each run; its successor has no key yet

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mtrain.mcore.layers.cache import State
 from mtrain.mcore.layers.portable import Norm
-from mtrain.mcore.patches.patching_linear import segments_of
+from mtrain.mcore.patches.linear_attention import segments_of
 
 DECAYS = (1.0, 16.0)
 """Range of the decays at the start, of which each head draws its own."""

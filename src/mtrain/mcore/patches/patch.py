@@ -1,10 +1,11 @@
-"""What an entry of the list of patched defects says."""
+"""The description of a patched defect, and the decorator that makes a function its patch."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mtrain.config.engine.release import EVERY, Versions
 
@@ -30,3 +31,24 @@ class Patch:
     """The releases that have the defect."""
     upstream: str = ""
     """Number of the change to Megatron-LM that mends it, as far as it is known."""
+
+
+def patch(
+    name: str,
+    where: str,
+    reason: str,
+    applies: Where,
+    versions: Versions = EVERY,
+    upstream: str = "",
+) -> Callable[[Callable[[], None]], Patch]:
+    """Make the decorated function, which changes megatron-core in this process, a `Patch`."""
+
+    def of(apply: Callable[[], None]) -> Patch:
+        return Patch(name, where, reason, applies, apply, versions, upstream)
+
+    return of
+
+
+def core(module: str) -> Any:
+    """Import a module of megatron.core."""
+    return importlib.import_module(f"megatron.core.{module}")

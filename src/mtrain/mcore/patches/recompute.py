@@ -1,6 +1,4 @@
-"""Patches of what is computed again, or replayed: a function each, which changes megatron-core in
-this process.
-"""
+"""Patches of recomputation and of CUDA graphs, which replay a forward."""
 
 from __future__ import annotations
 
@@ -12,22 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.config.engine.release import SINCE_0_19, UNTIL_0_16
 from mtrain.mcore.adapter.installed import installed
 from mtrain.mcore.layers.padding import remembering
+from mtrain.mcore.patches.patch import NO_TE, core, patch
 
 
-def _core(module: str) -> Any:
-    return importlib.import_module(f"megatron.core.{module}")
-
-
+@patch(
+    "checkpoint-without-fp8",
+    "tensor_parallel/random.py:635",
+    "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is"
+    " recomputed.",
+    NO_TE,
+)
 def checkpoint_without_fp8() -> None:
     """Make the default of the flag mean that FP8 is off."""
-    _core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    core("tensor_parallel.random").CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+@patch(
+    "recomputed-bias",
+    "tensor_parallel/random.py:508",
+    "A recomputed MLP returns its bias for a later addition. The parameter itself then counts"
+    " as output of the recomputation, whose backward runs into itself without end: training"
+    " hangs.",
+    "everywhere",
+)
 def recomputed_bias() -> None:
     """Hand a bias out of the first forward as a copy that has no history."""
-    cls = _core("tensor_parallel.random").CheckpointFunction
+    cls = core("tensor_parallel.random").CheckpointFunction
     original = cls.forward
 
     def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
@@ -43,9 +54,17 @@ def recomputed_bias() -> None:
     cls.forward = staticmethod(forward)
 
 
+@patch(
+    "recomputed-padding",
+    "tensor_parallel/random.py:508",
+    "A forward that is computed again in the backward does not know which positions of its"
+    " micro-batch are padding: routers silently choose and weigh otherwise than the first"
+    " time.",
+    "everywhere",
+)
 def recomputed_padding() -> None:
     """Know the padding of its own micro-batch in what is computed again."""
-    cls = _core("tensor_parallel.random").CheckpointFunction
+    cls = core("tensor_parallel.random").CheckpointFunction
     original = cls.forward
 
     def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
@@ -75,9 +94,40 @@ class _Behind:
         return hidden_states, context
 
 
+@patch(
+    "captured-inputs",
+    "transformer/cuda_graphs.py:981",
+    "After its forward is captured, a layer's input is memory that gradients of other layers go"
+    " to, though its own backward reads it: gradients silently many times too large from the"
+    " second step on.",
+    "everywhere",
+    UNTIL_0_16,
+)
+def captured_inputs() -> None:
+    """Keep the memory of a captured layer's inputs for its backward, which reads them."""
+    cls = core("transformer.cuda_graphs").TensorReusePool
+    original = cls.insert
+
+    @functools.wraps(original)
+    def insert(self: Any, tensor: Tensor) -> None:
+        if not hasattr(tensor, "can_skip_replay_copy"):  # what an input of a graph is marked with
+            original(self, tensor)
+
+    cls.insert = insert
+
+
+@patch(
+    "short-groups",
+    "transformer/transformer_block.py:539",
+    "Layers are computed again in groups, and the last is taken to be as large as the others:"
+    " IndexError where a stage's layers do not divide by it.",
+    "everywhere",
+    UNTIL_0_16,
+    "#3562",
+)
 def short_groups() -> None:
     """Let the last group of layers end with the stage."""
-    cls = _core("transformer.transformer_block").TransformerBlock
+    cls = core("transformer.transformer_block").TransformerBlock
     original = cls._get_layer
 
     @functools.wraps(original)
@@ -89,19 +139,14 @@ def short_groups() -> None:
     cls._get_layer = _get_layer
 
 
-def captured_inputs() -> None:
-    """Keep the memory of a captured layer's inputs for its backward, which reads them."""
-    cls = _core("transformer.cuda_graphs").TensorReusePool
-    original = cls.insert
-
-    @functools.wraps(original)
-    def insert(self: Any, tensor: Tensor) -> None:
-        if not hasattr(tensor, "can_skip_replay_copy"):  # what an input of a graph is marked with
-            original(self, tensor)
-
-    cls.insert = insert
-
-
+@patch(
+    "refilled-outputs",
+    "tensor_parallel/random.py:742",
+    "Since 0.19 an output that is computed again is given memory by C++ that is compiled in the"
+    " backward: RuntimeError without ninja, and a lock that a killed process leaves behind.",
+    "everywhere",
+    SINCE_0_19,
+)
 def refilled_outputs() -> None:
     """Copy where no C++ is compiled: a CPU has no need of it, and other devices need a compiler and
     ninja.
@@ -111,7 +156,7 @@ def refilled_outputs() -> None:
     if (
         installed.device is not None and installed.device.adapts_megatron
     ) or not cpp_extension.is_ninja_available():
-        _core("tensor_parallel.random")._get_share_storage = lambda: _refill
+        core("tensor_parallel.random")._get_share_storage = lambda: _refill
 
 
 @torch.no_grad()

@@ -1,12 +1,9 @@
-"""Patches of linear and gated attention: a function each, which changes megatron-core in this
-process.
-"""
+"""Patches of gated delta nets, which megatron-core builds only with the library fla."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +12,23 @@ import torch
 from torch import Tensor
 
 from mtrain.config.engine import release
+from mtrain.mcore.patches.patch import core, patch
 
 
-def _core(module: str) -> Any:
-    return importlib.import_module(f"megatron.core.{module}")
-
-
+@patch(
+    "gated-delta-without-fla",
+    "ssm/gated_delta_net.py:101",
+    "A gated delta net is not built where fla is not installed, on a CPU for one: ImportError.",
+    "everywhere",
+)
 def gated_delta_without_fla() -> None:
     """Give a gated delta net the portable rule, norm and convolution where fla is not installed."""
     if importlib.util.find_spec("fla") is not None:
         return
     parts = ("common", "gdn") if release.at_least(0, 19) else ()
     for module in [
-        _core("ssm.gated_delta_net"),
-        *(_core(f"ssm.gated_delta_net.{part}") for part in parts),
+        core("ssm.gated_delta_net"),
+        *(core(f"ssm.gated_delta_net.{part}") for part in parts),
     ]:
         module.HAVE_FLA = True
         module.l2norm = _l2norm
@@ -101,17 +101,26 @@ class _Renamed:
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """Those of the chunk."""
-        for name, parameter in _core("utils").get_attr_wrapped_model(
+        for name, parameter in core("utils").get_attr_wrapped_model(
             self._chunk, "named_parameters"
         )():
             yield name.replace(".out_norm.", ".q_layernorm."), parameter
 
 
+@patch(
+    "gated-delta-norm",
+    "distributed/finalize_model_grads.py:354",
+    "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without"
+    " sequence parallelism the gradients of it are not summed: silently that of a rank's heads,"
+    " and weights that drift apart.",
+    "everywhere",
+    upstream="#7452",
+)
 def gated_delta_norm() -> None:
     """Sum the gradients of output norms over tensor-parallel ranks, as those of norms of queries
     and keys.
     """
-    module = _core("distributed.finalize_model_grads")
+    module = core("distributed.finalize_model_grads")
     original = module._allreduce_non_tensor_model_parallel_grads
 
     @functools.wraps(original)
