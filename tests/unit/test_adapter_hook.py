@@ -302,7 +302,7 @@ def test_code_is_only_taken_from_files_that_nobody_else_can_write(
 QUIET = """
 import importlib
 from mtrain import mcore
-from mtrain.config import engine
+from mtrain.config.engine import release as engine
 from mtrain.devices.cpu import CPU
 mcore.install(CPU)
 importlib.import_module("mtrain.train.assemble")

@@ -171,10 +171,14 @@ def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> N
     }
 
 
+PLAIN = {"cpu", "reference"}
+"""Implementations that `auto` takes on a CPU: the first where there is one."""
+
+
 def test_auto_takes_the_first_that_can_run() -> None:
-    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == {"reference"}
+    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == PLAIN
+    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == PLAIN
+    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == PLAIN
     engine = _words(resolve(tiny(cluster__sm=90), replace(GPUS, triton=True)))
     assert engine == {
         **dict.fromkeys(("norm", "attention", "linear"), "te"),
@@ -249,13 +253,29 @@ def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays(
         "reference",
         "triton",
         "triton",
-        "reference",
+        "cpu",
     )
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
     assert (
         _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"]
-        == "reference"
+        == "cpu"
     )
+
+
+def test_reference_on_a_cpu_is_the_definition_of_all() -> None:
+    named = _words(resolve(tiny(model__moe=MOE, kernels__default="reference"), LAPTOP))
+    assert set(named.values()) == {"reference"}
+    auto = _words(resolve(tiny(model__moe=MOE), LAPTOP))
+    assert {name for name, word in auto.items() if word == "cpu"} == {
+        "norm",
+        "rope",
+        "attention",
+        "linear",
+        "experts",
+        "loss",
+    }
+    why = reasons(resolve(tiny(kernels__norm="reference"), LAPTOP), LAPTOP)
+    assert why["norm"] == "named"
 
 
 def test_what_a_machine_without_gpus_cannot_know_stays_open() -> None:

@@ -159,7 +159,7 @@ class Rank:
         """
         return (
             bool(self.layout.sequence_parallel)
-            and self.host
+            and self.words["linear"] == "cpu"
             and self.wide
             and self.layout.fsdp == "none"
         )
@@ -215,6 +215,10 @@ class Rank:
         made them.
         """
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
+
+    def plain(self, op: str) -> bool:
+        """Return whether an operation is done in plain torch, by its definition or for a CPU."""
+        return self.words[op] in ("reference", "cpu")
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether a module of every layer is computed again in the backward."""

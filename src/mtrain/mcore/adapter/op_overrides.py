@@ -73,12 +73,10 @@ def tables(freqs: Tensor, interleaved: bool, scale: float) -> tuple[Tensor, Tens
 def rotary_on_cpu(
     t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any
 ) -> Tensor:
-    """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is
-    made for it.
-    """
+    """Turn as megatron-core does, by `mtrain_kernels.rope.cpu` where that has a faster way."""
     plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
     if plain and t.is_cpu and t.dtype == torch.float32:
-        return rotary(t, freqs, mscale=options.get("mscale", 1.0), impl="reference")
+        return rotary(t, freqs, mscale=options.get("mscale", 1.0), impl="cpu")
     return original(t, freqs, *args, **options)
 
 
@@ -215,7 +213,8 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
     for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and what adds
     weight gradients up where it was asked for.
     """
-    if kernels.cpu_matmul not in (None, "auto"):
+    on_a_cpu = "cpu" in (kernels.linear, kernels.experts, kernels.loss)
+    if on_a_cpu and kernels.cpu_matmul not in (None, "auto"):
         try:
             linear.use(kernels.cpu_matmul)
         except ValueError as error:
@@ -229,8 +228,7 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
             if override.ours is routed and group_score_topk:
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
             elif impl == "reference":
-                if override.ours is rotary:
-                    ours = functools.partial(rotary_on_cpu, original=override.original)
-                else:
-                    ours = override.original
+                ours = override.original
+            elif impl == "cpu":
+                ours = functools.partial(rotary_on_cpu, original=override.original)
             setattr(override.module, override.name, ours)

@@ -51,7 +51,7 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
     attention = provider.kernels["attention"]
     norm = provider.kernels["norm"]
     return api.ModuleSpec(
-        module=chosen(GatedDeltaNet, "reference" if attention == "reference" else "auto"),
+        module=chosen(GatedDeltaNet, "reference" if attention in ("reference", "cpu") else "auto"),
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(),
             out_norm=chosen(OutputNorm, "auto" if norm == "te" else norm),

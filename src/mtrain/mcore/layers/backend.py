@@ -46,6 +46,8 @@ from mtrain.mcore.layers.sparse_attention import SparseAttention
 _BUILDS_EXPERTS = release.at_least(0, 19)
 """Whether megatron-core asks for what makes experts, and not for a class and its layers."""
 
+PLAIN = ("reference", "cpu")
+"""Implementations in plain torch."""
 BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
 
 
@@ -131,12 +133,12 @@ class Provider(BackendSpecProvider):
         )
 
     def _product(self, layer: type) -> type:
-        """Return a layer of ours with what it multiplies in: by the reference, or by the fastest
-        that takes a product.
-        """
-        impl = "reference" if self.kernels["linear"] == "reference" else "auto"
+        """Return a layer of ours, in FP8 by the reference or the fastest that takes a product."""
+        impl = self.kernels["linear"]
         if self.fp8 is None:
-            return layer
+            return chosen(layer, "cpu") if impl == "cpu" else layer
+        if impl != "reference":
+            impl = "auto"
         return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
 
     def fuse_layernorm_and_linear(self) -> bool:
@@ -200,7 +202,7 @@ class Provider(BackendSpecProvider):
             for c in (ColumnGroupedLinear, RowGroupedLinear)
         )
         activation = self.activation_func()
-        if self.kernels["experts"] == "reference" and not self.sparse:
+        if self.kernels["experts"] in PLAIN and not self.sparse:
             kind = TEGroupedMLP
         else:
             kind = GroupedExperts
@@ -253,11 +255,11 @@ def provider(
 
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
-    "norm": ("reference", "triton", "te"),
-    "attention": ("reference", "torch", "triton", "te"),
-    "linear": ("reference", "triton", "te"),
+    "norm": ("reference", "cpu", "triton", "te"),
+    "attention": ("reference", "cpu", "torch", "triton", "te"),
+    "linear": ("reference", "cpu", "triton", "te"),
     "activation": ("reference", "triton", None),
-    "experts": ("reference", "triton", "torch", "te", None),
+    "experts": ("reference", "cpu", "triton", "torch", "te", None),
 }
 
 

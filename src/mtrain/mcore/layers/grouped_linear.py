@@ -18,8 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from mtrain_kernels.fp8_grouped.op import grouped_fp8
 from mtrain_kernels.fp8_linear.op import Recipe
-from mtrain_kernels.grouped_gemm.op import grouped_gated, grouped_gemm, rows_of
-from mtrain_kernels.grouped_gemm.reference import grouped_linear
+from mtrain_kernels.grouped_gemm.op import PLAIN, grouped_gated, grouped_gemm, rows_of
 from torch import Tensor, nn
 
 Init = Callable[[Tensor], Any]
@@ -147,8 +146,8 @@ class _GroupedLinear(nn.Module):
             else:
                 gate = {"swiglu": before.kind, "share": before.share, "again": before.again}
             y = self._in_fp8(x, torch.as_tensor(rows, device=x.device), **gate)
-        elif self.impl == "reference" and not isinstance(rows, Tensor):
-            y = grouped_linear(x, self._each("weight"), rows, biases)
+        elif self.impl in PLAIN and not isinstance(rows, Tensor):
+            y = PLAIN[self.impl].grouped_linear(x, self._each("weight"), rows, biases)
         else:
             counts = torch.as_tensor(rows, device=x.device)
             stacked = None if biases is None else torch.stack(biases)

@@ -56,7 +56,7 @@ class _Product:
         tp_group: Any,
         **more: Any,
     ) -> Tensor:
-        """What megatron-core does, or the same by `mtrain_kernels.linear` where that is faster.
+        """Compute as megatron-core does, or by `mtrain_kernels.linear` where `cpu` is chosen.
 
         On a CPU there is no stream to hide a reduction behind, so nothing is lost with
         megatron-core's overlap.
@@ -65,14 +65,11 @@ class _Product:
             return self._in_fp8(
                 input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, more
             )
-        fused = _adds_in_place(input, weight)
+        fused = self.impl == "cpu" and _adds_in_place(input, weight)
         forward_only = input.is_cpu and not torch.is_grad_enabled()
+        fast = self.impl == "cpu" and (fused or forward_only or fits(input, weight))
         asked = more.get("gradient_accumulation_fusion", False) and not fused
-        if (
-            asked
-            or not (fused or forward_only or fits(input, weight))
-            or more.get("grad_output_buffer") is not None
-        ):
+        if asked or not fast or more.get("grad_output_buffer") is not None:
             given = {
                 "allreduce_dgrad": allreduce_dgrad,
                 "sequence_parallel": sequence_parallel,

@@ -30,8 +30,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from mtrain_kernels.grouped_gemm.op import grouped_gemm
-from mtrain_kernels.grouped_gemm.reference import grouped_linear
+from mtrain_kernels.grouped_gemm.op import PLAIN, grouped_gemm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -345,8 +344,8 @@ class _LowRankExperts:
     may_gate = False
 
     def _product(self: Any, x: Tensor, weights: Any, rows: Any) -> Tensor:
-        if self.impl == "reference" and not isinstance(rows, Tensor):
-            return grouped_linear(x, weights, rows)
+        if self.impl in PLAIN and not isinstance(rows, Tensor):
+            return PLAIN[self.impl].grouped_linear(x, weights, rows)
         return grouped_gemm(x, weights, torch.as_tensor(rows, device=x.device), impl=self.impl)
 
     def sharded_state_dict(

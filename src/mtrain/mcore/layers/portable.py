@@ -270,7 +270,8 @@ class DuplicatedLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         """In FP8 one scale for a tensor is that of all ranks that have a part of its tokens."""
         if self.fp8 is None:
-            return linear(x, self.weight)
+            product = linear if self.impl == "cpu" else F.linear
+            return product(x, self.weight)
         context = [parallel_state.get_context_parallel_group()]
         tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)
         operand = taken(x) if self.takes_operands else None

@@ -337,7 +337,7 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
     linear = Mamba2MixerSubmodules(
         provider.column_parallel_linear(), provider.row_parallel_linear()
     )
-    impl = "reference" if provider.kernels["attention"] == "reference" else "auto"
+    impl = "reference" if provider.kernels["attention"] in ("reference", "cpu") else "auto"
     parts = MambaLayerSubmodules(
         # MambaModel's layer does not say the epsilon, and takes what a specification says
         norm=norm

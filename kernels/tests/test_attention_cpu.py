@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mtrain_kernels.attention import reference, short
+from mtrain_kernels.attention import cpu, reference
 from torch import Tensor
 
 
@@ -26,7 +26,7 @@ def test_values_and_gradients_are_as_near_as_the_fused_kernels(
     torch.manual_seed(0)
     shapes = ((s, b, n, d), (s, b, g, d), (s, b, g, e))  # heads lie as they do in a model
     inputs = [torch.randn(shape).to(dtype).permute(1, 2, 0, 3) for shape in shapes]
-    assert short.fits(*inputs)
+    assert cpu.fits(*inputs)
     d_out = torch.randn(b, n, s, e)
     exact = _run(
         reference.attention,
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_as_near_as_the_fused_kernels(
         scale=scale,
     )
     fused = _run(reference.attention, inputs, d_out, causal=True, scale=scale)
-    ours = _run(short.attention, inputs, d_out, scale=scale)
+    ours = _run(cpu.attention, inputs, d_out, scale=scale)
     for mine, theirs, right in zip(ours, fused, exact, strict=True):
         assert mine.dtype == theirs.dtype
         allowed = max(
@@ -48,15 +48,15 @@ def test_values_and_gradients_are_as_near_as_the_fused_kernels(
 
 def test_only_short_sequences_in_half_precision_on_a_cpu_fit() -> None:
     q = torch.zeros(1, 2, 64, 8, dtype=torch.bfloat16)
-    assert short.fits(q, q, q)
-    assert not short.fits(q.float(), q.float(), q.float())
-    assert not short.fits(q, q[:, :, :32], q[:, :, :32])
-    assert not short.fits(*(torch.zeros(1, 2, 4096, 8, dtype=torch.bfloat16) for _ in range(3)))
-    assert not short.fits(*(q.to("meta") for _ in range(3)))
+    assert cpu.fits(q, q, q)
+    assert not cpu.fits(q.float(), q.float(), q.float())
+    assert not cpu.fits(q, q[:, :, :32], q[:, :, :32])
+    assert not cpu.fits(*(torch.zeros(1, 2, 4096, 8, dtype=torch.bfloat16) for _ in range(3)))
+    assert not cpu.fits(*(q.to("meta") for _ in range(3)))
 
 
 def test_what_has_no_second_derivative_says_so() -> None:
     q = torch.randn(1, 1, 5, 8).bfloat16().requires_grad_()
-    (first,) = torch.autograd.grad(short.attention(q, q, q).square().sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(cpu.attention(q, q, q).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()

@@ -1,4 +1,4 @@
-"""Causal attention of short sequences on a CPU in half precision, its scores written out.
+"""Attention on a CPU: causal, of short sequences in half precision, its scores written out.
 
 torch's fused kernel cuts a sequence into blocks and widens each operand again for each of them: for
 some hundred tokens that takes twice as long as batched products by oneDNN. Scores are fp32, as they
@@ -17,9 +17,7 @@ MOST_SCORES = 1 << 23  # 32 MiB of them at a time; longer sequences are the fuse
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether causal attention of `q` [b, n, s, d] to `k` and `v` [b, g, s, d] is what this
-    is made for.
-    """
+    """Return whether `q` [b, n, s, d], `k` and `v` [b, g, s, d] are short and in half precision."""
     b, n, s, _ = q.shape
     half = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
     return q.device.type == "cpu" and half and k.shape[2] == s and 0 < b * n * s * s <= MOST_SCORES
