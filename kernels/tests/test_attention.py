@@ -16,7 +16,7 @@ from mtrain_kernels.registry import Unavailable
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = ["flash", "math", "reference"]  # those that run on a CPU too, without an interpreter
+HERE = ["cpu", "flash", "math", "reference"]  # those that run on a CPU too, without an interpreter
 EDGES = [0, 4, 5, 12]
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -41,6 +41,7 @@ H100 = Call(
     "cuda",
     (9, 0),
     torch.bfloat16,
+    1,
     32,
     8,
     4096,

@@ -12,9 +12,9 @@ import torch
 from mtrain_kernels import registry
 from mtrain_kernels.activation import op as activation
 from mtrain_kernels.activation import reference as activation_reference
+from mtrain_kernels.attention import cpu
 from mtrain_kernels.attention import op as attention
 from mtrain_kernels.attention import reference as attention_reference
-from mtrain_kernels.attention import short
 from mtrain_kernels.causal_conv1d import op as conv
 from mtrain_kernels.causal_conv1d import reference as conv_reference
 from mtrain_kernels.cross_entropy import op as cross_entropy
@@ -268,7 +268,7 @@ CASES: dict[str, Case] = {
         impls=("reference",),
     ),
     "attention: short": Case(
-        lambda impl, **kw: short.attention(**kw),
+        lambda impl, **kw: cpu.attention(**kw),
         lambda **kw: attention_reference.attention(**kw, causal=True),
         HEADS,
         roundings=16,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtrain_kernels import parity
+from mtrain_kernels import linear, parity
 from mtrain_kernels.grouped_gemm import op, products, reference
 from mtrain_kernels.registry import Unavailable
 from torch import Tensor
@@ -134,7 +134,7 @@ def test_grouped_gemm_nan_stays_in_row_and_group() -> None:
             "start = tl.minimum(tl.load(ends_ptr + g - 1), rows)",
             "start = tl.minimum(tl.load(ends_ptr + g), rows)",
         ),
-        ("(1, places.shape[1])) if transposed", "(places.shape[1], 1)) if transposed"),
+        ("strides = (1, places.shape[1])", "strides = (places.shape[1], 1)"),
         ("total = dot(d_y, x, total, EXACT)", "total = dot(d_y, x, total * 0, EXACT)"),
         ("total = dot(x, w, total, EXACT)", "total = dot(x, w, total * 0, EXACT)"),
     ],
@@ -209,3 +209,20 @@ def test_grouped_gemm_bias_gradient_sums_in_fp32(impl, dtype):
     y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, impl=impl)
     (found,) = torch.autograd.grad(y, bias, torch.ones_like(y))
     assert found.tolist() == [[4096.0] * 8, [0.0] * 8, [3.0] * 8]
+
+
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+def test_grouped_gemm_on_a_cpu_equals_the_reference(library: Any) -> None:
+    if library == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    found = inputs([40, 0, 9], (512, 1024), rest=3)
+    found = {n: t.detach().cpu().requires_grad_(t.requires_grad) for n, t in found.items()}
+    linear.use(library)
+    try:
+        compare(found, "cpu")
+        y = op.grouped_gemm(**found, impl="reference")
+        assert "_LinearBackward" not in str(y.grad_fn.next_functions), (
+            "the definition has no library"
+        )
+    finally:
+        linear.use("blas")

@@ -227,7 +227,10 @@ def test_linear_cross_entropy_non_finite_shows():
     ("old", "new"),
     [
         ("gradient.mul_(slope)", "pass"),
-        ("product(dlogits, weight.T), factors[part]", "product(dlogits, weight.T), factors[:1]"),
+        (
+            "product(dlogits, weight.T, plain=plain), factors[part]",
+            "product(dlogits, weight.T, plain=plain), factors[:1]",
+        ),
         ("hidden[part] * factors[part]", "hidden[part] * factors[0]"),
         ("range(0, len(labels), rows)", "range(0, len(labels) - 1, rows)"),
         ("here * factors", "factors"),

@@ -225,14 +225,26 @@ def test_norm_cpu_form_equals_definition(zero_centered: bool, dtype: torch.dtype
             name: t.detach().cpu().requires_grad_()
             for name, t in inputs("rms_norm", shape, dtype).items()
         }
-        assert cpu.fits(found["x"], found["weight"])
+        assert cpu.obstacle(found["x"]) is None or not found["x"].shape[-1]
         options = {"eps": 0.1, "zero_centered": zero_centered}
         definition = partial(reference.rms_norm, **options)
-        parity.check(partial(op.rms_norm, impl="reference", **options), definition, found)
+        fast = partial(op.rms_norm, impl="cpu", **options)
+        parity.check(fast, definition, found)
         for _, x in parity.layouts(found["x"]):
-            parity.check(
-                partial(op.rms_norm, impl="reference", **options), definition, found | {"x": x}
-            )
+            parity.check(fast, definition, found | {"x": x})
+
+
+def test_implementations_on_a_cpu_are_those_that_are_named() -> None:
+    x = leaf(5, 24).detach().cpu().requires_grad_()
+    weight = leaf(24).detach().cpu()
+    made = {
+        impl: type(op.rms_norm(x, weight, 1e-5, impl=impl).grad_fn).__name__
+        for impl in ("cpu", "reference")
+    }
+    assert made["cpu"] == "_RMSNormBackward"
+    assert made["reference"] != made["cpu"], "the reference is the definition and nothing else"
+    with pytest.raises(Unavailable, match=r"cpu cannot run: torch\.float64 is not fp32"):
+        op.rms_norm(x.double(), weight.double(), 1e-5, impl="cpu")
 
 
 @pytest.mark.parametrize("width", [40, 8200])

@@ -14,6 +14,7 @@ from mtrain_kernels import limits, registry, runtime
 from mtrain_kernels.registry import (
     MODELS,
     REFERENCE,
+    WITH_CPU,
     Cost,
     Implementation,
     Model,
@@ -42,6 +43,17 @@ def test_registry_named_runs_or_states_reason() -> None:
         choose(op(None), "other", CPU, "too wide")
     with pytest.raises(ValueError, match="choose one of auto, other, reference"):
         choose(op(None), "others", CPU)
+
+
+def test_registry_cpu_obstacle_is_separate() -> None:
+    found = Op("an op", (), lambda model: None, implementations=WITH_CPU)
+    assert choose(found, "cpu", CPU, "too wide for a kernel")[0] == "cpu"
+    assert choose(found, "auto", CPU, "too wide for a kernel")[0] == "cpu"
+    assert choose(found, "auto", CPU, "too wide", "too deep")[0] == "reference"
+    with pytest.raises(Unavailable, match="an op: cpu cannot run: too deep"):
+        choose(found, "cpu", CPU, None, "too deep")
+    with pytest.raises(Unavailable, match="it is for a CPU, the tensors are on meta"):
+        choose(found, "cpu", torch.device("meta"))
 
 
 def test_registry_auto_takes_first_and_reports_once(

@@ -250,8 +250,11 @@ def test_rope_cpu_form_equals_definition() -> None:
     for shape, width in (((1, 1), 2), ((7, 3), 10), ((2, 5, 4), 16), ((0, 4), 8)):
         found = on_cpu(inputs(shape, width, width))
         assert cpu.fits(found["x"], found["cos"])
-        parity.check(partial(op.rotate, impl="reference"), reference.rotate, found)
+        parity.check(partial(op.rotate, impl="cpu"), reference.rotate, found)
         for _, x in parity.layouts(found["x"]):
-            parity.check(partial(op.rotate, impl="reference"), reference.rotate, found | {"x": x})
+            parity.check(partial(op.rotate, impl="cpu"), reference.rotate, found | {"x": x})
+        made = op.rotate(**found, impl="reference").grad_fn
+        assert type(made).__name__ != "_RotateBackward", "the reference is the definition"
     narrow = on_cpu(inputs((7, 3), 10, 6))
     assert not cpu.fits(narrow["x"], narrow["cos"])
+    parity.check(partial(op.rotate, impl="cpu"), reference.rotate, narrow)

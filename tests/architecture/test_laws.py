@@ -70,7 +70,7 @@ SEARCH = "plan/tune/costs.py"
 """Sums over thousands of layouts, with numpy; loaded only where a layout is searched."""
 BUILDERS = LAYERS["mcore"] + 1
 DEVICE_WORDS = {"cuda", "cpu"}
-KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/hook.py")
+KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/adapter/hook.py")
 """Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source.
 """
 

@@ -78,7 +78,7 @@ def test_adapter_backend_mla_tp2_matches_one_rank(sequence_parallel: bool) -> No
 
 
 def test_adapter_backend_unusable_named_kernel_states_reason() -> None:
-    from mtrain.mcore import backend
+    from mtrain.mcore.layers.portable import backend
 
     choices = {**vars(tiny.REFERENCE), "attention": "te", "norm": "te"}
     with pytest.raises(
@@ -106,7 +106,8 @@ def test_adapter_backend_mtp_tp2_matches_one_rank() -> None:
 
 
 def _stock_mla() -> dict[str, torch.Tensor]:
-    from mtrain.mcore import api, backend
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import backend
 
     tiny.start_world(tp=2)
     cfg = tiny.config(tensor_model_parallel_size=2, **tiny.MLA)
@@ -231,8 +232,8 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     elsewhere.
     """
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
-    from mtrain.mcore.context import context_positions
+    from mtrain.mcore.layers.attention import CoreAttention
+    from mtrain.mcore.layers.context import context_positions
 
     tiny.start_world(cp=cp, cp_sizes=case.get("hierarchical_context_parallel_sizes"))
     case = dict(case)
@@ -293,7 +294,7 @@ def test_adapter_backend_attention_cp_equals_one_rank(name: str, kind: str) -> N
 
 def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -314,7 +315,7 @@ def test_adapter_backend_packed_sequences_are_isolated() -> None:
 
 def _default_path_calls() -> list[dict[str, Any]]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -338,7 +339,7 @@ def test_adapter_backend_causal_attention_builds_no_mask() -> None:
 
 def _dropout_twice() -> tuple[bool, bool]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world(tp=2)
     cfg = tiny.config(attention_dropout=0.5, tensor_model_parallel_size=2)

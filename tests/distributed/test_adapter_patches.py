@@ -1,4 +1,4 @@
-"""Every patch of `mtrain.mcore.patches` is needed, and is enough."""
+"""Every patch of `mtrain.mcore.patches.apply` is needed, and is enough."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtrain.config.engine import release
-from mtrain.mcore.patches import PATCHES
+from mtrain.mcore.patches.apply import PATCHES
 from tests.support import tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -98,7 +98,7 @@ def test_adapter_patches_offloading_takes_torch_parameters() -> None:
 def test_adapter_patches_projection_coexists_with_modelopt() -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    from mtrain.mcore.layers import DuplicatedLinear
+    from mtrain.mcore.layers.portable import DuplicatedLinear
 
     known = [multi_latent_attention.Linear]
     assert DuplicatedLinear in known

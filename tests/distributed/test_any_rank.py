@@ -59,7 +59,7 @@ LARGE = [
 def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
     """By rank: the parameters that it is the first to hold, so that every one counts once."""
     from mtrain.assembly.model import blank_model
-    from mtrain.mcore.shard_specs import shard_specs_of
+    from mtrain.mcore.state.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
 
     found = {}

@@ -181,7 +181,7 @@ def test_async_steps_device_is_not_queried_between_readings(layout: str) -> None
 
 def test_async_steps_gradient_norm_is_one_device_number() -> None:
     def norms() -> tuple[list[float], int]:
-        from mtrain.mcore.patching import norm_of_all
+        from mtrain.mcore.patches.optimizer import norm_of_all
 
         made = torch.Generator().manual_seed(0)
         tensors = [torch.randn(size, generator=made) for size in ((3,), (5000, 2), (40, 40), (1,))]
@@ -335,7 +335,7 @@ def test_async_steps_stop_on_one_rank_ends_all_a_step_later() -> None:
 def test_async_steps_packed_rotation_equals_megatron(ranks: int, bounds: list[int]) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from mtrain.mcore.ahead import rotated
+    from mtrain.mcore.adapter.ahead import rotated
 
     generator = torch.Generator().manual_seed(0)
     angles = torch.randn(max(b - a for a, b in pairwise(bounds)), 1, 1, 8, generator=generator)

@@ -63,7 +63,7 @@ def _recorded(
 
 def _by_definition() -> None:
     """Losses of one rank from all logits, by autograd."""
-    from mtrain.mcore.language_model import SummedLosses
+    from mtrain.mcore.models.language_model import SummedLosses
 
     def sum_of_losses(
         self: Any, hidden: Any, labels: Any, mask: Any, *, detached: bool = False, told: Any = None

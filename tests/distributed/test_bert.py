@@ -204,7 +204,7 @@ def test_bert_plan_counts_built_parameters(model: dict[str, Any]) -> None:
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

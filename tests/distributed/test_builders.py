@@ -73,7 +73,7 @@ def _steps(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     rank has.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -134,7 +134,7 @@ def test_builders_make_twenty_equal_steps(name: str) -> None:
 
 def test_builders_swapped_block_numbers_are_found() -> None:
     def job(builder: str) -> list[tuple[float, float]]:
-        from mtrain.mcore import block_model
+        from mtrain.mcore.models import block_model
 
         block_model.BlockLayer.number = lambda self, layer_number: 5 - (layer_number + 1) // 2  # type: ignore[method-assign]
         return train_steps(built_as(builder, LAYOUTS["windows"]), 1)

@@ -38,7 +38,7 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
     """
 
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import residual
+        from mtrain.mcore.layers import residual
 
         made: list[Any] = []
         whole = residual.ResidualNorm.forward
@@ -51,7 +51,7 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(residual.ResidualNorm, "forward", counted)
             # only on a CPU does it
-            patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)
+            patch.setattr("mtrain.mcore.layers.linear._adds_in_place", lambda x, weight: False)
             if together:
                 for module in ("residual", "decoder_layer"):
                     patch.setattr(f"mtrain.mcore.{module}.one_graph", lambda config, layers: True)

@@ -29,7 +29,7 @@ def flat_shard(
     rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None
 ) -> Any:
     """The part of a matrix's state that one of `size` data-parallel ranks has."""
-    from mtrain.mcore.sharding import TensorShard
+    from mtrain.mcore.state.sharding import TensorShard
 
     n = whole.numel()
     lo = n * rank // size

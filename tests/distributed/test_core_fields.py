@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.compose.composer import compose
 from mtrain.config.engine import core_fields
-from mtrain.config.engine.field_versions import is_there
+from mtrain.config.engine.fields import is_there
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 

@@ -113,7 +113,7 @@ def test_device_keys_graphs_need_known_micro_batches() -> None:
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.transformer import cuda_graphs
 
-        from mtrain.mcore.cuda_graphs import CapturedLayers
+        from mtrain.mcore.adapter.cuda_graphs import CapturedLayers
 
         seen = []
 

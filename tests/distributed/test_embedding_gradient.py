@@ -28,7 +28,7 @@ def test_embedding_gradient_of_one_id_sums_in_fp32(dtype: str, name: str) -> Non
 
     def gradients() -> list[torch.Tensor]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.local_params import unwrap
+        from mtrain.mcore.state.local_params import unwrap
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.engine import core_fields, release, unmapped
-from mtrain.config.engine.field_versions import FIELD_VERSIONS, is_there
+from mtrain.config.engine import core_fields, release
+from mtrain.config.engine import fields as field_facts
+from mtrain.config.engine.fields import FIELD_VERSIONS, is_there
 from mtrain.config.messages.fields_page import fed
 
 
@@ -31,14 +32,14 @@ def declared() -> dict[str, set[str]]:
         api.DistributedDataParallelConfig
     )
     return {
-        unmapped.TRANSFORMER: fields(api.TransformerConfig),
-        unmapped.LATENT: latent,
-        unmapped.GPT: arguments(api.GPTModel),
-        unmapped.DDP: fields(api.DistributedDataParallelConfig),
-        unmapped.FSDP2: spread,
-        unmapped.OPTIMIZER: fields(api.OptimizerConfig),
-        unmapped.SCHEDULER: arguments(api.OptimizerParamScheduler),
-        unmapped.DATA: fields(GPTDatasetConfig),
+        field_facts.TRANSFORMER: fields(api.TransformerConfig),
+        field_facts.LATENT: latent,
+        field_facts.GPT: arguments(api.GPTModel),
+        field_facts.DDP: fields(api.DistributedDataParallelConfig),
+        field_facts.FSDP2: spread,
+        field_facts.OPTIMIZER: fields(api.OptimizerConfig),
+        field_facts.SCHEDULER: arguments(api.OptimizerParamScheduler),
+        field_facts.DATA: fields(GPTDatasetConfig),
     }
 
 
@@ -46,7 +47,7 @@ def tabled() -> Iterator[str]:
     """Every field that a table sets."""
     for owner, tables in (
         (
-            unmapped.TRANSFORMER,
+            field_facts.TRANSFORMER,
             (
                 core_fields.FIELDS,
                 core_fields.MOE_FIELDS,
@@ -55,11 +56,11 @@ def tabled() -> Iterator[str]:
                 core_fields.DSA_FIELDS,
             ),
         ),
-        (unmapped.LATENT, (core_fields.MLA_FIELDS,)),
-        (unmapped.GPT, (core_fields.GPT_FIELDS,)),
-        (unmapped.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),
-        (unmapped.OPTIMIZER, (core_fields.OPTIMIZER_FIELDS,)),
-        (unmapped.SCHEDULER, (core_fields.SCHEDULE_FIELDS,)),
+        (field_facts.LATENT, (core_fields.MLA_FIELDS,)),
+        (field_facts.GPT, (core_fields.GPT_FIELDS,)),
+        (field_facts.DDP, (core_fields.DDP_FIELDS, core_fields.FSDP_FIELDS)),
+        (field_facts.OPTIMIZER, (core_fields.OPTIMIZER_FIELDS,)),
+        (field_facts.SCHEDULER, (core_fields.SCHEDULE_FIELDS,)),
     ):
         yield from {f"{owner}.{name}" for table in tables for name in table}
 
@@ -68,22 +69,22 @@ def fed_fields() -> set[str]:
     return {field for fields in fed().values() for field in fields}
 
 
-@pytest.mark.parametrize("owner", unmapped.OWNERS)
+@pytest.mark.parametrize("owner", field_facts.OWNERS)
 def test_engine_fields_are_fed_or_explained_once(owner: str) -> None:
     with_key = {f for f in fed_fields() if f.startswith(f"{owner}.")}
     reasons = {
         f
-        for f in unmapped.UNMAPPED.keys() | unmapped.FIXED_IN_TABLES.keys()
+        for f in field_facts.UNMAPPED.keys() | field_facts.FIXED_IN_TABLES.keys()
         if f.startswith(f"{owner}.")
     }
     there = {f"{owner}.{name}" for name in declared()[owner]}
-    assert not with_key & reasons, "a key feeds it now: take it out of config/engine/unmapped.py"
+    assert not with_key & reasons, "a key feeds it now: take it out of config/engine/field_facts.py"
     assert not there - with_key - reasons, (
-        "new in megatron-core, or in no table: give it a key or a reason in unmapped.py"
+        "new in megatron-core, or in no table: give it a key or a reason in field_facts.py"
     )
     expected = {f for f in with_key | reasons if is_there(f.partition(".")[2])}
     assert not expected - there, (
-        "this release has no such field: say in field_versions.py which have it"
+        "this release has no such field: say in config/engine/fields.json which have it"
     )
 
 
@@ -95,18 +96,18 @@ def test_engine_fields_of_other_releases_are_absent() -> None:
 
 
 def test_engine_fields_set_without_key_state_reason() -> None:
-    set_anyway = set(tabled()) - fed_fields() - {f"{unmapped.LATENT}.multi_latent_attention"}
-    assert set_anyway == set(unmapped.FIXED_IN_TABLES)
-    assert not unmapped.UNMAPPED.keys() & set(tabled()), (
+    set_anyway = set(tabled()) - fed_fields() - {f"{field_facts.LATENT}.multi_latent_attention"}
+    assert set_anyway == set(field_facts.FIXED_IN_TABLES)
+    assert not field_facts.UNMAPPED.keys() & set(tabled()), (
         "a table sets it: its reason stands in FIXED_IN_TABLES"
     )
 
 
 def test_engine_fields_reasons_are_unique() -> None:
     names = [
-        f"{unmapped.TRANSFORMER}.{n}"
-        for _, _, names in unmapped._TRANSFORMER
-        for n in names.split()
+        f"{owner}.{name}"
+        for owner, groups in field_facts._FACTS["unmapped"].items()
+        for group in groups
+        for name in group["fields"]
     ]
-    names += [f"{owner}.{n}" for owner, _, _, names in unmapped._OTHERS for n in names.split()]
     assert len(names) == len(set(names))

@@ -131,7 +131,7 @@ def test_families_plan_counts_built_parameters(name: str, tmp_path: Path) -> Non
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -134,7 +134,7 @@ def test_fp8_linear_layout_is_proven(name: str) -> None:
 @pytest.mark.full
 def test_fp8_linear_partial_scale_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     import_engine()
-    monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
+    monkeypatch.setattr("mtrain.mcore.layers.linear.greatest", lambda groups: None)
     rows = {row.what: row for row in _proven("precision=fp8_tensorwise parallel=tp2")}
     assert rows["gradient"].error > 3 * rows["gradient"].tolerance
 
@@ -151,7 +151,7 @@ def test_fp8_linear_end_layers_may_stay_bf16(
         return whole(x, *args, **given)
 
     def job() -> int:
-        from mtrain.mcore import linear
+        from mtrain.mcore.layers import linear
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(linear, "fp8_linear", counted)
@@ -208,8 +208,8 @@ def test_fp8_linear_every_layer_but_logits_is_included(words: str) -> None:
 
     def job() -> set[str]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.layers import DuplicatedLinear
-        from mtrain.mcore.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.portable import DuplicatedLinear
         from mtrain.world.init import joined
 
         with joined(run) as world:

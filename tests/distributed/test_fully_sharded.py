@@ -302,7 +302,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
     lives then.
     """
     from mtrain.assembly import model
-    from mtrain.mcore.local_params import local_params
+    from mtrain.mcore.state.local_params import local_params
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

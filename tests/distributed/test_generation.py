@@ -172,7 +172,7 @@ def test_generation_draws_follow_seed_only() -> None:
 
 
 def test_generation_limited_capacity_has_no_cache() -> None:
-    from mtrain.mcore.cache import obstacle
+    from mtrain.mcore.layers.cache import obstacle
 
     def config(**fields: Any) -> Any:
         plain = {

@@ -38,7 +38,7 @@ def test_host_copies_restore_weights() -> None:
 
 def test_host_copies_absent_copies_lose_weights() -> None:
     def lost() -> bool:
-        from mtrain.mcore import hook
+        from mtrain.mcore.adapter import hook
 
         hook._Adapter.to_host = lambda self, value, *args, **kwargs: value  # type: ignore[method-assign,assignment]
         buffer = _buffers()[0]

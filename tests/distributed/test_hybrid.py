@@ -94,7 +94,7 @@ def test_hybrid_wrong_chunk_order_is_found(one_rank: Any) -> None:
     run = hybrid_run(**LAYOUTS["cp2"])
 
     def job() -> list[tuple[float, float]]:
-        from mtrain.mcore import mamba_context
+        from mtrain.mcore.layers import mamba_context
 
         mamba_context.context_positions = lambda tokens, ranks, ends, device: torch.arange(tokens)  # type: ignore
         return train_steps(run, STEPS)
@@ -114,7 +114,7 @@ def test_hybrid_plan_counts_built_parameters() -> None:
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -149,8 +149,8 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
     from mtrain_kernels.ssd import reference
 
     from mtrain.assembly.model import build_model
-    from mtrain.mcore import mamba_mixer
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.layers import mamba_mixer
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     def one_by_one(*args: Any, chunk: int, impl: str, **more: Any) -> Any:

@@ -48,7 +48,7 @@ def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     alone counts.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.sharding import model_shards
+    from mtrain.mcore.state.sharding import model_shards
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -90,7 +90,7 @@ def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
     is off.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     tokens = torch.arange(32)[None] * 7 % one.model.vocab_size

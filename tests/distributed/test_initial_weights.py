@@ -18,7 +18,7 @@ def _filled(
     shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], **more: Any
 ) -> torch.Tensor:
     from mtrain.assembly import philox, weights
-    from mtrain.mcore.sharding import TensorShard
+    from mtrain.mcore.state.sharding import TensorShard
 
     start, stop = more.get("flat", (0, prod(size)))
     tensor = torch.full((stop - start,), torch.nan)

@@ -31,7 +31,7 @@ def scattered_without_a_gather() -> None:
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(group().size())[group().rank()]
 
-    replace("mtrain.mcore.image_language_model", "scatter_to_sequence_parallel_region", cut)
+    replace("mtrain.mcore.models.image_language_model", "scatter_to_sequence_parallel_region", cut)
 
 
 def replicas_apart() -> None:
@@ -46,7 +46,7 @@ def replicas_apart() -> None:
         )
         return DeviceMesh.from_group(part, device.type)
 
-    replace("mtrain.mcore.fsdp2", "_mesh", mesh)
+    replace("mtrain.mcore.state.fsdp2", "_mesh", mesh)
 
 
 def held_back_until_the_last() -> None:
@@ -68,7 +68,7 @@ def predictions_weighed_by_what_is_left() -> None:
     """#3159: losses of predictions count for more where rolling leaves fewer tokens of a
     micro-batch.
     """
-    from mtrain.mcore.language_model import LanguageModel
+    from mtrain.mcore.models.language_model import LanguageModel
 
     real = LanguageModel.sum_of_losses
 
@@ -80,7 +80,7 @@ def predictions_weighed_by_what_is_left() -> None:
             return loss
         return loss * mask.numel() / mask.sum().clamp(min=1)
 
-    replace("mtrain.mcore.language_model:LanguageModel", "sum_of_losses", weighed)
+    replace("mtrain.mcore.models.language_model:LanguageModel", "sum_of_losses", weighed)
 
 
 BUGS: dict[str, tuple[str, Callable[[], None]]] = {
@@ -188,7 +188,8 @@ def test_known_bugs_mixer_norms_have_model_epsilon(fault: bool) -> None:
     run = hybrid_run(model={"layernorm_epsilon": 0.25})
 
     def job() -> set[float]:
-        from mtrain.mcore import api, hybrid_model
+        from mtrain.mcore import api
+        from mtrain.mcore.models import hybrid_model
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.world.init import joined
 

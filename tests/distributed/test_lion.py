@@ -31,7 +31,7 @@ def _against_the_definition() -> float:
     """The largest difference of a weight after some steps from weights that are updated here, as
     the paper says.
     """
-    from mtrain.mcore.optimizer_state import inner_optimizers
+    from mtrain.mcore.state.optimizer_state import inner_optimizers
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

@@ -114,7 +114,7 @@ def test_llava_plan_counts_built_and_frozen(pp: int) -> None:
 
     def job() -> tuple[int, int]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -161,7 +161,7 @@ def test_llava_layout_equals_one_rank(name: str) -> None:
 
 
 def test_llava_wrong_images_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.mcore.image_language_model import ImageLanguageModel
+    from mtrain.mcore.models.image_language_model import ImageLanguageModel
 
     real = ImageLanguageModel._features
 

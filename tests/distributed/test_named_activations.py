@@ -40,7 +40,7 @@ def _mlp_is_off_by(run: RunConfig) -> float:
     from mtrain.assembly.transformer import transformer_config
     from mtrain.devices import registry
     from mtrain.mcore import api
-    from mtrain.mcore.linear import ColumnLinear, RowLinear
+    from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
     from mtrain.world.init import joined
 
     with joined(tiny_run()), torch.compiler.set_stance("force_eager"):
@@ -76,7 +76,7 @@ def _experts_are_off_by(run: RunConfig) -> float:
 
     from mtrain.assembly.transformer import transformer_config
     from mtrain.devices import registry
-    from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
+    from mtrain.mcore.layers.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 
     experts = TEGroupedMLP(
         3,
@@ -168,7 +168,7 @@ def test_named_activation_triton_computes_it() -> None:
     def kinds() -> list[str]:
         from mtrain.assembly.transformer import transformer_config
         from mtrain.devices import registry
-        from mtrain.mcore.layers import Activation
+        from mtrain.mcore.layers.portable import Activation
 
         return [Activation(transformer_config(run, registry.get("cpu"))).kind for run in runs]
 

@@ -80,7 +80,7 @@ def _with_megatrons_losses() -> None:
     """Leaves it to megatron-core what labels are compared with, in MTP layers too."""
     from megatron.core.models.gpt import GPTModel
 
-    from mtrain.mcore.language_model import LanguageModel
+    from mtrain.mcore.models.language_model import LanguageModel
 
     def postprocess(
         self: Any, *args: Any, labels: Any = None, loss_mask: Any = None, **context: Any
@@ -95,7 +95,7 @@ def _by_the_count_of_the_main_loss() -> None:
     """Divides the losses of MTP layers by what the main loss is divided by, as megatron-core 0.16.1
     does.
     """
-    from mtrain.mcore import language_model
+    from mtrain.mcore.models import language_model
 
     language_model.FURTHER_LOSS_SHARES = "an attribute that no configuration has"
 
@@ -134,7 +134,7 @@ def test_op_override_either_gemm_library_trains_as_megatron(
 ) -> None:
     parallel = LAYOUTS[name][1]
     monkeypatch.setattr(linear, "SMALLEST", 1)
-    monkeypatch.setattr("mtrain.mcore.linear._adds_in_place", lambda *_: False)
+    monkeypatch.setattr("mtrain.mcore.layers.linear._adds_in_place", lambda *_: False)
     right = _trained(tiny_run(**parallel), tmp_path / "megatron")
     monkeypatch.undo()
     monkeypatch.setattr(linear, "SMALLEST", 1)

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 def _trained(run: RunConfig, folder: Path) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import cache
+        from mtrain.mcore.layers import cache
 
         made = [0]
 

@@ -62,7 +62,7 @@ def exact(run: RunConfig) -> RunConfig:
 def steps(run: RunConfig, fault: bool = False) -> list[tuple[float, float]]:
     def job() -> Any:
         from mtrain.assembly import transformer
-        from mtrain.mcore.dispatch import SparseDispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher
 
         transformer.routes_by_lists = lambda _: True
         if fault:
@@ -92,7 +92,7 @@ def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
         """A job: whether rows of an evaluation were padded, outside of graphs and where schedules
         are captured.
         """
-        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import evaluate
         from mtrain.world.init import joined
@@ -120,7 +120,7 @@ def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
         """
         import torch
 
-        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher as Dispatcher
 
         made = Dispatcher.dispatch_preprocess
         Dispatcher.dispatch_preprocess = torch.no_grad()(made)

@@ -187,7 +187,7 @@ def _last_router(
     weight.
     """
     from mtrain.mcore import api
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.verify.prove import record_gradients

@@ -209,7 +209,7 @@ def test_peft_plan_counts_built_adapters(name: str) -> None:
 def test_peft_unsummed_gradient_is_found(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import low_rank
+    from mtrain.mcore.layers import low_rank
 
     real = getattr(low_rank, name)
 

@@ -61,9 +61,9 @@ def traced(run: RunConfig, rank: int) -> dict[str, Any]:
 
 def measured_in_turn(run: RunConfig) -> dict[str, Any]:
     """A job of one rank: `measured`, with experts that are chosen in turn, as in a trace."""
-    from mtrain.mcore.shaped import shaped
+    from mtrain.mcore.adapter.fake_patches import fake_patches
 
-    with shaped():
+    with fake_patches():
         return measured(run)
 
 

@@ -48,7 +48,7 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
     run = tiny_run(model={**TWICE, **mtp})
 
     def job() -> tuple[int, dict[str, torch.Tensor]]:
-        from mtrain.mcore.local_params import unwrap
+        from mtrain.mcore.state.local_params import unwrap
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import gradients
         from mtrain.world.init import joined

@@ -60,7 +60,7 @@ def _trained(
     run: RunConfig, folder: Path, steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import residual
+        from mtrain.mcore.layers import residual
 
         made = [0]
         whole = residual.ResidualNorm.forward
@@ -109,7 +109,7 @@ def test_residual_norm_fused_sum_trains_as_separate(
 def test_residual_norm_lost_stream_gradient_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import residual
+    from mtrain.mcore.layers import residual
 
     right = _trained(tiny_run(), tmp_path / "apart", 1)
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)

@@ -260,7 +260,7 @@ def test_resume_fp32_bias_loads_into_half_model() -> None:
 
     def formats() -> dict[str, torch.dtype]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

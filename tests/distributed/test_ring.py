@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _modules(cp: int, options: dict[str, Any], layers: int = 1) -> list[Any]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world(cp=cp, cp_sizes=options.get("hierarchical_context_parallel_sizes"))
     config = tiny.config(context_parallel_size=cp, **options)
@@ -38,7 +38,7 @@ def _inputs(cp: int) -> list[torch.Tensor]:
 
 def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tensor]:
     """Output and gradients; `waits` for each exchange before anything is computed."""
-    from mtrain.mcore import context
+    from mtrain.mcore.layers import context
 
     (module,) = _modules(cp, options)
     if waits:
@@ -82,7 +82,7 @@ class _Told(torch.autograd.Function):
 
 
 def _order(cp: int) -> tuple[list[str], list[str]]:
-    from mtrain.mcore import attention
+    from mtrain.mcore.layers import attention
 
     (module,) = _modules(cp, {"cp_comm_type": "p2p"})
     said: list[str] = []
@@ -127,7 +127,8 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
     """Count, in each of three micro-batches of three layers, how often positions and edges were
     worked out.
     """
-    from mtrain.mcore import api, context
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import context
 
     modules = _modules(2, {"cp_comm_type": "p2p"}, layers=3)
     counts = {"positions": 0, "edges": 0}

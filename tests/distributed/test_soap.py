@@ -198,7 +198,7 @@ def test_soap_rank_keeps_and_multiplies_as_planned(name: str) -> None:
     def measured() -> tuple[int, list[list[int]]]:
         from torch.utils.flop_counter import FlopCounterMode
 
-        from mtrain.mcore.optimizer_state import leaf_optimizers
+        from mtrain.mcore.state.optimizer_state import leaf_optimizers
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined

@@ -80,7 +80,7 @@ def _apart(run: RunConfig, fault: str) -> dict[str, float]:
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore import api
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -166,7 +166,7 @@ def _logits_and_gradients(
     it.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -244,7 +244,7 @@ def test_sparse_attention_layout_equals_one_rank(name: str) -> None:
 @pytest.mark.full
 def test_sparse_attention_target_of_one_rank_heads_is_found() -> None:
     def job(run: RunConfig, faulty: bool) -> list[tuple[float, float]]:
-        from mtrain.mcore.sparse_attention import SparseAttention
+        from mtrain.mcore.layers.sparse_attention import SparseAttention
 
         if faulty:
             SparseAttention._mean = lambda self, summed: (

@@ -77,7 +77,7 @@ def test_sparse_experts_kernels_follow_maps_as_megatron() -> None:
     run = run.model_copy(update={"model": run.model.model_copy(update=moe)})
 
     def job(ours: bool) -> Any:
-        from mtrain.mcore import op_overrides
+        from mtrain.mcore.adapter import op_overrides
 
         if ours:
             for each in op_overrides.OVERRIDES["moe_permute"]:
@@ -98,7 +98,8 @@ def test_sparse_experts_lists_equal_maps(name: str) -> None:
 
 
 def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]:
-    from mtrain.mcore import api, dispatch
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import dispatch
 
     tiny.start_world(ep=ep)
     type_ = "allgather" if kind == "allgather" else "alltoall"
@@ -141,7 +142,7 @@ def test_sparse_experts_weights_equal_those_without_kernels() -> None:
 
     def shards(word: str) -> dict[str, Any]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         words = {"experts": word, "moe_router": word, "moe_permute": word}

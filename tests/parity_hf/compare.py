@@ -270,7 +270,7 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:
     """Parameters and the buffers that a checkpoint holds, by name."""
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     model = unwrap(chunk)
     saved = model.state_dict().keys()

@@ -183,7 +183,7 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.verify.prove import record_gradients

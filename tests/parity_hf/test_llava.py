@@ -196,7 +196,7 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
     """How far both sides are apart: logits, loss, and the worst gradient; a job for one rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.models.llava.hf import in_memory
     from mtrain.models.table import to_ours, to_theirs
     from mtrain.world.init import joined

@@ -47,7 +47,7 @@ TOLERANCE = 1e-4
 
 def adapters(chunk: Any, value: Any) -> dict[str, Any]:
     """`value` of each tensor of each adapter of a chunk, by the name of the weight."""
-    from mtrain.mcore.merging import Whole, names_beside
+    from mtrain.mcore.layers.merging import Whole, names_beside
 
     own = compare._own_tensors(chunk)
     found = {name: names_beside(name) for name in own}
@@ -96,7 +96,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     """Both sides from the same weights and adapters, none of which is 0; a job for one rank."""
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.adapters import to_peft
-    from mtrain.mcore import low_rank
+    from mtrain.mcore.layers import low_rank
     from mtrain.models.gpt.hf import TABLES
     from mtrain.models.table import to_ours
     from mtrain.train.loop.step import train_step

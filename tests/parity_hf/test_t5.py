@@ -200,7 +200,7 @@ def _optimizer(made: Any, o: Any) -> Any:
 
 
 def _own(chunk: Any) -> dict[str, Tensor]:
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     return dict(unwrap(chunk).named_parameters())
 

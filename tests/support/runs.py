@@ -188,7 +188,7 @@ def held_alike(run: RunConfig) -> dict[str, float]:
     """Return a job of one rank: two steps, then the sum of each parameter that all tensor-parallel
     ranks hold whole.
     """
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

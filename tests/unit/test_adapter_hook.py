@@ -22,8 +22,8 @@ import torch
 
 from mtrain.config.engine import release
 from mtrain.devices import registry
-from mtrain.mcore import code_cache, hook
-from mtrain.mcore.patches import apply_patches
+from mtrain.mcore.adapter import code_cache, hook
+from mtrain.mcore.patches.apply import apply_patches
 
 CPU = registry.get("cpu")
 ELSEWHERE = dataclasses.replace(

@@ -169,10 +169,14 @@ def test_resolve_every_operation_gets_an_implementation() -> None:
     }
 
 
+PLAIN = {"cpu", "reference"}
+"""Implementations that `auto` takes on a CPU: the first where there is one."""
+
+
 def test_resolve_auto_takes_first_usable() -> None:
-    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == {"reference"}
+    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == PLAIN
+    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == PLAIN
+    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == PLAIN
     engine = _words(resolve(tiny(cluster__sm=90), replace(GPUS, triton=True)))
     assert engine == {
         **dict.fromkeys(("norm", "attention", "linear"), "te"),
@@ -247,13 +251,29 @@ def test_resolve_default_applies_but_named_choice_stays() -> None:
         "reference",
         "triton",
         "triton",
-        "reference",
+        "cpu",
     )
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
     assert (
         _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"]
-        == "reference"
+        == "cpu"
     )
+
+
+def test_resolve_reference_on_cpu_is_every_definition() -> None:
+    named = _words(resolve(tiny(model__moe=MOE, kernels__default="reference"), LAPTOP))
+    assert set(named.values()) == {"reference"}
+    auto = _words(resolve(tiny(model__moe=MOE), LAPTOP))
+    assert {name for name, word in auto.items() if word == "cpu"} == {
+        "norm",
+        "rope",
+        "attention",
+        "linear",
+        "experts",
+        "loss",
+    }
+    why = reasons(resolve(tiny(kernels__norm="reference"), LAPTOP), LAPTOP)
+    assert why["norm"] == "named"
 
 
 def test_resolve_without_gpu_leaves_unknowns_open() -> None:

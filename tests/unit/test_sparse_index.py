@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.mcore import sparse_index
-from mtrain.mcore.sparse_index import Index, Teacher, chosen, marks, taught
+from mtrain.mcore.layers import sparse_index
+from mtrain.mcore.layers.sparse_index import Index, Teacher, chosen, marks, taught
 
 S = 11
 B = 2

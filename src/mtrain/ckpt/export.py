@@ -20,7 +20,7 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore.merging import Whole, is_adapter, merged, names_beside, one_hot_of
+from mtrain.mcore.layers.merging import Whole, is_adapter, merged, names_beside, one_hot_of
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30

@@ -17,7 +17,7 @@ from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.describe import (
     EFFECTS,
     default_of,

@@ -26,7 +26,7 @@ from mtrain.convert.read import load
 from mtrain.convert.tensor_file import Writer, read_header
 from mtrain.convert.words import FLOATS, as_tensor, buffer_of, converted, of_tensor
 from mtrain.errors import ConfigError, CorruptData, Problem, show
-from mtrain.mcore.merging import Whole, names_beside
+from mtrain.mcore.layers.merging import Whole, names_beside
 from mtrain.models.table import Table
 
 NOT_ADAPTED = ".mixer.out_proj"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.mcore.merging import Whole, names_beside, one_hot_of, spread
+from mtrain.mcore.layers.merging import Whole, names_beside, one_hot_of, spread
 from mtrain.models.table import Step, Table
 
 PREFIX = "base_model.model."

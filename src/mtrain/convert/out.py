@@ -27,7 +27,7 @@ from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 
 if TYPE_CHECKING:
-    from mtrain.mcore.merging import Whole
+    from mtrain.mcore.layers.merging import Whole
 
 FILE_BYTES = 5_000_000_000
 """Of a file at most, unless one tensor alone is larger: as most published folders have it."""
@@ -96,7 +96,7 @@ class Weights:
         """Return the adapter of one of our weights, as tensors of torch; None: it has none."""
         if not self.adapters:
             return None
-        from mtrain.mcore.merging import Whole
+        from mtrain.mcore.layers.merging import Whole
 
         names = self._adapter_names(weight)
         if not names:
@@ -116,7 +116,7 @@ class Weights:
         """What the tensors of the adapter of a weight are called; empty where it has none."""
         if not self.adapters:
             return ()
-        from mtrain.mcore.merging import names_beside
+        from mtrain.mcore.layers.merging import names_beside
 
         names = names_beside(weight)
         return tuple(names) if names is not None and names.a in self.adapters else ()
@@ -166,7 +166,7 @@ class Weights:
         adapter = self.adapter_of(name, record)
         if adapter is None:
             return found
-        from mtrain.mcore.merging import merged, one_hot_of
+        from mtrain.mcore.layers.merging import merged, one_hot_of
 
         # rounded once
         weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")

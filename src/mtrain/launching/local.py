@@ -82,7 +82,7 @@ def observe(
     resumed: bool = False,
     traced: bool = False,
 ) -> None:
-    """Train a small run in local processes and write the files for `train.verify.prove.compare` to `home`.
+    """Train a small run in local processes and write to `home` what `verify.prove` compares.
 
     `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
     with what passes each module; see `train.verify.prove.observe`.

@@ -9,7 +9,7 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""As in `mtrain_kernels.attention.short`: so many scores are written out in half precision on a
+"""As in `mtrain_kernels.attention.cpu`: so many scores are written out in half precision on a
 CPU.
 """
 
@@ -46,7 +46,7 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
         ring = r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p")
         if ring and r.words["attention"] == "triton":
             return _fused_ring(g, r, h)
-        if r.words["attention"] != "reference":
+        if not r.plain("attention"):
             return _fused(g, r, h)
         if ring:
             return _ring(g, r, h)
@@ -202,6 +202,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
     products = _products(r, h, s, t, n)
     works = 0
     needs = 0
+    short = r.words["attention"] == "cpu" and not r.wide and scores <= MOST_SCORES
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
         needs = scores * FP32
@@ -210,7 +211,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         keeps, out = scores_in_fp32(r, h, s, t)
         needs = scores * FP32
         works = 2 * scores * FP32
-    elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
+    elif short and h.causal and not masked:
         out = Tensor(b * s * n * h.v_width * a)
         keeps = [q, k, v, Tensor(scores * a)]
         # shares, their gradients and those of the scores

@@ -31,7 +31,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     moved = 2 * y.bytes
     rms = r.model.normalization == "RMSNorm"
     m = r.model
-    if r.words["norm"] != "reference":
+    if not r.plain("norm"):
         keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
         g.add(name, keeps, moved=moved, reads=[x], gives=[y])
         return y
@@ -39,10 +39,12 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
     if not rms:
         keeps += [Tensor(rows * FP32), *([Tensor(width * FP32)] if not r.wide else ())]
-    widened = not r.wide and not (rms and r.host)
+    # the gradient of RMSNorm on a CPU reads the rows as they are
+    written_out = rms and r.words["norm"] == "cpu"
+    widened = not r.wide and not written_out
     keeps.append(Tensor(rows * width * FP32) if widened else x)
     wide = rows * width * FP32  # of rows, of what is normed, of its gradient and of their product
-    needs, works = (0, wide * (rms and r.host)) if r.wide else (2 * wide, 3 * wide)
+    needs, works = (0, wide * written_out) if r.wide else (2 * wide, 3 * wide)
     times = WRITTEN_OUT if widened else 1
     g.add(name, keeps, moved=moved * times, reads=[x], gives=[y], needs=needs, works=works)
     return y

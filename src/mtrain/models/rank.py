@@ -18,7 +18,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Factors
 
 BLOCK = 128
-"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.operands`."""
+"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.layers.operands`."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,11 @@ class Rank:
         parallelism.
 
         megatron-core's gathers it once more in the backward; the product that adds up fp32
-        gradients on a CPU does not (`mtrain.mcore.linear`).
+        gradients on a CPU does not (`mtrain.mcore.layers.linear`).
         """
         return (
             bool(self.layout.sequence_parallel)
-            and self.host
+            and self.words["linear"] == "cpu"
             and self.wide
             and self.layout.fsdp == "none"
         )
@@ -215,6 +215,10 @@ class Rank:
         made them.
         """
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
+
+    def plain(self, op: str) -> bool:
+        """Return whether an operation is done in plain torch, by its definition or for a CPU."""
+        return self.words[op] in ("reference", "cpu")
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether a module of every layer is computed again in the backward."""

@@ -239,7 +239,14 @@ def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = Fals
     emulation needs neither.
     """
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
-    small = small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
+    words = {op: getattr(small.kernels, op) for op in ("linear", "experts")}
+    # the products of a CPU know no 8 bits, and the definition rounds in plain torch
+    plain = {op: "reference" for op, word in words.items() if word == "cpu"}
+    update = {
+        "precision": small.precision.model_copy(update=eight),
+        "kernels": small.kernels.model_copy(update=plain),
+    }
+    small = small.model_copy(update=update)
     return with_triton_of(full, small) if interpreted else small
 
 
@@ -360,7 +367,7 @@ def on_a_cpu(run: RunConfig) -> dict[str, Any]:
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {
         **words,
-        "default": "reference",
+        "default": "cpu",
         "optimizer": "auto",
         "gradient_accumulation_fusion": False,
     }

@@ -31,8 +31,8 @@ from mtrain.data.chat import TEMPLATE_FILE
 from mtrain.data.once import evaluated
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
-from mtrain.mcore.ahead import stay_on_device
-from mtrain.mcore.sharding import gathered
+from mtrain.mcore.adapter.ahead import stay_on_device
+from mtrain.mcore.state.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train.generate.sampler import Sampler

@@ -51,9 +51,9 @@ def engines(words: list[str], as_json: bool, fixes: bool) -> int:
 def _facts() -> dict[str, Any]:
     from mtrain.config.engine import release
     from mtrain.config.engine.capabilities import CAPABILITIES, is_here
-    from mtrain.config.engine.field_versions import FIELD_VERSIONS
+    from mtrain.config.engine.fields import FIELD_VERSIONS
     from mtrain.devices import registry
-    from mtrain.mcore.patches import standing
+    from mtrain.mcore.patches.apply import standing
 
     found = release.release()
     folder = release.folder()
@@ -96,9 +96,9 @@ def _facts() -> dict[str, Any]:
 def _fixes() -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    from mtrain.mcore.fixes import FIXES
+    from mtrain.mcore.patches.known_bugs import known_bugs
 
-    return [asdict(fix) for fix in FIXES]
+    return [asdict(fix) for fix in known_bugs()]
 
 
 def _fixes_page(rows: list[dict[str, Any]]) -> str:
@@ -117,7 +117,7 @@ def _fixes_page(rows: list[dict[str, Any]]) -> str:
 
 def _keys_of_fields() -> dict[str, list[str]]:
     """Return, for each field that only some releases have, the keys that feed it."""
-    from mtrain.config.engine.field_versions import FIELD_VERSIONS
+    from mtrain.config.engine.fields import FIELD_VERSIONS
     from mtrain.config.messages.fields_page import fed
 
     found: dict[str, list[str]] = {}

@@ -56,15 +56,15 @@ def _activates(run: RunConfig) -> bool:
 
 
 OPERATIONS = (
-    Operation("norm", ("te", "triton", "reference")),
+    Operation("norm", ("te", "triton", "cpu", "reference")),
     Operation(
         "rope",
-        ("triton", "reference"),
+        ("triton", "cpu", "reference"),
         lambda r: r.model.mla is not None or r.model.position_embedding_type == "rope",
         "model.position_embedding_type=rope",
     ),
-    Operation("attention", ("te", "torch", "triton", "reference")),
-    Operation("linear", ("te", "triton", "reference")),
+    Operation("attention", ("te", "torch", "triton", "cpu", "reference")),
+    Operation("linear", ("te", "triton", "cpu", "reference")),
     Operation(
         "activation",
         ("triton", "reference"),
@@ -73,7 +73,7 @@ OPERATIONS = (
     ),
     Operation(
         "experts",
-        ("te", "triton", "torch", "reference"),
+        ("te", "triton", "torch", "cpu", "reference"),
         lambda r: r.model.moe is not None,
         "a model.moe",
     ),
@@ -86,7 +86,7 @@ OPERATIONS = (
     Operation(
         "moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"
     ),
-    Operation("loss", ("triton", "reference", "megatron")),
+    Operation("loss", ("triton", "cpu", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
 """All operations, in the order of the keys of `kernels`."""
@@ -230,6 +230,8 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
             return f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device}"
         if machine.gpus and not machine.transformer_engine:
             return "TransformerEngine is not installed"
+    if word == "cpu" and not facts.on_host:
+        return f"cpu is for operations on a CPU, and the device is {device}"
     if word == "triton":
         if not machine.triton and (facts.on_host or machine.gpus):
             return "Triton is not installed"
@@ -251,6 +253,10 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return (
             "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
             " tensorwise or blockwise"
+        )
+    if op in ("linear", "experts") and word == "cpu" and run.precision.quantized is not None:
+        return (
+            f"cpu multiplies in {run.precision.dtype}, and precision is {run.precision.quantized}"
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return (
@@ -374,7 +380,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return None
     if facts.on_host and word == "torch":
         if op == "attention":
-            return "the reference calls the same kernels of torch on a CPU"
+            return "cpu and the reference call the same kernels of torch"
         return "measured on no CPU"
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
@@ -446,7 +452,7 @@ def _problem(
 ) -> Iterator[Problem]:
     word = getattr(run.kernels, key)
     device = run.cluster.device
-    if word not in ("triton", "te") or (word == "te" and not facts_of(device).cuda_kernels):
+    if word not in ("triton", "te", "cpu") or (word == "te" and not facts_of(device).cuda_kernels):
         return
     if key != "default" and word == run.kernels.default:
         return

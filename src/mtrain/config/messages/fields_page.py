@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.engine import core_fields, unmapped
+from mtrain.config.engine import core_fields
+from mtrain.config.engine import fields as facts
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.hybrid import HybridConfig
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
@@ -52,10 +53,10 @@ def _owned(field: str) -> str:
     fields of the other.
     """
     owner, _, name = field.partition(".")
-    inherited = owner == unmapped.LATENT and (
+    inherited = owner == facts.LATENT and (
         name not in core_fields.MLA_FIELDS or name == "multi_latent_attention"
     )
-    return f"{unmapped.TRANSFORMER}.{name}" if inherited else field
+    return f"{facts.TRANSFORMER}.{name}" if inherited else field
 
 
 def page() -> str:
@@ -82,12 +83,8 @@ def _fields() -> Iterator[str]:
     yield "## Fields without a key\n"
     yield "| field | why | |"
     yield "|---|---|---|"
-    rows = {
-        name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()
-    } | unmapped.UNMAPPED
-    for name in sorted(
-        rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)
-    ):
+    rows = {name: ("fixed", text) for name, text in facts.FIXED_IN_TABLES.items()} | facts.UNMAPPED
+    for name in sorted(rows, key=lambda n: (facts.OWNERS.index(n.partition(".")[0]), rows[n], n)):
         why, text = rows[name]
         yield f"| {_named(name)} | {why} | {text} |"
 

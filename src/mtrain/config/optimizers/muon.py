@@ -171,7 +171,7 @@ def _orthogonal(run: Run) -> Orthogonal:
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.devices.dtypes import torch_dtype
-    from mtrain.mcore.muon import ParallelMuon
+    from mtrain.mcore.state.muon import ParallelMuon
 
     muon = run.optim.muon
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})

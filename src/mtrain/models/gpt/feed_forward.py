@@ -325,7 +325,7 @@ def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
     weight's gradient; all at once, gradients of all weights, and with torch's product a copy of
     those behind each other.
     """
-    if r.words["experts"] == "reference":
+    if r.plain("experts"):
         return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}
     stacked = (
         product.batch * product.n * product.k * r.element if r.words["experts"] == "torch" else 0

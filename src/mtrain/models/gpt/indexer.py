@@ -9,7 +9,7 @@ from mtrain.models.graph import FP32, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 24
-"""As in `mtrain.mcore.sparse_index`: so many scores are held at once."""
+"""As in `mtrain.mcore.layers.sparse_index`: so many scores are held at once."""
 PASSES = 8
 """Times that scores, or attention to be like, are read or written where a part of the queries is
 chosen for.

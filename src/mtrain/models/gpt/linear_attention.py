@@ -24,7 +24,7 @@ def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
     rows = sum(own.sections) // tp
     values = own.value_channels // tp
     h = r.model.hidden_size
-    plain = r.words["attention"] == "reference"
+    plain = r.plain("attention")
     projected = column(g, r, f"{place}.in_proj", x, h, rows)
     into, z = (
         Tensor(r.tokens * n // tp * r.element, of=projected)
@@ -121,14 +121,14 @@ def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
     rows = r.tokens * own.num_value_heads // r.layout.tp
     size = rows * own.value_head_dim
     keeps = [Tensor(rows * FP32), y]
-    if r.words["norm"] == "reference" and not r.wide:
+    if r.plain("norm") and not r.wide:
         keeps = [
             Tensor(rows * FP32),
             Tensor(own.value_head_dim * FP32),
-            y if r.host else Tensor(size * FP32),
+            y if r.words["norm"] == "cpu" else Tensor(size * FP32),
         ]
     out = Tensor(size * r.element)
-    if r.words["norm"] != "reference":
+    if not r.plain("norm"):
         works = 0
     else:
         works = size * FP32 * (1 if r.wide else 3)

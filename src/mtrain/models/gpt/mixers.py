@@ -108,14 +108,15 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
     """Return rotary positions: tables of sines and cosines are kept, not what they are multiplied
     with.
     """
-    if r.words["rope"] == "reference" and not r.wide:
+    if r.plain("rope") and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
     else:
-        halves = r.host and r.wide and rotary == r.model.head_dim and not r.model.rotary_interleaved
+        by_halves = r.words["rope"] == "cpu" and r.wide
+        halves = by_halves and rotary == r.model.head_dim and not r.model.rotary_interleaved
         cosines = rotary if halves else rotary // 2
         tables = [Tensor(r.length * cosines * FP32), Tensor(r.length * (rotary // 2) * FP32)]
     y = Tensor(r.tokens * width * r.element)
-    plain = r.words["rope"] == "reference"
+    plain = r.plain("rope")
     # what is multiplied with cosines, and with sines
     times, more = (WRITTEN_OUT, 2 * y.bytes) if plain else (1, 0)
     g.add(
@@ -137,7 +138,7 @@ def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
     made in; else all are put together once more.
     """
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
-    if r.words["rope"] == "reference":
+    if r.plain("rope"):
         return 2 * (2 * width + mla.v_head_dim)
     return (
         2 * mla.qk_pos_emb_head_dim + (mla.qk_head_dim + mla.v_head_dim) + (width + mla.v_head_dim)

@@ -10,9 +10,9 @@ import torch
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore import backend
-from mtrain.mcore.encoder_decoder import EncoderDecoder
-from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.adapter.op_overrides import override_operations
+from mtrain.mcore.layers import backend
+from mtrain.mcore.models.encoder_decoder import EncoderDecoder
 from mtrain.models.t5.count import decoder_layers, section
 
 

@@ -17,7 +17,7 @@ import torch
 
 from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
-from mtrain.mcore.padding import padding_is
+from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.loop.step import Batch, Forward, TrainContext, sum_loss
 from mtrain.train.verify.documents import documents
 
