@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mtrain.cli.main import main
-from mtrain.convert import torch_dist_read
-from mtrain.convert.words import as_tensor
+from mtrain.convert.megatron import reader as torch_dist_read
+from mtrain.convert.raw_arrays import as_tensor
 from mtrain.errors import ConfigError, CorruptData
 from tests.support import megatron_models as theirs
 from tests.support.covering import some
@@ -207,7 +207,7 @@ def test_weights_of_another_model_are_named_and_nothing_is_written(
 def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     state = {"decoder.layers.pre_mlp_layernorm.weight": torch.ones(2, 4)}
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.tensor(
@@ -234,7 +234,7 @@ def test_a_layer_is_read_without_the_others(
 ) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     whole = torch.randn(16, 8, 4)
     state = {"model.decoder.layers.mlp.linear_fc2.weight": whole}
@@ -258,7 +258,7 @@ def test_a_layer_is_read_without_the_others(
 
 def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.megatron import give_megatron
+    from mtrain.convert.megatron.checkpoint import give_megatron
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
@@ -322,7 +322,7 @@ def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
 
 def test_an_export_to_megatron_ends_with_the_error_of_what_it_read(tmp_path: Path) -> None:
     from mtrain.config.compose.composer import compose
-    from mtrain.convert.torch_dist_write import export_torch_dist
+    from mtrain.convert.megatron.writer import export_torch_dist
 
     name = "decoder.final_layernorm.weight"
     step = SimpleNamespace(theirs=(name,))

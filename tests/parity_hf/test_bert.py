@@ -339,7 +339,7 @@ def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(
 
 def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path) -> None:
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
     from mtrain.errors import ConfigError
 
     def without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ def test_a_run_begins_with_the_heads_that_it_has_of_those_of_a_published_file(
 ) -> None:
     from mtrain.ckpt.folder import read_manifest
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
 
     source = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     _, found = configuration(source / "config.json", [f"model.bert.next_sentence={wanted}"])

@@ -28,7 +28,7 @@ def _engine() -> None:
 
 def refused(folder: Path, **more: Any) -> str:
     """What is said of a configuration with these keys; empty where it is taken."""
-    from mtrain.convert.adapter_folder import _refuse_others, read_config
+    from mtrain.convert.peft.folder import _refuse_others, read_config
 
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | more))
     try:
@@ -69,8 +69,8 @@ def test_adapters_that_compute_something_else_are_refused(
 
 
 def test_several_adapters_in_one_layer_are_scaled_as_each_of_them(tmp_path: Path) -> None:
-    from mtrain.convert.adapter_folder import _config
-    from mtrain.convert.adapters import Theirs
+    from mtrain.convert.peft.adapters import Theirs
+    from mtrain.convert.peft.folder import _config
 
     for alpha, scaled in ((8.0, 24), (0.5, 1.5), (0.3, 3 * 0.3)):
         peft = PeftConfig(kind="lora", r=4, alpha=alpha)
@@ -88,7 +88,7 @@ def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_versions_say_how_adapters_of_experts_lie() -> None:
-    from mtrain.convert.adapter_folder import _is_swapped
+    from mtrain.convert.peft.folder import _is_swapped
 
     swapped = {
         None: True,
@@ -115,7 +115,7 @@ def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
 
 @pytest.mark.full
 def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -> None:
-    from mtrain.convert.tensor_file import Writer
+    from mtrain.convert.safetensors_file import Writer
 
     llama = {
         "model_type": "llama",
@@ -145,9 +145,9 @@ def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -
 
 def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.adapter_folder import read_adapters
-    from mtrain.convert.hugging_face import layers
-    from mtrain.convert.tensor_file import Writer
+    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.peft.folder import read_adapters
+    from mtrain.convert.safetensors_file import Writer
     from tests.support.forked import run_alone
 
     run = load(

@@ -62,9 +62,9 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
 def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
     import torch
 
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
+    from mtrain.convert.raw_arrays import as_tensor
 
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
@@ -112,8 +112,8 @@ def test_a_folder_that_leads_elsewhere_is_refused(
 def test_bytes_that_are_no_tensor_are_refused(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     canary = copy.parent.parent / "ran"
@@ -128,8 +128,8 @@ def test_bytes_that_are_no_tensor_are_refused(
 
 @pytest.mark.usefixtures("measured")
 def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     size = 1 << 30
@@ -164,8 +164,8 @@ def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(
 ) -> None:
     import zipfile
 
-    from mtrain.convert.megatron_args import read_arguments
-    from mtrain.convert.torch_dist import Chunk
+    from mtrain.convert.megatron.arguments import read_arguments
+    from mtrain.convert.megatron.torch_dist import Chunk
 
     canary = tmp_path / "ran"
     with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
