@@ -139,7 +139,8 @@ def test_parts_that_are_no_box_are_refused() -> None:
 
 
 def test_nothing_that_writes_weights_imports_torch() -> None:
-    names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
+    names = ["boxes", "importer", "exporter", "checkpoint_reader", "huggingface.reader"]
+    names += ["huggingface.model", "megatron.reader"]
     text = (
         f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"
         " mtrain.models.gpt.hf_files\n"
