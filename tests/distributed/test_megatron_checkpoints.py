@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mtrain.cli.main import main
-from mtrain.convert import torch_dist_read
-from mtrain.convert.words import as_tensor
+from mtrain.convert.megatron import reader as torch_dist_read
+from mtrain.convert.raw_arrays import as_tensor
 from mtrain.errors import ConfigError, CorruptData
 from tests.support import megatron_models as theirs
 from tests.support.covering import some
@@ -209,7 +209,7 @@ def test_megatron_checkpoint_foreign_model_writes_nothing(
 def test_megatron_checkpoint_differing_duplicate_norm_is_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     state = {"decoder.layers.pre_mlp_layernorm.weight": torch.ones(2, 4)}
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.tensor(
@@ -236,7 +236,7 @@ def test_megatron_checkpoint_layer_is_read_by_itself(
 ) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     whole = torch.randn(16, 8, 4)
     state = {"model.decoder.layers.mlp.linear_fc2.weight": whole}
@@ -260,7 +260,7 @@ def test_megatron_checkpoint_layer_is_read_by_itself(
 
 def test_megatron_checkpoint_unlike_layers_are_not_stacked(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.megatron import give_megatron
+    from mtrain.convert.megatron.checkpoint import give_megatron
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
@@ -324,7 +324,7 @@ def test_megatron_checkpoint_empty_table_is_named(
 
 def test_megatron_checkpoint_export_ends_with_reader_error(tmp_path: Path) -> None:
     from mtrain.config.compose.composer import compose
-    from mtrain.convert.torch_dist_write import export_torch_dist
+    from mtrain.convert.megatron.writer import export_torch_dist
 
     name = "decoder.final_layernorm.weight"
     step = SimpleNamespace(theirs=(name,))

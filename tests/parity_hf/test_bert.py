@@ -341,7 +341,7 @@ def test_bert_both_heads_are_imported_despite_config(
 
 def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
     from mtrain.errors import ConfigError
 
     def without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
 def test_bert_run_takes_available_heads(wanted: str, tmp_path: Path) -> None:
     from mtrain.ckpt.folder import read_manifest
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
 
     source = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     _, found = configuration(source / "config.json", [f"model.bert.next_sentence={wanted}"])

@@ -65,7 +65,7 @@ def command(*words: object) -> int:
 
 def data_of(folder: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a folder."""
-    from mtrain.convert.folder import open_folder
+    from mtrain.convert.huggingface.folder import open_folder
 
     out = {}
     for name, tensor in open_folder(folder).tensors.items():
@@ -239,7 +239,7 @@ def _must(code: int) -> None:
 
 
 def test_convert_extra_or_missing_layer_is_named(tmp_path: Path) -> None:
-    from mtrain.convert.folder import open_folder
+    from mtrain.convert.huggingface.folder import open_folder
     from mtrain.convert.match import match
 
     theirs_ = saved("llama 2", tmp_path / "theirs")
@@ -279,9 +279,9 @@ def _ours(folder: Path) -> list[str]:
 def test_convert_fp8_weights_use_block_factors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from mtrain.convert.folder import open_folder
-    from mtrain.convert.read import Reader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.huggingface.folder import open_folder
+    from mtrain.convert.huggingface.reader import Reader
+    from mtrain.convert.raw_arrays import as_tensor
 
     weight = torch.randn(200, 130).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 2) + 0.5
@@ -301,9 +301,9 @@ def test_convert_mxfp4_weights_equal_transformers(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from mtrain.convert.folder import open_folder
-    from mtrain.convert.read import Reader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.huggingface.folder import open_folder
+    from mtrain.convert.huggingface.reader import Reader
+    from mtrain.convert.raw_arrays import as_tensor
 
     blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
     scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
@@ -321,12 +321,12 @@ class _Held:
     names = frozenset(["it"])
 
     def dtype(self, name: str) -> str:
-        from mtrain.convert.words import of_tensor
+        from mtrain.convert.raw_arrays import of_tensor
 
         return of_tensor(self.value)[1]
 
     def tensor(self, name: str) -> Any:
-        from mtrain.convert.words import of_tensor
+        from mtrain.convert.raw_arrays import of_tensor
 
         return of_tensor(self.value)[0]
 

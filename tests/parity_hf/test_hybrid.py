@@ -388,7 +388,7 @@ REFUSED = {
 def test_hybrid_unsupported_is_refused_by_name(
     key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.convert.hugging_face import configuration
+    from mtrain.convert.huggingface.model import configuration
     from mtrain.errors import ConfigError
 
     values = {**KINDS["nemotron h"][1], "model_type": "nemotron_h", key: REFUSED[key]}
@@ -410,7 +410,7 @@ REFUSED_OF_GRANITE = {
 
 @pytest.mark.parametrize("key", REFUSED_OF_GRANITE)
 def test_hybrid_unsupported_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
-    from mtrain.convert.hugging_face import configuration
+    from mtrain.convert.huggingface.model import configuration
     from mtrain.errors import ConfigError
 
     values = {**KINDS["granite"][1], "model_type": "granitemoehybrid", key: REFUSED_OF_GRANITE[key]}

@@ -95,7 +95,7 @@ def named(model: Any, value: Any) -> dict[str, Tensor]:
 def compared(name: str, flaw: float = 0.0) -> compare.Result:
     """Both sides from the same weights and adapters, none of which is 0; a job for one rank."""
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.adapters import to_peft
+    from mtrain.convert.peft.adapters import to_peft
     from mtrain.mcore.layers import low_rank
     from mtrain.models.gpt.hf import TABLES
     from mtrain.models.table import to_ours

@@ -28,7 +28,7 @@ def _engine() -> None:
 
 def refused(folder: Path, **more: Any) -> str:
     """What is said of a configuration with these keys; empty where it is taken."""
-    from mtrain.convert.adapter_folder import _refuse_others, read_config
+    from mtrain.convert.peft.folder import _refuse_others, read_config
 
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | more))
     try:
@@ -67,8 +67,8 @@ def test_adapter_folder_unlike_computation_is_refused(more: dict[str, Any], tmp_
 
 
 def test_adapter_folder_several_adapters_scale_separately(tmp_path: Path) -> None:
-    from mtrain.convert.adapter_folder import _config
-    from mtrain.convert.adapters import Theirs
+    from mtrain.convert.peft.adapters import Theirs
+    from mtrain.convert.peft.folder import _config
 
     for alpha, scaled in ((8.0, 24), (0.5, 1.5), (0.3, 3 * 0.3)):
         peft = PeftConfig(kind="lora", r=4, alpha=alpha)
@@ -86,7 +86,7 @@ def test_adapter_folder_deep_value_is_refused_in_a_sentence(tmp_path: Path) -> N
 
 
 def test_adapter_folder_version_sets_expert_layout() -> None:
-    from mtrain.convert.adapter_folder import _is_swapped
+    from mtrain.convert.peft.folder import _is_swapped
 
     swapped = {
         None: True,
@@ -113,7 +113,7 @@ def test_adapter_folder_is_kept_with_megatron_weights(
 
 @pytest.mark.full
 def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
-    from mtrain.convert.tensor_file import Writer
+    from mtrain.convert.safetensors_file import Writer
 
     llama = {
         "model_type": "llama",
@@ -143,9 +143,9 @@ def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
 
 def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.adapter_folder import read_adapters
-    from mtrain.convert.hugging_face import layers
-    from mtrain.convert.tensor_file import Writer
+    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.peft.folder import read_adapters
+    from mtrain.convert.safetensors_file import Writer
     from tests.support.forked import run_alone
 
     run = load(

@@ -15,12 +15,12 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import Box, box_of
-from mtrain.convert.folder import WEIGHTS, open_folder
-from mtrain.convert.into import import_weights
-from mtrain.convert.out import Weights, export_weights
-from mtrain.convert.read import Reader
-from mtrain.convert.saved import Saved
-from mtrain.convert.tensor_file import Writer
+from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.exporter import Weights, export_weights
+from mtrain.convert.huggingface.folder import WEIGHTS, open_folder
+from mtrain.convert.huggingface.reader import Reader
+from mtrain.convert.importer import import_weights
+from mtrain.convert.safetensors_file import Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import GATE_UP, QKV, Entry, Table
 from tests.support.configs import LAPTOP

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.drafts import drafted
-from mtrain.convert import ahead, new_file
-from mtrain.convert.tensor_file import Writer, read_header
+from mtrain.convert import direct_file, prefetch
+from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import BadEnvironment
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -65,7 +65,7 @@ def test_convert_killed_leftovers_are_removed(tmp_path: Path) -> None:
 def test_convert_disk_error_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", fail)
 
     def write() -> None:
@@ -85,7 +85,7 @@ def test_convert_file_is_whole_for_any_block_size(
     """`refused`: the file system opens files past the page cache, and then does not
     write them so.
     """
-    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
     pwrite = os.pwrite
     data = os.urandom(size)
 
@@ -112,7 +112,7 @@ def test_convert_file_is_whole_for_any_block_size(
 
 
 def test_convert_error_starts_no_waiting_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "cpu_cores", lambda: 1)
+    monkeypatch.setattr(prefetch, "cpu_cores", lambda: 1)
     gate = threading.Event()
     begun = list[int]()
 
@@ -124,13 +124,13 @@ def test_convert_error_starts_no_waiting_work(monkeypatch: pytest.MonkeyPatch) -
 
     threading.Timer(0.1, gate.set).start()
     with pytest.raises(OSError, match="No space left"):
-        list(ahead.ahead(work, range(10), lambda _: 1))
+        list(prefetch.ahead(work, range(10), lambda _: 1))
     assert len(begun) <= 2
 
 
 def test_convert_results_are_ordered_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
-    monkeypatch.setattr(ahead, "cpu_cores", lambda: 4)
+    monkeypatch.setattr(prefetch, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(prefetch, "cpu_cores", lambda: 4)
     sizes = [10, 500, 40, 40, 40, 300, 20, 70, 5, 90]
     begun = list[int]()
     taken = list[int]()
@@ -141,7 +141,7 @@ def test_convert_results_are_ordered_within_memory(monkeypatch: pytest.MonkeyPat
         assert sum(held) - max(held) <= 100
         return -number
 
-    for number, result in ahead.ahead(work, range(10), sizes.__getitem__):
+    for number, result in prefetch.ahead(work, range(10), sizes.__getitem__):
         assert result == -number
         taken.append(number)
     assert taken == list(range(10))

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.convert.folder import INDEX, WEIGHTS, open_folder
+from mtrain.convert.huggingface.folder import INDEX, WEIGHTS, open_folder
 from mtrain.convert.inspect import held, totals
-from mtrain.convert.tensor_file import Writer, read_header
+from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import CorruptData
 
 pytestmark = pytest.mark.full
@@ -261,7 +261,7 @@ def test_convert_hostile_low_rank_mxfp4_is_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from mtrain.convert.read import Reader
+    from mtrain.convert.huggingface.reader import Reader
 
     parts = {
         "w_blocks": torch.zeros(3, 16, dtype=torch.uint8),

@@ -15,7 +15,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert import megatron_args
+from mtrain.convert.megatron import arguments_compared
 from mtrain.models.registry import family_of
 from mtrain.recipes.megatron.flags_unmapped import OTHERS
 from mtrain.recipes.megatron.reading import read_flags
@@ -33,11 +33,11 @@ def apart(run: RunConfig, **changed: Any) -> dict[str, Any]:
     """What arguments of an export that were changed differ in: the value that they say,
     by our key.
     """
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     return {
         one.key or one.name: one.becomes
-        for one in differing(megatron_args.arguments_of(run) | changed, run)
+        for one in differing(arguments_compared.arguments_of(run) | changed, run)
     }
 
 
@@ -249,7 +249,7 @@ def test_megatron_arguments_yarn_weight_is_a_cosine_factor() -> None:
 
 
 def test_megatron_arguments_export_states_yarn_or_its_lack() -> None:
-    kept = megatron_args.arguments_of(of_model("gpt_oss_tiny"))
+    kept = arguments_compared.arguments_of(of_model("gpt_oss_tiny"))
     assert kept["position_embedding_type"] == "yarn"
     assert kept["rotary_scaling_factor"] == 8.0
     assert kept["yarn_original_max_position_embeddings"] == 128
@@ -262,11 +262,11 @@ def test_megatron_arguments_export_states_yarn_or_its_lack() -> None:
 
 
 def test_megatron_arguments_missing_yarn_is_reported() -> None:
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     plain = of_model("gpt_oss_tiny", "model.rope_scaling=null")
     kept = of_model("gpt_oss_tiny")
-    (one,) = differing(megatron_args.arguments_of(kept), plain)
+    (one,) = differing(arguments_compared.arguments_of(kept), plain)
     assert (one.key, one.becomes) == ("model.rope_scaling", YARN)
     assert apart(plain, position_embedding_type="yarn") == {"position_embedding_type": None}
     assert apart(of_model("deepseek_tiny"), position_embedding_type="yarn") == {}
@@ -286,24 +286,24 @@ WITHOUT_FLAGS = {
 
 @pytest.mark.parametrize("key", WITHOUT_FLAGS)
 def test_megatron_arguments_key_without_flag_is_not_computed(key: str) -> None:
-    from mtrain.convert.megatron_compared import arguments_said, differing
+    from mtrain.convert.megatron.arguments_compared import arguments_said, differing
 
     plain = of_model("llama_tiny")
     run = of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
     theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | arguments_said(plain)
-    for kept in (megatron_args.arguments_of(plain), theirs):
+    for kept in (arguments_compared.arguments_of(plain), theirs):
         (one,) = differing(kept, run)
         assert one.key == key
         assert one.becomes in (None, False, "pre")
         assert differing(kept, plain) == []
-    (one,) = differing(megatron_args.arguments_of(run), plain)
+    (one,) = differing(arguments_compared.arguments_of(run), plain)
     assert one.key == key
-    assert differing(megatron_args.arguments_of(run), run) == []
+    assert differing(arguments_compared.arguments_of(run), run) == []
 
 
 def test_megatron_arguments_key_without_argument_is_reported() -> None:
     from mtrain.cli.convert_megatron import _apart
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     theirs: dict[str, Any] = {f"an_argument_of_theirs_{i}": None for i in range(250)}
     (one,) = differing(
@@ -318,9 +318,9 @@ def test_megatron_arguments_default_for_null_is_no_difference() -> None:
     width = of_model("llama_tiny").model.head_dim
     plain = of_model("llama_tiny")
     said = of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
-    assert differing(megatron_args.arguments_of(plain), said) == []
+    assert differing(arguments_compared.arguments_of(plain), said) == []
 
 
 def test_megatron_arguments_foreign_balancing_reports_sinkhorn() -> None:
@@ -355,9 +355,9 @@ def test_megatron_arguments_causal_window_is_compared_by_effect(
 
 
 def test_megatron_arguments_model_flags_are_in_export() -> None:
-    from mtrain.convert.megatron_compared import argument_of
+    from mtrain.convert.megatron.arguments_compared import argument_of
 
-    kept = megatron_args.arguments_of(of_model("llama_tiny"))
+    kept = arguments_compared.arguments_of(of_model("llama_tiny"))
     for flag in (
         "--rotary-interleaved",
         "--window-size",
@@ -369,7 +369,7 @@ def test_megatron_arguments_model_flags_are_in_export() -> None:
 
 
 def test_megatron_arguments_older_export_states_its_arguments() -> None:
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     run = of_model("gpt2")
     older = {"num_layers": 12, "swiglu": False, "rotary_base": 10000, "add_bias_linear": None}
@@ -381,9 +381,9 @@ def test_megatron_arguments_older_export_states_its_arguments() -> None:
 
 
 def test_megatron_arguments_run_export_reads_back_as_model() -> None:
-    from mtrain.convert.megatron_compared import _words_kept
+    from mtrain.convert.megatron.arguments_compared import _words_kept
 
     run = of_model("gpt_oss_tiny")
-    _, said, _ = read_flags(_words_kept(megatron_args.arguments_of(run)), None)
+    _, said, _ = read_flags(_words_kept(arguments_compared.arguments_of(run)), None)
     assert said["model.window_size"] == run.model.window_size
     assert said["model.moe.router_topk"] == run.model.moe.router_topk  # type: ignore[union-attr]

@@ -64,9 +64,9 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
 def test_megatron_hostile_sound_checkpoint_is_read(good: Path) -> None:
     import torch
 
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
+    from mtrain.convert.raw_arrays import as_tensor
 
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
@@ -114,8 +114,8 @@ def test_megatron_hostile_outside_folder_is_refused(
 def test_megatron_hostile_non_tensor_bytes_are_refused(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     canary = copy.parent.parent / "ran"
@@ -130,8 +130,8 @@ def test_megatron_hostile_non_tensor_bytes_are_refused(
 
 @pytest.mark.usefixtures("measured")
 def test_megatron_hostile_gigabyte_directory_is_not_read(copy: Path) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     size = 1 << 30
@@ -164,8 +164,8 @@ def test_megatron_hostile_import_writes_nothing(
 def test_megatron_hostile_arguments_are_only_a_hint(name: str, good: Path, tmp_path: Path) -> None:
     import zipfile
 
-    from mtrain.convert.megatron_args import read_arguments
-    from mtrain.convert.torch_dist import Chunk
+    from mtrain.convert.megatron.arguments import read_arguments
+    from mtrain.convert.megatron.torch_dist import Chunk
 
     canary = tmp_path / "ran"
     with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:

@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import declared
-from mtrain.convert.hugging_face import tables
+from mtrain.convert.huggingface.model import tables
 from mtrain.convert.match import match, written
 from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES
@@ -45,7 +45,7 @@ def test_tied_copies_head_is_copy_of_embeddings(kind: str, tmp_path: Path) -> No
 
 
 def test_tied_copies_compare_across_formats() -> None:
-    from mtrain.convert.copies import apart
+    from mtrain.convert.compare import apart
 
     one = np.array([[1.5, -2.0]], np.float32).view(np.int32)
     half = np.array([[0x3FC0, 0xC000]], np.uint16).view(np.int16)  # the same in bf16

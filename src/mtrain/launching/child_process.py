@@ -141,7 +141,7 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
 
 
 def _import(run: RunConfig, source: str, home: str) -> None:
-    from mtrain.convert.hugging_face import take
+    from mtrain.convert.huggingface.model import take
 
     take(run, Path(source), Path(home))
 
@@ -155,9 +155,9 @@ def _validation(run: RunConfig, tokenizer: str | None) -> None:
 
 
 def _reference_logits(run: RunConfig, folder: str, ids: list[int], out: str) -> None:
-    from mtrain.convert import theirs
+    from mtrain.convert.huggingface import hf_reference
 
-    theirs.save_logits(Path(folder), ids, Path(out), run.model)
+    hf_reference.save_logits(Path(folder), ids, Path(out), run.model)
 
 
 WORK: dict[str, Callable[..., Any]] = {

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from mtrain.ckpt.hashes import hash_bytes
+from mtrain.convert.megatron.saved_tensor import numbers_of
+from mtrain.convert.megatron.torch_dist import Chunk, Stored, TorchDist
 from mtrain.convert.plain_file import open_plain
-from mtrain.convert.tensor_file import BYTES
-from mtrain.convert.torch_dist import Chunk, Stored, TorchDist
-from mtrain.convert.torch_saved import numbers_of
-from mtrain.convert.words import Words, buffer_of, empty
+from mtrain.convert.raw_arrays import Words, buffer_of, empty
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import GATE, UP, counted_axes, is_weight, one_name
 

@@ -8,37 +8,47 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mtrain.config.schema.run import RunConfig
-from mtrain.convert import pickled
-from mtrain.convert.megatron_compared import arguments_said, unflagged_said
-from mtrain.convert.pickled import Mapped, Record
+from mtrain.convert.megatron import pickled
+from mtrain.convert.megatron.pickled import Mapped, Record
+from mtrain.convert.megatron.torch_dist import Chunk
 from mtrain.convert.plain_file import open_plain, read_plain
-from mtrain.convert.torch_dist import Chunk
+
+_WHOLE = 200
+"""Arguments of which a checkpoint has more when Megatron-LM saved it: what is not among them was
+not there yet.
+"""
+NO_ARGUMENT = "has no argument for it"
+
+
+class Apart(NamedTuple):
+    """An argument that says another model."""
+
+    name: str
+    there: Any
+    key: str
+    """Ours; empty: there is none."""
+    here: Any
+    becomes: Any
+    """The value of the key that the argument says."""
+    why: str = ""
+    """A clause about what cannot be taken over, or, beside a key, about Megatron-LM, which computes
+    as `becomes`.
+    """
+
+
+def is_whole(kept: Mapping[str, Any]) -> bool:
+    """Tell if Megatron-LM saved the arguments: it keeps all that it has."""
+    return len(kept) > _WHOLE
+
 
 COMMON = "common.pt"
 MAX_COMMON_BYTES = 64 << 20
 MOST_ITEMS = 1 << 14
 """Of a list among the arguments: one item for each layer."""
-_SAME_NAME = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-    ),
-    *(
-        "position_embedding_type",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "normalization",
-        "padded_vocab_size",
-    ),
-    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
-)
 
 
 class _Every:
@@ -97,36 +107,3 @@ def _texts(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapped):
         return {key: of for key, of in value.pairs if isinstance(key, str)}
     return {}
-
-
-def arguments_of(run: RunConfig) -> dict[str, Any]:
-    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
-    m = run.model
-    moe = m.moe
-    words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
-    words |= {
-        "seq_length": run.data.seq_length,
-        "num_query_groups": m.query_groups,
-        "group_query_attention": m.query_groups != m.num_attention_heads,
-        "kv_channels": m.head_dim,
-        "norm_epsilon": m.layernorm_epsilon,
-        "swiglu": m.activation == "swiglu",
-        "untie_embeddings_and_output_weights": not m.tie_word_embeddings,
-        "multi_latent_attention": m.mla is not None,
-        "add_position_embedding": True,
-        "num_experts": moe.num_experts if moe else None,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
-        "moe_router_topk": moe.router_topk if moe else None,
-        "moe_grouped_gemm": moe is not None,
-        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)]
-        if moe
-        else 1,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "no_save_optim": True,
-        "no_save_rng": True,
-        "ckpt_format": "torch_dist",
-    }
-    if moe and not moe.first_dense_layers:
-        words["moe_layer_freq"] = 1
-    return arguments_said(run) | words | unflagged_said(run)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.ckpt.reading import read_once
-from mtrain.convert.new_file import NewFile
+from mtrain.convert.direct_file import NewFile
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 

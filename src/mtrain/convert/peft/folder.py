@@ -14,17 +14,17 @@ from mtrain import strict_json
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.adapters import Theirs, Unlike, from_peft, to_peft, wanted
 from mtrain.convert.boxes import Box, adapter_boxes, model_boxes
 from mtrain.convert.certificate import Record
-from mtrain.convert.folder import ADAPTER_CONFIG as CONFIG
-from mtrain.convert.folder import ADAPTERS as TENSORS
-from mtrain.convert.folder import SWAPPED
-from mtrain.convert.out import Weights
+from mtrain.convert.exporter import Weights
+from mtrain.convert.huggingface.folder import ADAPTER_CONFIG as CONFIG
+from mtrain.convert.huggingface.folder import ADAPTERS as TENSORS
+from mtrain.convert.huggingface.folder import SWAPPED
+from mtrain.convert.huggingface.reader import load
+from mtrain.convert.peft.adapters import Theirs, Unlike, from_peft, to_peft, wanted
 from mtrain.convert.plain_file import read_plain
-from mtrain.convert.read import load
-from mtrain.convert.tensor_file import Writer, read_header
-from mtrain.convert.words import FLOATS, as_tensor, buffer_of, converted, of_tensor
+from mtrain.convert.raw_arrays import FLOATS, as_tensor, buffer_of, converted, of_tensor
+from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.mcore.layers.merging import Whole, names_beside
 from mtrain.models.table import Table

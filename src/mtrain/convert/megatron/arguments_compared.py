@@ -16,8 +16,8 @@ from typing import Any
 from mtrain.config.messages.keys import effect_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
-from mtrain.convert.megatron_scaling import as_rope, scaling_apart, scaling_said
+from mtrain.convert.megatron.arguments import NO_ARGUMENT, Apart, is_whole
+from mtrain.convert.megatron.rope_scaling import as_rope, scaling_apart, scaling_said
 from mtrain.recipes.huggingface.exporter import TRAINING
 from mtrain.recipes.megatron.arguments import Arguments, Entry
 from mtrain.recipes.megatron.entries import default_of
@@ -48,6 +48,24 @@ _SINKHORN = "sinkhorn"
 alone.
 """
 
+_SAME_NAME = (
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ),
+    *(
+        "position_embedding_type",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "normalization",
+        "padded_vocab_size",
+    ),
+    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
+)
+
 
 @cache
 def _entries() -> tuple[Entry, ...]:
@@ -75,6 +93,39 @@ def arguments_said(run: RunConfig) -> dict[str, Any]:
                 _value(list(map(shown, given[flag]))) if flag in given else None
             )
     return out
+
+
+def arguments_of(run: RunConfig) -> dict[str, Any]:
+    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
+    m = run.model
+    moe = m.moe
+    words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
+    words |= {
+        "seq_length": run.data.seq_length,
+        "num_query_groups": m.query_groups,
+        "group_query_attention": m.query_groups != m.num_attention_heads,
+        "kv_channels": m.head_dim,
+        "norm_epsilon": m.layernorm_epsilon,
+        "swiglu": m.activation == "swiglu",
+        "untie_embeddings_and_output_weights": not m.tie_word_embeddings,
+        "multi_latent_attention": m.mla is not None,
+        "add_position_embedding": True,
+        "num_experts": moe.num_experts if moe else None,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
+        "moe_router_topk": moe.router_topk if moe else None,
+        "moe_grouped_gemm": moe is not None,
+        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)]
+        if moe
+        else 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+    }
+    if moe and not moe.first_dense_layers:
+        words["moe_layer_freq"] = 1
+    return arguments_said(run) | words | unflagged_said(run)
 
 
 def _value(words: list[str]) -> Any:

@@ -18,11 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mtrain.convert import pickled
-from mtrain.convert.pickled import Name, Record, Reference
+from mtrain.convert.megatron import pickled
+from mtrain.convert.megatron.pickled import Name, Record, Reference
+from mtrain.convert.megatron.torch_dist import DTYPES, Chunk, Stored
 from mtrain.convert.plain_file import open_plain
-from mtrain.convert.tensor_file import BYTES
-from mtrain.convert.torch_dist import DTYPES, Chunk, Stored
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 
 MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20

@@ -10,8 +10,8 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.resolve.model_tokenizer import KEPT, TOKENIZER
-from mtrain.convert.folder import COMPANIONS, GENERATION
-from mtrain.convert.hugging_face import keep
+from mtrain.convert.huggingface.folder import COMPANIONS, GENERATION
+from mtrain.convert.huggingface.model import keep
 from mtrain.data.chat import FILES as BESIDE
 from mtrain.data.chat import SETTINGS_FILE, ChatFormat
 

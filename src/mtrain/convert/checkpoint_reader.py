@@ -16,8 +16,8 @@ from mtrain.ckpt import hashes
 from mtrain.ckpt.folder import MODEL, read_manifest
 from mtrain.ckpt.pieces import Piece, Region, parts
 from mtrain.convert.match import Box
-from mtrain.convert.tensor_file import BYTES
-from mtrain.convert.words import IN_SAFETENSORS, Words, empty
+from mtrain.convert.raw_arrays import IN_SAFETENSORS, Words, empty
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 
 MAIN = "optim/main_weight/"

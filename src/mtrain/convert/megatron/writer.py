@@ -38,10 +38,11 @@ from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.certificate import Record
-from mtrain.convert.megatron_args import COMMON, arguments_of
-from mtrain.convert.out import Weights
-from mtrain.convert.torch_dist import BACKEND, RELEASE, TRACKER
-from mtrain.convert.words import IN_TORCH, as_tensor, buffer_of
+from mtrain.convert.exporter import Weights
+from mtrain.convert.megatron.arguments import COMMON
+from mtrain.convert.megatron.arguments_compared import arguments_of
+from mtrain.convert.megatron.torch_dist import BACKEND, RELEASE, TRACKER
+from mtrain.convert.raw_arrays import IN_TORCH, as_tensor, buffer_of
 from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_written
 from mtrain.models.table import Step
 

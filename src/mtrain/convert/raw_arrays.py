@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtrain.convert.tensor_file import BYTES
+from mtrain.convert.safetensors_file import BYTES
 
 if TYPE_CHECKING:
     import torch

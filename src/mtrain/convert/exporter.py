@@ -15,14 +15,14 @@ import numpy as np
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box, adapter_boxes
 from mtrain.convert.certificate import Record
-from mtrain.convert.folder import INDEX, WEIGHTS
+from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.huggingface.folder import INDEX, WEIGHTS
 from mtrain.convert.match import Match, shapes_of_theirs, written
-from mtrain.convert.saved import Saved
-from mtrain.convert.tensor_file import BYTES, Writer
-from mtrain.convert.words import Words, as_tensor, buffer_of, converted, of_tensor
+from mtrain.convert.prefetch import ahead
+from mtrain.convert.raw_arrays import Words, as_tensor, buffer_of, converted, of_tensor
+from mtrain.convert.safetensors_file import BYTES, Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 

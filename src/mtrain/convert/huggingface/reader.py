@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtrain.ckpt.hashes import hash_bytes
-from mtrain.convert.folder import Folder
-from mtrain.convert.tensor_file import Tensor
-from mtrain.convert.words import Words, as_tensor, buffer_of, empty, of_tensor
+from mtrain.convert.huggingface.folder import Folder
+from mtrain.convert.raw_arrays import Words, as_tensor, buffer_of, empty, of_tensor
+from mtrain.convert.safetensors_file import Tensor
 from mtrain.errors import CorruptData
 
 if TYPE_CHECKING:

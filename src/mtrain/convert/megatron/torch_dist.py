@@ -22,11 +22,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtrain.convert import pickled
-from mtrain.convert.pickled import Mapped, Name, Record
+from mtrain.convert.megatron import pickled
+from mtrain.convert.megatron.pickled import Mapped, Name, Record
 from mtrain.convert.plain_file import open_plain, read_plain
-from mtrain.convert.tensor_file import BYTES
-from mtrain.convert.words import IN_TORCH
+from mtrain.convert.raw_arrays import IN_TORCH
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 from mtrain.processes import without_collecting
 

@@ -18,13 +18,13 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record
-from mtrain.convert.copies import Held, difference
+from mtrain.convert.compare import Held, difference
 from mtrain.convert.match import check_shape, match
-from mtrain.convert.tensor_file import BYTES, Writer
-from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
+from mtrain.convert.prefetch import ahead
+from mtrain.convert.raw_arrays import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
+from mtrain.convert.safetensors_file import BYTES, Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 

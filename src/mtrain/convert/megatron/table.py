@@ -8,12 +8,11 @@ from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, model_boxes
-from mtrain.convert.compare import OfCheckpoint
-from mtrain.convert.copies import Held
-from mtrain.convert.out import Weights
-from mtrain.convert.saved import Saved
-from mtrain.convert.torch_dist_read import TorchDistReader
-from mtrain.convert.words import Words
+from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.compare import Held, OfCheckpoint
+from mtrain.convert.exporter import Weights
+from mtrain.convert.megatron.reader import TorchDistReader
+from mtrain.convert.raw_arrays import Words
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows

@@ -15,7 +15,7 @@ from typing import Any
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.rope_scaling import RopeScalingConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
+from mtrain.convert.megatron.arguments import NO_ARGUMENT, Apart, is_whole
 
 POSITIONS = "position_embedding_type"
 YARN = "yarn"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.resolve.model_tokenizer import OTHERS
-from mtrain.convert.tensor_file import Tensor, once, read_header
+from mtrain.convert.safetensors_file import Tensor, once, read_header
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 

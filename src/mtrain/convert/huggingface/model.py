@@ -14,7 +14,13 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
-from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
+from mtrain.convert.huggingface.folder import (
+    COMPANIONS,
+    CONFIG,
+    MAX_COMPANION_BYTES,
+    Folder,
+    open_folder,
+)
 from mtrain.data.chat import FILES as BESIDE_TOKENIZER
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
@@ -149,13 +155,13 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         CorruptData: see `import_weights`.
     """
     kind, folder = fitting(run, source)
-    from mtrain.convert.into import import_weights
-    from mtrain.convert.read import Reader
+    from mtrain.convert.huggingface.reader import Reader
+    from mtrain.convert.importer import import_weights
 
     adapters = None
     if run.peft.init_from is not None:
         adapt()
-        from mtrain.convert.adapter_folder import read_adapters
+        from mtrain.convert.peft.folder import read_adapters
 
         adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
     reader = Reader(folder)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.certificate import Record
-from mtrain.convert.hugging_face import MOST_TIMES, PADDING
-from mtrain.convert.torch_dist import TorchDist, open_torch_dist
+from mtrain.convert.huggingface.model import MOST_TIMES, PADDING
+from mtrain.convert.megatron.torch_dist import TorchDist, open_torch_dist
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.gpt.torch_dist import is_weight, layers_are_alike
 from mtrain.plan.count import parameters
 from mtrain.units import count
 
 if TYPE_CHECKING:
-    from mtrain.convert.saved import Saved
+    from mtrain.convert.checkpoint_reader import Saved
 
 KIND = "torch_dist"
 """What a certificate calls the other side."""
@@ -52,9 +52,9 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
             f"{described}, and the weights in {source.path} are {count(numbers)} numbers"
         )
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.into import import_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
-    from mtrain.convert.torch_dist_table import check_shapes, table_of
+    from mtrain.convert.importer import import_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
+    from mtrain.convert.megatron.table import check_shapes, table_of
 
     reader = TorchDistReader(source)
     ours = model_boxes(run)
@@ -90,9 +90,9 @@ def give_megatron(
             [Problem("MT003", "layers", layers, rule, f"layers={LAYOUTS[1]}", "command line")]
         )
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.out import Weights
-    from mtrain.convert.torch_dist_table import table_of
-    from mtrain.convert.torch_dist_write import export_torch_dist
+    from mtrain.convert.exporter import Weights
+    from mtrain.convert.megatron.table import table_of
+    from mtrain.convert.megatron.writer import export_torch_dist
 
     ours = model_boxes(run)
     weights = Weights(checkpoint, run, table_of(ours), ours, dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.convert.folder import CONFIG
+from mtrain.convert.huggingface.folder import CONFIG
 from mtrain.models.registry import family_of, probed
 from mtrain.recipes.huggingface.families import ALIASES
 from mtrain.recipes.huggingface.importer import read_json
