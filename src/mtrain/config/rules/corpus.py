@@ -75,7 +75,7 @@ NO_END = Code(
     ),
     disk=True,
 )
-def text_is_there(run: RunConfig) -> Iterator[Finding]:
+def text_existence(run: RunConfig) -> Iterator[Finding]:
     """The file or folder of text exists, can be read, and holds text for a sample of each split."""
     d = run.data
     if d.kind != "text":
@@ -191,7 +191,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     ),
     disk=True,
 )
-def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
+def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
     """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of
     each split.
     """
@@ -388,7 +388,7 @@ def _tokens_suffice(
     ),
     disk=True,
 )
-def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
+def tokenizer_existence(run: RunConfig) -> Iterator[Finding]:
     """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
     if d.kind == "mock" or d.tokenizer is None:
@@ -446,7 +446,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     ),
     disk=True,
 )
-def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
+def end_of_document_id(run: RunConfig) -> Iterator[Finding]:
     """Documents of indexed data are told apart by a token that the tokenizer knows, or the
     manifest.
     """
@@ -472,4 +472,4 @@ def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
             yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
 
 
-RULES = (text_is_there, tokens_are_there, tokenizer_is_there, end_of_document_is_known)
+RULES = (text_existence, indexed_file_existence, tokenizer_existence, end_of_document_id)

@@ -49,7 +49,7 @@ def is_lost(share: float, total: float) -> bool:
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
-def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
+def data_kind_keys(run: RunConfig) -> Iterator[Finding]:
     """A key that the chosen kind does not read is an error, not ignored."""
     d = run.data
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
@@ -115,7 +115,7 @@ def _kinds_that_read(path: str) -> str:
         " data.test_blend data.test_weights"
     ),
 )
-def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+def blend_shares(run: RunConfig) -> Iterator[Finding]:
     """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
     for names, weights in WEIGHTS_OF.items() if d.kind == "indexed" else ():
@@ -184,7 +184,7 @@ def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...
     ),
     reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
 )
-def split_is_usable(run: RunConfig) -> Iterator[Finding]:
+def split_usability(run: RunConfig) -> Iterator[Finding]:
     """There is something to train on, and to validate on where evaluation is asked for."""
     d = run.data
     if d.validation_blend is not None or d.test_blend is not None:
@@ -237,7 +237,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     ),
     disk=True,
 )
-def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
+def vocabulary_fit(run: RunConfig) -> Iterator[Finding]:
     """Every id of a tokenizer that is trained has a row in the embedding; few rows are
     never used.
     """
@@ -274,7 +274,7 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
 )
-def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
+def sample_requirements(run: RunConfig) -> Iterator[Finding]:
     """Generated text needs a tokenizer, and the whole sequence on a rank."""
     t = run.trainer
     d = run.data
@@ -386,10 +386,10 @@ def whole_documents(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     whole_documents,
-    keys_of_the_kind,
-    shares_of_a_blend,
-    split_is_usable,
-    vocabulary_fits,
-    sample_needs_text,
+    data_kind_keys,
+    blend_shares,
+    split_usability,
+    vocabulary_fit,
+    sample_requirements,
     packed_samples,
 )

@@ -26,7 +26,7 @@ TINY = "model=deepseek_v3_2_tiny"
     ),
     reads=f"{SECTION}.indexer_head_dim model.mla.q_lora_rank model.mla.qk_pos_emb_head_dim",
 )
-def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
+def indexer_inputs(run: RunConfig) -> Iterator[Finding]:
     """An indexer reads the latent queries of MLA, and its heads have room for their rotary
     positions.
     """
@@ -63,7 +63,7 @@ def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
 )
-def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
+def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
     """Sparse attention keeps to what it is proven with."""
     if run.model.dsa is not None:
         for only, fixes in beyond(run, SPARSE_ATTENTION):
@@ -80,7 +80,7 @@ def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.recompute.granularity parallel.recompute.modules",
 )
-def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
+def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
     """Sparse attention is computed again with its layer, or not at all."""
     again = run.parallel.recompute
     modules = again.modules if again.modules is not None else (CORE,)
@@ -105,7 +105,7 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} {FORMATS}",
 )
-def products_are_whole(run: RunConfig) -> Iterator[Finding]:
+def indexer_precision(run: RunConfig) -> Iterator[Finding]:
     """What an indexer reads is made by whole products: rounding would choose among near keys."""
     if run.model.dsa is not None and run.precision.quantized is not None:
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
@@ -117,8 +117,8 @@ def products_are_whole(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    an_indexer_reads_latent_queries,
-    sparse_attention_has_it,
-    core_attention_is_kept,
-    products_are_whole,
+    indexer_inputs,
+    sparse_attention_support,
+    sparse_recomputation,
+    indexer_precision,
 )

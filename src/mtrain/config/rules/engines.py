@@ -25,7 +25,7 @@ from mtrain.config.schema.run import RunConfig
     ),
     reads=" ".join(keys()),
 )
-def release_can_do_it(run: RunConfig) -> Iterator[Finding]:
+def release_capability(run: RunConfig) -> Iterator[Finding]:
     """What only some releases of megatron-core can do is asked of those alone."""
     found = engine.release()
     for row in CAPABILITIES:
@@ -41,4 +41,4 @@ def release_can_do_it(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT045", row.keys[0], says, (dict(row.without),), also=row.keys[1:])
 
 
-RULES = (release_can_do_it,)
+RULES = (release_capability,)

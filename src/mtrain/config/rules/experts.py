@@ -37,7 +37,7 @@ def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
     ),
     reads="model.moe parallel.ep parallel.etp parallel.tp",
 )
-def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
+def expert_axes(run: RunConfig) -> Iterator[Finding]:
     """Axes of experts mean nothing in a dense model."""
     p = run.parallel
     if run.model.moe is not None:
@@ -68,7 +68,7 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.ffn_hidden_size model.moe.num_experts parallel.ep parallel.etp parallel.tp",
 )
-def experts_divide(run: RunConfig) -> Iterator[Finding]:
+def expert_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every ep rank holds as many experts, every etp rank as much of each."""
     moe = run.model.moe
     p = run.parallel
@@ -96,7 +96,7 @@ def experts_divide(run: RunConfig) -> Iterator[Finding]:
     Code("MT124", example="model=mixtral_tiny parallel=ep2 parallel.ranks=3"),
     reads=f"{DP} parallel.etp parallel.ep model.moe.num_experts parallel.hsdp_replicas",
 )
-def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
+def expert_grid(run: RunConfig) -> Iterator[Finding]:
     """A stage's ranks hold whole expert grids."""
     p = run.parallel
     etp = p.etp or p.tp
@@ -121,7 +121,7 @@ def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
     Code("MT125", example="model=mixtral_tiny parallel=tp2 parallel.sequence_parallel=false"),
     reads="model.moe parallel.tp parallel.sequence_parallel",
 )
-def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
+def expert_sequence_parallelism(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's MoE layer refuses to train with tp and without sequence parallelism."""
     p = run.parallel
     if run.model.moe is not None and p.tp > 1 and not p.sequence_parallel:
@@ -138,7 +138,7 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     Code("MT221", example="model=mixtral_tiny model.moe.first_dense_layers=4"),
     reads="model.num_layers model.moe.first_dense_layers",
 )
-def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
+def dense_layer_count(run: RunConfig) -> Iterator[Finding]:
     """The dense layers are fewer than all."""
     moe = run.model.moe
     layers = run.model.num_layers
@@ -168,7 +168,7 @@ def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
         "model.add_bias_linear model.moe.shared_expert_intermediate_size parallel.etp parallel.tp"
     ),
 )
-def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
+def expert_biases(run: RunConfig) -> Iterator[Finding]:
     """megatron-core adds an expert's bias once per etp rank, so it allows one."""
     p = run.parallel
     if run.model.moe is not None and run.model.add_bias_linear and (p.etp or p.tp) > 1:
@@ -219,7 +219,7 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         "model.activation_func_clamp_value"
     ),
 )
-def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
+def shared_expert_overlap(run: RunConfig) -> Iterator[Finding]:
     """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then
     plain ones.
     """
@@ -371,13 +371,13 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
 
 
 RULES = (
-    overlapped_shared_experts,
+    shared_expert_overlap,
     flex_dispatcher,
     padded_exchange,
-    expert_axes_need_experts,
-    experts_divide,
-    expert_grid_is_whole,
-    experts_with_tp_need_sequence_parallel,
-    some_layers_have_experts,
-    biases_in_experts,
+    expert_axes,
+    expert_divisibility,
+    expert_grid,
+    expert_sequence_parallelism,
+    dense_layer_count,
+    expert_biases,
 )

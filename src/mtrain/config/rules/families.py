@@ -52,7 +52,7 @@ def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple
     ),
     reads=" ".join(("model.family", "model.builder", *(only.key for only in BUILDER))),
 )
-def builder_has_it(run: RunConfig) -> Iterator[Finding]:
+def hybrid_builder_support(run: RunConfig) -> Iterator[Finding]:
     """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
     if run.model.family == "gpt" and run.model.builder == "hybrid":
         for only, fixes in beyond(run, BUILDER):
@@ -66,7 +66,7 @@ def builder_has_it(run: RunConfig) -> Iterator[Finding]:
     Code("MT249", example="model.bert={}"),
     reads=" ".join(("model.family", *SECTIONS.values())),
 )
-def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
+def family_sections(run: RunConfig) -> Iterator[Finding]:
     """The section of a family's own keys is there for that family alone."""
     for family, path in SECTIONS.items():
         if (
@@ -77,4 +77,4 @@ def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
 
 
-RULES = (*map(family_has_it, ONLY), builder_has_it, sections_of_other_families_are_absent)
+RULES = (*map(family_has_it, ONLY), hybrid_builder_support, family_sections)

@@ -48,7 +48,7 @@ def captured(run: RunConfig) -> frozenset[str]:
     ),
     reads="trainer.cuda_graph_impl cluster.device kernels.linear",
 )
-def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
+def graph_device(run: RunConfig) -> Iterator[Finding]:
     """CUDA graphs run where CUDA does, and those of TransformerEngine with its layers."""
     impl = run.trainer.cuda_graph_impl
     device = run.cluster.device
@@ -79,7 +79,7 @@ def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
         " model.num_layers model.moe.first_dense_layers model.hybrid.pattern"
     ),
 )
-def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
+def captured_modules(run: RunConfig) -> Iterator[Finding]:
     """Modules that are captured are those of the layers, and no part of one is captured twice."""
     chosen = run.trainer.cuda_graph_modules
     m = run.model
@@ -141,7 +141,7 @@ _OF_KINDS = {"attn": (*SOFTMAX, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
         " model.moe.router_padding_for_quantization kernels.experts kernels.default"
     ),
 )
-def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
+def captured_experts(run: RunConfig) -> Iterator[Finding]:
     """A graph has one shape, and the host reads nothing while it is captured."""
     moe = run.model.moe
     held = captured(run)
@@ -202,7 +202,7 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
         " model.moe.num_experts"
     ),
 )
-def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
+def captured_evaluations(run: RunConfig) -> Iterator[Finding]:
     """What is planned of padded exchanges are the steps of training."""
     t = run.trainer
     p = run.parallel
@@ -244,7 +244,7 @@ def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
         " model.moe.input_jitter_eps"
     ),
 )
-def graphs_beside_recomputation(run: RunConfig) -> Iterator[Finding]:
+def captured_recomputation(run: RunConfig) -> Iterator[Finding]:
     """Recomputation and CUDA graphs go together within megatron-core's limits."""
     impl = run.trainer.cuda_graph_impl
     again = run.parallel.recompute
@@ -305,7 +305,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
         f" model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
     ),
 )
-def graphs_replay(run: RunConfig) -> Iterator[Finding]:
+def replay_invariants(run: RunConfig) -> Iterator[Finding]:
     """Nothing that a graph holds changes from step to step."""
     impl = run.trainer.cuda_graph_impl
     m = run.model
@@ -363,10 +363,10 @@ def graphs_replay(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    graphs_have_a_device,
-    graph_modules_are_there,
-    graphs_of_experts,
-    evaluations_in_one_graph,
-    graphs_beside_recomputation,
-    graphs_replay,
+    graph_device,
+    captured_modules,
+    captured_experts,
+    captured_evaluations,
+    captured_recomputation,
+    replay_invariants,
 )

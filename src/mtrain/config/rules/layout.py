@@ -34,7 +34,7 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
     Code("MT101", example="parallel=tp3"),
     reads="parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
 )
-def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
+def tp_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds whole heads."""
     heads = run.model.num_attention_heads
     tp = run.parallel.tp
@@ -53,7 +53,7 @@ def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
         "parallel.sequence_parallel"
     ),
 )
-def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
+def tp_query_groups(run: RunConfig) -> Iterator[Finding]:
     """Key/value heads are sharded over tp, or copied to it."""
     m = run.model
     tp = run.parallel.tp
@@ -71,7 +71,7 @@ def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
         "parallel.ranks parallel.sequence_parallel"
     ),
 )
-def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
+def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every dense MLP that tp shards has a width that divides."""
     m = run.model
     if m.moe is None or m.moe.first_dense_layers:
@@ -88,7 +88,7 @@ def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
         " parallel.ranks parallel.sequence_parallel"
     ),
 )
-def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
+def tp_shared_expert_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Shared experts, which tp shards as it does MLPs, have a width that divides."""
     m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
@@ -103,7 +103,7 @@ def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
         " parallel.sequence_parallel"
     ),
 )
-def tp_divides_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
+def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds as many rows of the embedding."""
     m = run.model
     tp = run.parallel.tp
@@ -146,7 +146,7 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
         " parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp"
     ),
 )
-def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
+def grid_size(run: RunConfig) -> Iterator[Finding]:
     """All ranks are used, each once."""
     p = run.parallel
     ranks = p.ranks or 0
@@ -203,7 +203,7 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
         f" parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp {DP}"
     ),
 )
-def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
+def cluster_size(run: RunConfig) -> Iterator[Finding]:
     """A cluster is used whole."""
     c = run.cluster
     p = run.parallel
@@ -307,7 +307,7 @@ def context_parallel(run: RunConfig) -> Iterator[Finding]:
         "parallel.overlap_param_gather parallel.distributed_optimizer parallel.overlap_grad_reduce"
     ),
 )
-def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
+def gather_overlap(run: RunConfig) -> Iterator[Finding]:
     """Only the distributed optimizer has weights to gather, and the gather is overlapped with the
     gradients.
     """
@@ -329,7 +329,7 @@ def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
-def device_is_known(run: RunConfig) -> Iterator[Finding]:
+def device_name(run: RunConfig) -> Iterator[Finding]:
     """The device ships with mtrain, or an installed plug-in provides it."""
     device = run.cluster.device
     if device == AUTO or device in SHIPPED:
@@ -345,15 +345,15 @@ def device_is_known(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    device_is_known,
-    tp_divides_heads,
-    tp_fits_query_groups,
-    tp_divides_mlps,
-    tp_divides_shared_experts,
-    tp_divides_the_vocabulary,
-    ranks_fill_the_grid,
-    ranks_use_the_cluster,
+    device_name,
+    tp_head_divisibility,
+    tp_query_groups,
+    tp_mlp_divisibility,
+    tp_shared_expert_divisibility,
+    tp_vocabulary_divisibility,
+    grid_size,
+    cluster_size,
     sequence_parallel,
     context_parallel,
-    gather_needs_distributed_optimizer,
+    gather_overlap,
 )

@@ -26,7 +26,7 @@ LOW_PRECISION_ROWS = 16
     ),
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads",
 )
-def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
+def value_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     """As many heads of values share each head of queries and keys."""
     own = run.model.linear_attention
     if own is None or own.num_value_heads % own.num_key_heads == 0:
@@ -49,7 +49,7 @@ def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads parallel.tp",
 )
-def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
+def state_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every tensor-parallel rank has as many heads of linear attention."""
     own = run.model.linear_attention
     tp = run.parallel.tp
@@ -76,7 +76,7 @@ def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.cp parallel.hybrid_context_parallel",
 )
-def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
+def state_sequence(run: RunConfig) -> Iterator[Finding]:
     """A state is handed on from token to token, and context-parallel ranks have parts that are
     apart.
     """
@@ -122,7 +122,7 @@ def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} model.mla model.normalization model.mtp_num_layers",
 )
-def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
+def linear_attention_support(run: RunConfig) -> Iterator[Finding]:
     """Linear attention stands beside softmax attention, in a model with RMSNorm and without MTP
     layers.
     """
@@ -152,7 +152,7 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.fsdp",
 )
-def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
+def state_sharding(run: RunConfig) -> Iterator[Finding]:
     """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state
     may be.
     """
@@ -180,7 +180,7 @@ def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} model.attention_output_gate peft.kind",
 )
-def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
+def projection_adapters(run: RunConfig) -> Iterator[Finding]:
     """Adapters know neither gates of attention nor the projections of linear attention."""
     m = run.model
     if run.peft.kind is None or (m.linear_attention is None and not m.attention_output_gate):
@@ -205,7 +205,7 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
         " precision.fp4_recipe parallel.tp"
     ),
 )
-def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
+def projection_blocks(run: RunConfig) -> Iterator[Finding]:
     """Products in low precision take whole blocks of rows."""
     own = run.model.linear_attention
     tp = run.parallel.tp
@@ -227,11 +227,11 @@ def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    value_heads_share_key_heads,
-    ranks_share_the_states,
-    a_state_sees_the_whole_sequence,
-    what_linear_attention_stands_beside,
-    states_are_not_fully_sharded,
-    adapters_know_the_projections,
-    projections_have_whole_blocks,
+    value_head_divisibility,
+    state_head_divisibility,
+    state_sequence,
+    linear_attention_support,
+    state_sharding,
+    projection_adapters,
+    projection_blocks,
 )

@@ -38,7 +38,7 @@ _PER_CORPUS = {
         " data.test_weights"
     ),
 )
-def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+def blend_numbers(run: RunConfig) -> Iterator[Finding]:
     """A blend has a number for each of its corpora, and one kind of shares."""
     d = run.data
     if d.kind != "indexed":
@@ -75,7 +75,7 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="data.kind data.blend data.blend_curriculum",
 )
-def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
+def blend_curriculum(run: RunConfig) -> Iterator[Finding]:
     """A curriculum begins at sample 0, its sample numbers rise, and each of its weights can be
     followed.
     """
@@ -143,7 +143,7 @@ def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> It
     ),
     reads="data.fim.rate data.fim.ids model.vocab_size model.family",
 )
-def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
+def middle_marks(run: RunConfig) -> Iterator[Finding]:
     """Fill in the middle has three marks of its own, and a model that predicts the next token."""
     fim = run.data.fim
     vocab = run.model.vocab_size
@@ -162,4 +162,4 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT355", "data.fim.ids", rule, (off,), hint=hint, also=("model.vocab_size",))
 
 
-RULES = (numbers_of_a_blend, curriculum_of_a_blend, marks_of_the_middle)
+RULES = (blend_numbers, blend_curriculum, middle_marks)

@@ -33,7 +33,7 @@ _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
     ),
     reads=f"{MODULES} cluster.device kernels.linear kernels.experts kernels.default model.moe",
 )
-def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
+def offload_device(run: RunConfig) -> Iterator[Finding]:
     """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
     if not run.parallel.activation_offload.modules:
         return
@@ -74,7 +74,7 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
         " parallel.recompute.modules parallel.hybrid_context_parallel trainer.cuda_graph_impl"
     ),
 )
-def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
+def offloaded_modules(run: RunConfig) -> Iterator[Finding]:
     """Modules that are offloaded are there, keep their input, and nobody else keeps it."""
     chosen = run.parallel.activation_offload.modules
     again = run.parallel.recompute
@@ -120,4 +120,4 @@ def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
 
 
 _GRAPHS = (("impl", "none"), ("modules", None), ("warmup_steps", None))
-RULES = (offload_has_a_device, offloaded_modules_are_kept)
+RULES = (offload_device, offloaded_modules)

@@ -49,7 +49,7 @@ def single() -> Change:
     ),
     reads=f"model.num_layers {SPLIT} parallel.pp parallel.vpp",
 )
-def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
+def stage_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Where nothing else is said, every pipeline stage and virtual stage holds the same number of
     layers.
     """
@@ -133,7 +133,7 @@ def _written(sizes: Sequence[int], mtp: int) -> str:
     ),
     reads=f"{SPLIT}",
 )
-def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
+def stage_definition(run: RunConfig) -> Iterator[Finding]:
     """The split into stages is written once."""
     said = [k for k, off in EQUAL.items() if getattr(run.parallel, k.rpartition(".")[2]) != off]
     kinds = {"account" if "account" in k else k for k in said}
@@ -161,7 +161,7 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SPLIT} model.num_layers parallel.pp parallel.vpp model.mtp_num_layers",
 )
-def stages_fit(run: RunConfig) -> Iterator[Finding]:
+def stage_fit(run: RunConfig) -> Iterator[Finding]:
     """Written stages are those of the layout, and hold the layers of the model."""
     p = run.parallel
     if not uneven(run):
@@ -209,7 +209,7 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(Code("MT109", example="parallel=single parallel.vpp=2"), reads="parallel.vpp parallel.pp")
-def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
+def interleaving_requirements(run: RunConfig) -> Iterator[Finding]:
     """Interleaving is a pipeline schedule."""
     p = run.parallel
     if p.vpp > 1 and p.pp == 1:
@@ -231,7 +231,7 @@ def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.mtp_num_layers parallel.pp model.position_embedding_type",
 )
-def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
+def prediction_positions(run: RunConfig) -> Iterator[Finding]:
     """megatron-core sums the gradient of word embeddings over stages, not that of position
     embeddings.
     """
@@ -253,4 +253,10 @@ def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
         )
 
 
-RULES = (predictions_share_positions, stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)
+RULES = (
+    prediction_positions,
+    stage_divisibility,
+    stage_definition,
+    stage_fit,
+    interleaving_requirements,
+)

@@ -73,7 +73,7 @@ def kernel_runs_on_the_device(key: str) -> Rule:
         " model.mla.v_head_dim model.dsa"
     ),
 )
-def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
+def attention_cap(run: RunConfig) -> Iterator[Finding]:
     """Attention that is named has what the model asks of it."""
     why = lacks("attention", run.kernels.attention or "", run)
     if why is not None:
@@ -104,7 +104,7 @@ def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
         " parallel.hsdp_replicas"
     ),
 )
-def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
+def fp32_accumulation(run: RunConfig) -> Iterator[Finding]:
     """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a
     time.
     """
@@ -139,7 +139,7 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         " parallel.tp"
     ),
 )
-def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
+def grouped_product_shapes(run: RunConfig) -> Iterator[Finding]:
     """torch's grouped product takes bf16, and rows of a multiple of 16 bytes."""
     why = torch_experts_obstacle(run) if run.kernels.experts == "torch" else None
     if why is not None:
@@ -150,7 +150,7 @@ def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
 RULES = (
     loss_scale_range,
     *map(kernel_runs_on_the_device, KEYS),
-    attention_knows_the_cap,
-    accumulation_in_fp32,
-    grouped_products_fit,
+    attention_cap,
+    fp32_accumulation,
+    grouped_product_shapes,
 )

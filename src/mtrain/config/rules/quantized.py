@@ -10,7 +10,7 @@ from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.resolve.conditional import QUANTIZED
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.rules.unused import key_has_an_effect
+from mtrain.config.rules.unused import key_effect_rule
 from mtrain.config.schema.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.schema.run import RunConfig
 
@@ -75,7 +75,7 @@ def _key(run: RunConfig) -> str:
     ),
     reads=f"{FORMATS} precision.dtype",
 )
-def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
+def low_precision_format(run: RunConfig) -> Iterator[Finding]:
     """A product is in 8 bits or in 4, and what is beside it in bf16."""
     p = run.precision
     if p.fp8 is not None and p.fp4 is not None:
@@ -106,7 +106,7 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
         " kernels.attention"
     ),
 )
-def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
+def low_precision_layers(run: RunConfig) -> Iterator[Finding]:
     """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them,
     and all of a model's linear layers and experts are ours, or TransformerEngine's.
     """
@@ -144,7 +144,7 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     Code("MT443", example="precision=nvfp4 cluster=h100x8"),
     reads=f"cluster.sm {FORMATS} cluster.device",
 )
-def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
+def recipe_hardware(run: RunConfig) -> Iterator[Finding]:
     """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with
     sm_100.
     """
@@ -237,7 +237,7 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
         " model.hybrid.state_dim"
     ),
 )
-def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
+def tensor_core_widths(run: RunConfig) -> Iterator[Finding]:
     """Every width that a rank multiplies, and its tokens, are multiples of what the
     recipe takes.
     """
@@ -292,7 +292,7 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
         " precision.fp4_recipe"
     ),
 )
-def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
+def bf16_layers(run: RunConfig) -> Iterator[Finding]:
     """First and last layers that stay in bf16 lie on the first and the last stage, and leave some
     others.
     """
@@ -372,11 +372,11 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    *map(key_has_an_effect, QUANTIZED),
-    one_low_precision_format,
-    low_precision_needs_transformer_engine,
-    generation_has_the_recipe,
-    widths_fill_the_tensor_cores,
-    layers_in_bf16,
+    *map(key_effect_rule, QUANTIZED),
+    low_precision_format,
+    low_precision_layers,
+    recipe_hardware,
+    tensor_core_widths,
+    bf16_layers,
     delayed_scales,
 )

@@ -16,7 +16,7 @@ _GROUPED = "model=mixtral_tiny model.moe.num_experts=8 model.moe.router_topk=4"
     Code("MT220", example="model=mixtral_tiny model.moe.num_experts=1"),
     reads="model.moe.router_topk model.moe.num_experts",
 )
-def router_numbers(run: RunConfig) -> Iterator[Finding]:
+def router_topk_range(run: RunConfig) -> Iterator[Finding]:
     """A token can visit as many experts as it is told to."""
     moe = run.model.moe
     if moe is None:
@@ -265,7 +265,7 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
         "parallel.sequence_parallel model.moe.router_enable_expert_bias parallel.tp"
     ),
 )
-def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
+def sinkhorn_scope(run: RunConfig) -> Iterator[Finding]:
     """Sinkhorn normalises over the tokens that a rank has."""
     moe = run.model.moe
     p = run.parallel
@@ -306,7 +306,7 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.router_force_load_balancing",
 )
-def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
+def random_routing(run: RunConfig) -> Iterator[Finding]:
     """Random routing measures speed and trains no model."""
     moe = run.model.moe
     if moe is not None and moe.router_force_load_balancing:
@@ -326,7 +326,7 @@ def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.router_padding_for_quantization model.moe.token_dispatcher_type",
 )
-def padding_router(run: RunConfig) -> Iterator[Finding]:
+def router_padding(run: RunConfig) -> Iterator[Finding]:
     """The allgather dispatcher has no place for a router's padding."""
     moe = run.model.moe
     if (
@@ -341,10 +341,10 @@ def padding_router(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     capacity,
-    sinkhorn_sees_one_rank,
-    padding_router,
-    benchmarks_only,
-    router_numbers,
+    sinkhorn_scope,
+    router_padding,
+    random_routing,
+    router_topk_range,
     router_scores,
     group_limited_routing,
     group_scores,

@@ -36,7 +36,7 @@ NO_CONTEXT: Change = {
         " parallel.tp model.mla model.num_query_groups"
     ),
 )
-def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
+def exchanged_heads(run: RunConfig) -> Iterator[Finding]:
     """All-to-all context parallelism gives each rank of a group some heads of the whole
     sequence.
     """
@@ -75,7 +75,7 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
     Code("MT214", example="model=deepseek_tiny model.mla.rope_type=yarn parallel=cp3"),
     reads="model.mla.rope_type parallel.cp model.mla.original_max_position_embeddings",
 )
-def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
+def scaled_position_split(run: RunConfig) -> Iterator[Finding]:
     """megatron-core splits the table of yarn's positions over the cp ranks, two chunks for each."""
     p = run.parallel
     mla = run.model.mla
@@ -239,7 +239,7 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
         "parallel.fsdp parallel.fsdp_sharding parallel.pp model.moe.shared_expert_intermediate_size"
     ),
 )
-def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
+def fsdp_shared_experts(run: RunConfig) -> Iterator[Finding]:
     """A stage with shared experts closes a micro-batch of megatron-core's FSDP before all gradients
     are there.
     """
@@ -275,7 +275,7 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         " parallel.distributed_optimizer"
     ),
 )
-def replicas_divide(run: RunConfig) -> Iterator[Finding]:
+def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Groups that each hold one whole sharded copy are equal."""
     p = run.parallel
     if p.hsdp_replicas == 1:
@@ -320,7 +320,7 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
         " model.moe.shared_expert_overlap model.hybrid.pattern"
     ),
 )
-def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
+def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
     """A module that is to be computed again is in the model, and its output is not
     needed earlier.
     """
@@ -369,7 +369,7 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
         " parallel.vpp model.num_layers model.mtp_num_layers parallel.recompute.method"
     ),
 )
-def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
+def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
     """No group of layers is larger than what a stage holds, and MTP layers are in none."""
     r = run.parallel.recompute
     p = run.parallel
@@ -440,14 +440,14 @@ def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    stretched_positions_are_cut,
+    scaled_position_split,
     dynamic_context,
-    heads_can_be_exchanged,
+    exchanged_heads,
     fully_sharded,
-    shared_experts_stay_on_a_stage,
-    replicas_divide,
-    recomputed_modules_exist,
-    recomputed_layers_are_in_a_stage,
+    fsdp_shared_experts,
+    replica_divisibility,
+    recomputed_modules,
+    recomputed_layer_groups,
     fused_accumulation,
     offloaded_optimizer,
 )

@@ -21,7 +21,7 @@ from mtrain.config.schema.run import RunConfig
     reads="log.runs_dir",
     disk=True,
 )
-def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
+def runs_folder(run: RunConfig) -> Iterator[Finding]:
     """The folder of runs can be made, or written to."""
     yield from _folder("MT431", "log.runs_dir", run.log.runs_dir, "runs")
 
@@ -33,7 +33,7 @@ def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
     reads="data.cache_dir data.kind data.path data.blend",
     disk=True,
 )
-def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
+def cache_folder(run: RunConfig) -> Iterator[Finding]:
     """The cache can be created or written to by a run that needs it, and one that trains on text
     can read it.
 
@@ -69,7 +69,7 @@ def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
     reads="checkpoint.resume",
     disk=True,
 )
-def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
+def resume_point(run: RunConfig) -> Iterator[Finding]:
     """A run goes on from `latest` or `auto`, or from a folder that is a run or a checkpoint."""
     resume = run.checkpoint.resume
     if resume is None or resume in RESUME_WORDS:
@@ -101,7 +101,7 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
     reads="log.name checkpoint.resume log.runs_dir",
     disk=True,
 )
-def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
+def run_folder_name(run: RunConfig) -> Iterator[Finding]:
     """A named run folder that is already there is not written over: the launcher refuses it."""
     if run.log.name is None or run.checkpoint.resume is not None:
         return
@@ -125,7 +125,7 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="checkpoint.save_interval trainer.train_iters checkpoint.save_final",
 )
-def something_is_saved(run: RunConfig) -> Iterator[Finding]:
+def save_schedule(run: RunConfig) -> Iterator[Finding]:
     """Checkpoints that come after the last step never come."""
     c = run.checkpoint
     steps = run.trainer.steps
@@ -154,7 +154,7 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     reads="checkpoint.init_from",
     disk=True,
 )
-def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
+def starting_weights(run: RunConfig) -> Iterator[Finding]:
     """A run begins with the weights of a run, of a checkpoint, or of a Hugging Face folder."""
     start = run.checkpoint.init_from
     if start is None:
@@ -184,10 +184,10 @@ def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    runs_can_be_written,
-    cache_can_be_written,
-    resume_point_exists,
-    weights_to_begin_with_exist,
-    run_folder_is_free,
-    something_is_saved,
+    runs_folder,
+    cache_folder,
+    resume_point,
+    starting_weights,
+    run_folder_name,
+    save_schedule,
 )

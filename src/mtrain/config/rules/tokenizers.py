@@ -42,7 +42,7 @@ NONE: Change = {"data.tokenizer": None}
     ),
     disk=True,
 )
-def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
+def own_tokenizer(run: RunConfig) -> Iterator[Finding]:
     """The tokenizer that is named, or that made a corpus, is that of the model."""
     d = run.data
     folder = folder_of_the_model(run)
@@ -123,4 +123,4 @@ def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
                 return
 
 
-RULES = (model_keeps_its_tokenizer,)
+RULES = (own_tokenizer,)

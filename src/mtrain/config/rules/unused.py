@@ -44,7 +44,7 @@ def waited_for(run: RunConfig, path: str) -> Change:
     return change
 
 
-def key_has_an_effect(key: Conditional) -> Rule:
+def key_effect_rule(key: Conditional) -> Rule:
     """The rule that a key which needs another one finds it; those of formats are validated beside
     their recipes.
     """
@@ -53,7 +53,7 @@ def key_has_an_effect(key: Conditional) -> Rule:
     sections = dict.fromkeys(name.rpartition(".")[0] for name in named)
 
     @rule(UNUSED, reads=" ".join((*named, *sections)))
-    def has_an_effect(run: RunConfig) -> Iterator[Finding]:
+    def key_effect(run: RunConfig) -> Iterator[Finding]:
         if key.value(run) != key.off and not key.active(run):
             off: Change = {key.path: key.off}
             on = waited_for(run, key.path)
@@ -65,7 +65,7 @@ def key_has_an_effect(key: Conditional) -> Rule:
             rule = f"has no effect without {key.needs}"
             yield Finding("MT150", key.path, rule, fixes, hint=hint, unset=True)
 
-    return has_an_effect
+    return key_effect
 
 
-RULES = tuple(map(key_has_an_effect, _OTHERS))
+RULES = tuple(map(key_effect_rule, _OTHERS))
