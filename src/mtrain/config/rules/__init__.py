@@ -89,14 +89,14 @@ RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.R
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
-"""What rules that look at files may take for trying fixes, of one configuration."""
+"""Limit of the time in which rules that read files try fixes of one configuration."""
 
 
 class Answers:
-    """What rules that look at files have said: a trial asks one again only where a key that it
-    reads has changed.
+    """Cache of the findings of rules that read the disk: a trial reruns a rule only if a key that
+    it reads has changed.
 
-    After `DISK_SECONDS` none is asked again, and of other values nothing is said.
+    After `DISK_SECONDS` no rule runs again, and unknown values have no findings.
     """
 
     def __init__(self) -> None:
@@ -161,8 +161,9 @@ def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
 
 
 def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:
-    """What every rule has to say about a resolved run; `answers` are those of a run that differs in
-    a few keys.
+    """Yield the findings of every rule about a resolved run.
+
+    `answers` are those of a run that differs in a few keys.
     """
     answers = answers or Answers()
     for rule in RULES:
@@ -217,7 +218,7 @@ class _Trial:
         self.left = MAX_TRIES
 
     def outcome(self, change: Change) -> list[Finding] | None:
-        """What the rules say under `change`; None where it cannot be applied."""
+        """Return the findings under `change`; None if it cannot be applied."""
         self.left -= 1
         try:
             return list(findings(self.resolve(apply(self.raw, change)), self.answers))
@@ -225,8 +226,8 @@ class _Trial:
             return None
 
     def repair(self, change: Change, finding: Finding, depth: int) -> Change | None:
-        """`change`, with at most `depth` more changes for what it breaks; None where `finding`
-        stays.
+        """Return `change` with at most `depth` more changes for the errors that it causes; None if
+        `finding` stays.
         """
         after = self.outcome(change) if self.left > 0 else None
         if after is None or (finding.code, finding.path) in {(f.code, f.path) for f in after}:
@@ -242,9 +243,10 @@ class _Trial:
         return None
 
     def choose(self, finding: Finding, limit: int = 2) -> list[Change]:
-        """Return the fixes that remove `finding` and bring nothing new, in the order of the rule.
+        """Return the fixes that remove `finding` and cause no other error, in the order of the
+        rule.
 
-        Where none of them does so alone, the first that does so with one or two changes more.
+        Without such a fix, return the first that succeeds together with one or two more changes.
         """
         good: list[Change] = []
         for change in finding.fixes:

@@ -27,7 +27,7 @@ LISTED = "trainer.batch_size_schedule"
     ),
 )
 def batch_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """The global batch is a whole number of micro-batches on every data-parallel rank."""
+    """The global batch divides into whole micro-batches on every data-parallel rank."""
     t = run.trainer
     dp = run.parallel.dp
     step = t.micro * dp
@@ -62,9 +62,7 @@ def batch_divisibility(run: RunConfig) -> Iterator[Finding]:
     reads=f"trainer.global_batch_size data.seq_length trainer.micro_batch_size parallel.vpp {DP}",
 )
 def batch_unit(run: RunConfig) -> Iterator[Finding]:
-    """A global batch is a number of samples; one that was written in tokens is thousands of times
-    too large.
-    """
+    """The global batch counts samples; a number of tokens is thousands of times too large."""
     t = run.trainer
     seq = run.data.length
     if t.batch * seq > MOST_TOKENS:
@@ -124,8 +122,8 @@ def pipeline_fill(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def micro_batch_groups(run: RunConfig) -> Iterator[Finding]:
-    """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as
-    many.
+    """A virtual stage processes at least pp micro-batches per turn; a remainder has as many, or is
+    empty.
     """
     t = run.trainer
     p = run.parallel
@@ -156,7 +154,7 @@ def micro_batch_groups(run: RunConfig) -> Iterator[Finding]:
     reads="trainer.profile_step trainer.train_iters trainer.profile_ranks parallel.ranks",
 )
 def profile_range(run: RunConfig) -> Iterator[Finding]:
-    """The profiled step and ranks are of the run."""
+    """The profiled step and ranks belong to the run."""
     t = run.trainer
     if t.profile_step is not None and t.profile_step > t.steps:
         rule = f"step {t.profile_step} never comes: the run has {t.steps} steps"
@@ -174,7 +172,7 @@ def profile_range(run: RunConfig) -> Iterator[Finding]:
     reads="trainer.soft_timeout_s trainer.timeout_s",
 )
 def timeout_order(run: RunConfig) -> Iterator[Finding]:
-    """A run says where it hangs before it is ended."""
+    """A hang is reported before the run is ended."""
     t = run.trainer
     if t.soft_timeout_s >= t.timeout_s:
         rule = (
@@ -200,7 +198,7 @@ def timeout_order(run: RunConfig) -> Iterator[Finding]:
     reads="trainer.rampup_batch_size trainer.batch_size_schedule trainer.global_batch_size",
 )
 def ramp_definition(run: RunConfig) -> Iterator[Finding]:
-    """Steps grow by whole increments, or as a list says, and not by both."""
+    """Batch sizes grow by whole increments or by a list, never both."""
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
@@ -246,7 +244,7 @@ def ramp_definition(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def ramp_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule
+    """Every batch size divides into whole micro-batches per rank, in groups of pp if the schedule
     interleaves.
     """
     t = run.trainer
@@ -299,7 +297,7 @@ def ramp_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def ramp_end(run: RunConfig) -> Iterator[Finding]:
-    """A run that ends on the ramp never makes a step of the size that it names."""
+    """The ramp reaches its final batch size before the run ends."""
     t = run.trainer
     plan = stages(run)
     made = counted(plan, t.steps)

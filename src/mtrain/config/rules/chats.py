@@ -35,7 +35,7 @@ MAX_SETTINGS = 16 << 20
     disk=True,
 )
 def chat_file_existence(run: RunConfig) -> Iterator[Finding]:
-    """The file of chats is there."""
+    """The file of chats exists."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -67,7 +67,7 @@ def chat_file_existence(run: RunConfig) -> Iterator[Finding]:
     disk=True,
 )
 def chat_template_existence(run: RunConfig) -> Iterator[Finding]:
-    """A tokenizer is named, and a chat template with it."""
+    """Chats need a tokenizer with a chat template."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -155,7 +155,7 @@ def preference_pairs(run: RunConfig) -> Iterator[Finding]:
     reads="data.kind data.eod_mask_loss data.packed data.fim.rate",
 )
 def text_only_keys(run: RunConfig) -> Iterator[Finding]:
-    """Chats end where they end, are read as they were said, and pairs are not packed."""
+    """Chats keep their own ends and their order, and pairs are not packed."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -193,7 +193,7 @@ def text_only_keys(run: RunConfig) -> Iterator[Finding]:
     disk=True,
 )
 def text_file_format(run: RunConfig) -> Iterator[Finding]:
-    """A file whose first line is a chat or a document in JSON is not learned as text."""
+    """A file that begins with a chat or a JSON document is not read as plain text."""
     d = run.data
     if d.kind != "text" or d.path is None:
         return

@@ -1,7 +1,6 @@
-"""Corpus: its files are there, are what they must be, and hold enough for the samples that are
-asked for.
+"""Corpus rules: the files exist, are well-formed, and hold enough for the requested samples.
 
-Training asks the same before it starts anything, and looks at every byte after that.
+Training validates the same before it starts, and reads every byte afterwards.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ NO_END = Code(
     disk=True,
 )
 def text_existence(run: RunConfig) -> Iterator[Finding]:
-    """The file or folder of text exists, can be read, and holds text for a sample of each split."""
+    """The file or folder of text exists, is readable, and holds text for a sample of each split."""
     d = run.data
     if d.kind != "text":
         return
@@ -122,8 +121,8 @@ def text_existence(run: RunConfig) -> Iterator[Finding]:
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
-    """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is
-    none.
+    """Return the bytes and documents of text at a path, counted up to `need` bytes, and why there
+    is no text.
     """
     if path.is_file():
         size = path.stat().st_size
@@ -192,8 +191,8 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     disk=True,
 )
 def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
-    """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of
-    each split.
+    """Both files of every indexed corpus exist, agree, and hold tokens for the samples of each
+    split.
     """
     d = run.data
     if d.kind != "indexed":
@@ -235,8 +234,10 @@ def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
 def _corpus(
     run: RunConfig, text: str, renamed: Callable[[str], Change], shares: Sequence[float]
 ) -> Iterator[Finding]:
-    """What is wrong with the corpus of a prefix; `renamed` is the change that names another,
-    `shares` are those of train, validation and test.
+    """Yield the findings of the corpus at a prefix.
+
+    `renamed` is the change that names another corpus; `shares` are those of train, validation and
+    test.
     """
     if "://" in text:  # an object store, which opening it asks
         return
@@ -269,10 +270,11 @@ def _corpus(
 
 
 def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
-    """What a manifest beside a corpus says fits its files, the model and the tokenizer; no
-    manifest: nothing is said.
+    """Yield where a corpus's manifest contradicts its files, the model or the tokenizer; nothing
+    without one.
 
-    Raises CorruptData for a manifest that was changed, or is of other files.
+    Raises:
+        CorruptData: the manifest was altered, or describes other files.
     """
     held = read_manifest(base, READ_BYTES)
     vocab = run.model.vocab_size
@@ -309,7 +311,7 @@ def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
 
 
 def _end_in_manifests(run: RunConfig) -> bool:
-    """Whether the manifests of all corpora say one token that ends documents."""
+    """Return whether the manifests of all corpora agree on the token that ends documents."""
     d = run.data
     ends = set[int | None]()
     named = d.blend or ((d.path,) if d.path else ())
@@ -325,7 +327,9 @@ def _end_in_manifests(run: RunConfig) -> bool:
 def _tokens_suffice(
     run: RunConfig, corpus: TokenFiles, shares: Sequence[float]
 ) -> Iterator[Finding]:
-    """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
+    """Yield each used split without tokens for a sample, and the first ids beyond the
+    vocabulary.
+    """
     d = run.data
     need = run.data.least_tokens
     vocab = run.model.vocab_size
@@ -389,7 +393,7 @@ def _tokens_suffice(
     disk=True,
 )
 def tokenizer_existence(run: RunConfig) -> Iterator[Finding]:
-    """A tokenizer that is named exists, is one, and has no more ids than the model."""
+    """A named tokenizer exists, is valid, and has no more ids than the model."""
     d = run.data
     if d.kind == "mock" or d.tokenizer is None:
         return
@@ -447,9 +451,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     disk=True,
 )
 def end_of_document_id(run: RunConfig) -> Iterator[Finding]:
-    """Documents of indexed data are told apart by a token that the tokenizer knows, or the
-    manifest.
-    """
+    """The tokenizer or the manifest states the token that ends documents of indexed data."""
     d = run.data
     wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
     if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):

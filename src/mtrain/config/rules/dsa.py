@@ -1,4 +1,4 @@
-"""Sparse attention: what an indexer reads, and what it is not proven with."""
+"""Sparse-attention rules: the inputs of an indexer, and combinations that are not proven."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def indexer_inputs(run: RunConfig) -> Iterator[Finding]:
     reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
 )
 def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention keeps to what it is proven with."""
+    """Sparse attention is limited to the combinations that are proven."""
     if run.model.dsa is not None:
         for only, fixes in beyond(run, SPARSE_ATTENTION):
             yield Finding(
@@ -81,7 +81,7 @@ def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} parallel.recompute.granularity parallel.recompute.modules",
 )
 def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention is computed again with its layer, or not at all."""
+    """Sparse attention is recomputed with its whole layer, or not at all."""
     again = run.parallel.recompute
     modules = again.modules if again.modules is not None else (CORE,)
     if run.model.dsa is None or again.granularity != "selective" or CORE not in modules:
@@ -106,7 +106,9 @@ def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} {FORMATS}",
 )
 def indexer_precision(run: RunConfig) -> Iterator[Finding]:
-    """What an indexer reads is made by whole products: rounding would choose among near keys."""
+    """The inputs of an indexer come from full-precision products: rounding would decide between
+    near keys.
+    """
     if run.model.dsa is not None and run.precision.quantized is not None:
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
         rule = (

@@ -1,4 +1,4 @@
-"""The rule of what the installed megatron-core can do."""
+"""The rule about capabilities of the installed megatron-core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mtrain.config.schema.run import RunConfig
     reads=" ".join(keys()),
 )
 def release_capability(run: RunConfig) -> Iterator[Finding]:
-    """What only some releases of megatron-core can do is asked of those alone."""
+    """A feature of some releases of megatron-core needs one of those releases."""
     found = engine.release()
     for row in CAPABILITIES:
         if (

@@ -1,4 +1,4 @@
-"""What a rule yields: a finding with candidate fixes, of which only one that works is shown."""
+"""Findings of a rule: candidate fixes, of which only one that works is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule."""
+    """One broken rule with candidate fixes."""
 
     code: str
     path: str
@@ -45,17 +45,17 @@ DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
 
 
 def dp_of(run: RunConfig) -> int:
-    """`run.parallel.dp`."""
+    """Return `run.parallel.dp`."""
     return run.parallel.dp
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
-    """Divisors of `n` up to `limit`, rising."""
+    """Return the divisors of `n` up to `limit`, rising."""
     return [d for d in range(1, min(n, limit or n, 4096) + 1) if n % d == 0]
 
 
 def nearest(value: int, candidates: list[int]) -> list[int]:
-    """`candidates` by their distance from `value`, the smaller of two equally near first."""
+    """Sort `candidates` by their distance from `value`, the smaller of two equally near first."""
     return sorted(candidates, key=lambda c: (abs(c - value), c))
 
 
@@ -66,6 +66,6 @@ def listed(values: list[int], limit: int = 8) -> str:
 
 
 def multiples(value: int, step: int) -> list[int]:
-    """Return the multiples of `step` around `value`, the nearest first; none below `step`."""
+    """Return the multiples of `step` around `value`, the nearest first; never below `step`."""
     below = value // step * step
     return nearest(value, [m for m in {below, below + step} if m >= step])

@@ -1,4 +1,4 @@
-"""Layout: what each parallel axis must divide."""
+"""Layout rules: what each parallel axis must divide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mtrain.config.schema.run import RunConfig
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
-    """Tensor-parallel degrees that divide `number`, nearest first, with what else they need."""
+    """Return tensor-parallel degrees that divide `number`, nearest first, with their other
+    requirements.
+    """
     p = run.parallel
     out: list[Change] = []
     for tp in nearest(p.tp, [d for d in divisors(number, 2 * p.tp) if d != p.tp]):
@@ -54,7 +56,7 @@ def tp_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_query_groups(run: RunConfig) -> Iterator[Finding]:
-    """Key/value heads are sharded over tp, or copied to it."""
+    """Key/value heads are sharded over tp, or replicated."""
     m = run.model
     tp = run.parallel.tp
     groups = m.query_groups
@@ -72,7 +74,7 @@ def tp_query_groups(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Every dense MLP that tp shards has a width that divides."""
+    """tp divides the width of every dense MLP that it shards."""
     m = run.model
     if m.moe is None or m.moe.first_dense_layers:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
@@ -89,7 +91,7 @@ def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_shared_expert_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Shared experts, which tp shards as it does MLPs, have a width that divides."""
+    """tp divides the width of shared experts, which it shards as it does MLPs."""
     m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
         width = m.moe.shared_expert_intermediate_size
@@ -104,7 +106,7 @@ def tp_shared_expert_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Every tp rank holds as many rows of the embedding."""
+    """Every tp rank holds the same number of rows of the embedding."""
     m = run.model
     tp = run.parallel.tp
     if m.padded_vocab_size % tp:
@@ -147,7 +149,7 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
     ),
 )
 def grid_size(run: RunConfig) -> Iterator[Finding]:
-    """All ranks are used, each once."""
+    """The grid uses every rank once."""
     p = run.parallel
     ranks = p.ranks or 0
     few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
@@ -204,7 +206,7 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
     ),
 )
 def cluster_size(run: RunConfig) -> Iterator[Finding]:
-    """A cluster is used whole."""
+    """The layout uses the whole cluster."""
     c = run.cluster
     p = run.parallel
     if c.devices_per_node is None and facts_of(c.device).on_host:
@@ -252,7 +254,7 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp model.family",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Sequence parallelism shards over tp what is between the tensor-parallel regions."""
+    """Sequence parallelism shards activations between the tensor-parallel regions over tp."""
     p = run.parallel
     seq = run.data.length
     if not p.sequence_parallel:
@@ -308,7 +310,7 @@ def context_parallel(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def gather_overlap(run: RunConfig) -> Iterator[Finding]:
-    """Only the distributed optimizer has weights to gather, and the gather is overlapped with the
+    """Only the distributed optimizer gathers weights, and the overlapped gather needs overlapped
     gradients.
     """
     p = run.parallel
@@ -330,7 +332,7 @@ def gather_overlap(run: RunConfig) -> Iterator[Finding]:
 
 @rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
 def device_name(run: RunConfig) -> Iterator[Finding]:
-    """The device ships with mtrain, or an installed plug-in provides it."""
+    """mtrain or an installed plug-in provides the device."""
     device = run.cluster.device
     if device == AUTO or device in SHIPPED:
         return

@@ -1,4 +1,4 @@
-"""Linear attention: heads that fit each other and the layout, and what does not go together with a
+"""Linear-attention rules: heads that fit each other and the layout, and features that exclude a
 state.
 """
 
@@ -27,7 +27,7 @@ LOW_PRECISION_ROWS = 16
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads",
 )
 def value_head_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """As many heads of values share each head of queries and keys."""
+    """Every head of queries and keys serves the same number of value heads."""
     own = run.model.linear_attention
     if own is None or own.num_value_heads % own.num_key_heads == 0:
         return
@@ -50,7 +50,7 @@ def value_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads parallel.tp",
 )
 def state_head_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Every tensor-parallel rank has as many heads of linear attention."""
+    """Every tensor-parallel rank holds the same number of linear-attention heads."""
     own = run.model.linear_attention
     tp = run.parallel.tp
     if own is None or own.num_key_heads % tp == 0:
@@ -77,8 +77,8 @@ def state_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} parallel.cp parallel.hybrid_context_parallel",
 )
 def state_sequence(run: RunConfig) -> Iterator[Finding]:
-    """A state is handed on from token to token, and context-parallel ranks have parts that are
-    apart.
+    """A state passes from token to token, and context-parallel ranks hold parts that are not
+    adjacent.
     """
     p = run.parallel
     if run.model.linear_attention is None:
@@ -123,7 +123,7 @@ def state_sequence(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} model.mla model.normalization model.mtp_num_layers",
 )
 def linear_attention_support(run: RunConfig) -> Iterator[Finding]:
-    """Linear attention stands beside softmax attention, in a model with RMSNorm and without MTP
+    """Linear attention combines with softmax attention, in a model with RMSNorm and without MTP
     layers.
     """
     m = run.model
@@ -153,9 +153,7 @@ def linear_attention_support(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} parallel.fsdp",
 )
 def state_sharding(run: RunConfig) -> Iterator[Finding]:
-    """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state
-    may be.
-    """
+    """FSDP does not shard the weights of linear attention; the optimizer state may be sharded."""
     if run.model.linear_attention is None or run.parallel.fsdp == "none":
         return
     rule = (
@@ -181,7 +179,7 @@ def state_sharding(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} model.attention_output_gate peft.kind",
 )
 def projection_adapters(run: RunConfig) -> Iterator[Finding]:
-    """Adapters know neither gates of attention nor the projections of linear attention."""
+    """Adapters support neither attention gates nor the projections of linear attention."""
     m = run.model
     if run.peft.kind is None or (m.linear_attention is None and not m.attention_output_gate):
         return
@@ -206,7 +204,7 @@ def projection_adapters(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def projection_blocks(run: RunConfig) -> Iterator[Finding]:
-    """Products in low precision take whole blocks of rows."""
+    """Low-precision products take whole blocks of rows."""
     own = run.model.linear_attention
     tp = run.parallel.tp
     if (

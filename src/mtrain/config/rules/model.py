@@ -1,4 +1,4 @@
-"""Model: heads, widths and positions that fit each other."""
+"""Model rules: heads, widths and positions that fit each other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def query_group_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def rotary_width(run: RunConfig) -> Iterator[Finding]:
-    """Rotary positions turn pairs of channels."""
+    """Rotary positions rotate pairs of channels."""
     m = run.model
     if m.position_embedding_type != "rope":
         return
@@ -98,7 +98,7 @@ def rotary_width(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def position_range(run: RunConfig) -> Iterator[Finding]:
-    """No sample is longer than the positions are made for, which dynamic ones are for any."""
+    """No sample is longer than the model's positions, except with dynamic ones."""
     m = run.model
     seq = run.data.length
     if m.position_embedding_type in ("none", "relative") or seq <= m.max_position_embeddings:
@@ -180,7 +180,7 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
     reads="model.qk_l2_norm model.mla model.qk_layernorm",
 )
 def query_key_norms(run: RunConfig) -> Iterator[Finding]:
-    """Queries and keys have one norm, and MLA has its own."""
+    """Queries and keys share one kind of norm, and MLA has its own."""
     m = run.model
     if not m.qk_l2_norm:
         return
@@ -240,8 +240,8 @@ def prediction_rotation(run: RunConfig) -> Iterator[Finding]:
     reads="model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
 )
 def prediction_window(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core counts layers of multi-token prediction behind the others, since 0.19 from 1:
-    both ways they have the same window.
+    """MTP layers have one window under both numberings: megatron-core counts them after the others,
+    since 0.19 from 1.
     """
     m = run.model
     every = m.window_attn_skip_freq
@@ -283,7 +283,7 @@ def initial_weight_size(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def initial_activation_range(run: RunConfig) -> Iterator[Finding]:
-    """fp16 has no number above 65504: initial weights must not make one in an MLP."""
+    """fp16 ends at 65504, and initial weights must not exceed it in an MLP."""
     m = run.model
     if run.precision.dtype != "fp16":
         return
@@ -306,7 +306,7 @@ def initial_activation_range(run: RunConfig) -> Iterator[Finding]:
     reads="model.layernorm_epsilon",
 )
 def norm_epsilon(run: RunConfig) -> Iterator[Finding]:
-    """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
+    """Epsilon prevents a division by zero in a norm, and is small against a variance of one."""
     eps = run.model.layernorm_epsilon
     if not 1e-12 <= eps <= 1e-2:
         if eps < 1e-12:
@@ -327,9 +327,7 @@ def norm_epsilon(run: RunConfig) -> Iterator[Finding]:
     reads="model.mla.layernorm_epsilon model.layernorm_epsilon model.qk_layernorm kernels.norm",
 )
 def latent_norm_epsilon(run: RunConfig) -> Iterator[Finding]:
-    """The norms of MLA's low-rank projections may have an epsilon of their own, where there are
-    such norms.
-    """
+    """Only a model with MLA's low-rank norms sets an epsilon for them."""
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return

@@ -1,4 +1,4 @@
-"""muP: which models and optimizers its rules by width are known for."""
+"""muP rules: the models and optimizers for which scaling by width is known."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mup_layers(run: RunConfig) -> Iterator[Finding]:
     reads="optim.name model.mup",
 )
 def mup_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """How a rate follows the width is known of adamw, lion and sgd."""
+    """The scaling of rates by width is known for adamw, lion and sgd."""
     if run.model.mup is not None and run.optim.name not in OPTIMIZERS_BY_WIDTH:
         rule = f"no rule of muP says how the rate of {run.optim.name} follows the width"
         yield Finding(

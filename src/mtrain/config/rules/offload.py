@@ -1,4 +1,6 @@
-"""Activations in host memory: what copies them, and which inputs can be copied."""
+"""Activation-offload rules: who copies activations to host memory, and which inputs can
+be copied.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
     reads=f"{MODULES} cluster.device kernels.linear kernels.experts kernels.default model.moe",
 )
 def offload_device(run: RunConfig) -> Iterator[Finding]:
-    """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
+    """Only CUDA devices offload activations, from TransformerEngine's layers."""
     if not run.parallel.activation_offload.modules:
         return
     device = run.cluster.device
@@ -75,7 +77,7 @@ def offload_device(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def offloaded_modules(run: RunConfig) -> Iterator[Finding]:
-    """Modules that are offloaded are there, keep their input, and nobody else keeps it."""
+    """Offloaded modules exist and save an input that no other module saves."""
     chosen = run.parallel.activation_offload.modules
     again = run.parallel.recompute
     m = run.model

@@ -1,4 +1,4 @@
-"""Optimizer: the learning rate's range and the steps of its schedule."""
+"""Optimizer rules: the learning rate's range, the schedule's steps, and the state's formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rate_order(run: RunConfig) -> Iterator[Finding]:
     reads="optim.decay_iters optim.warmup_iters trainer.train_iters",
 )
 def warmup_length(run: RunConfig) -> Iterator[Finding]:
-    """The warmup is over before the decay is."""
+    """The warmup ends before the decay."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
@@ -57,7 +57,7 @@ def warmup_length(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def wsd_decay(run: RunConfig) -> Iterator[Finding]:
-    """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
+    """Only warmup-stable-decay reads the length of the decay, and it needs one."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
@@ -88,8 +88,8 @@ def wsd_decay(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.distributed_optimizer optim.name",
 )
 def distributed_optimizer_support(run: RunConfig) -> Iterator[Finding]:
-    """The distributed optimizer splits parameters anywhere, and not every update rule
-    allows that.
+    """The distributed optimizer splits parameters anywhere, which some update rules do
+    not allow.
     """
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
@@ -125,7 +125,7 @@ def megatron_fsdp_state(run: RunConfig) -> Iterator[Finding]:
     reads="optim.name optim.cpu_offload parallel.fsdp",
 )
 def optimizer_requirements(run: RunConfig) -> Iterator[Finding]:
-    """Some optimizers need whole matrices, and some the device."""
+    """Some optimizers need whole matrices, and some need a device."""
     o = run.optim
     p = run.parallel
     why = _why_not(run, "fsdp2")
@@ -146,14 +146,14 @@ def optimizer_requirements(run: RunConfig) -> Iterator[Finding]:
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:
-    """Why the optimizer of a run cannot be combined with something, by its
-    specification, or None.
-    """
+    """Return why the optimizer of a run excludes a feature, from its specification, or None."""
     return OPTIMIZERS[run.optim.name].cannot.get(feature)
 
 
 def another_optimizer(name: str, feature: Feature) -> Change:
-    """An optimizer that can be combined with something, and no keys of the one that was there."""
+    """Return the change to an optimizer that allows a feature, without the keys of the
+    present one.
+    """
     instead = next(other for other, spec in OPTIMIZERS.items() if feature not in spec.cannot)
     section = OPTIMIZERS[name].section
     keys = section.model_fields if section is not None else ()
@@ -198,9 +198,7 @@ STATE = " ".join(FULL)
     reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
 )
 def update_kernel(run: RunConfig) -> Iterator[Finding]:
-    """The implementation that is named updates this optimizer, with the state that it
-    is to keep.
-    """
+    """The named implementation updates this optimizer with the requested state."""
     kernel = run.kernels.optimizer
     why = update_obstacle(kernel, run) if kernel not in (None, "auto") else None
     if why is None:
@@ -226,7 +224,7 @@ def update_kernel(run: RunConfig) -> Iterator[Finding]:
 
 
 def _low_precision(run: RunConfig) -> bool:
-    """Whether state in low precision is asked for, of an optimizer that can keep it."""
+    """Return whether the run requests low-precision state of an optimizer that can keep it."""
     return run.optim.in_low_precision and run.optim.name in readers("exp_avg_dtype")
 
 
@@ -263,8 +261,8 @@ def _low_precision(run: RunConfig) -> bool:
     ),
 )
 def low_precision_state(run: RunConfig) -> Iterator[Finding]:
-    """Low-precision state is kept of plain tensors, and main weights where the distributed
-    optimizer has them.
+    """Plain tensors have low-precision state, and the distributed optimizer holds the
+    main weights.
     """
     o = run.optim
     p = run.parallel

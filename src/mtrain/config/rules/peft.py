@@ -1,4 +1,4 @@
-"""Low-rank adapters: which layers have them, and what does not go together with a frozen model."""
+"""Adapter rules: which layers have low-rank adapters, and what a frozen model excludes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _without(run: RunConfig, *names: str) -> Change:
     reads="peft.kind peft.target model.moe model.hybrid.pattern",
 )
 def adapter_targets(run: RunConfig) -> Iterator[Finding]:
-    """Some layer of the model has an adapter, or there is nothing to train."""
+    """At least one layer of the model has an adapter to train."""
     target = run.peft.target
     moe = run.model.moe
     if run.peft.kind is None or target is None:
@@ -58,7 +58,7 @@ def adapter_targets(run: RunConfig) -> Iterator[Finding]:
     reads="peft.target peft.kind peft.dropout model.moe",
 )
 def expert_adapter_kind(run: RunConfig) -> Iterator[Finding]:
-    """What adapts experts is LoRA without dropout."""
+    """Experts take LoRA without dropout."""
     peft = run.peft
     if peft.kind is None or run.model.moe is None or "experts" not in (peft.target or ()):
         return
@@ -82,7 +82,7 @@ def expert_adapter_kind(run: RunConfig) -> Iterator[Finding]:
     reads="peft.kind peft.target model.moe model.hidden_size parallel.etp parallel.tp",
 )
 def expert_adapter_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Each etp rank holds as much of each expert's adapter, along the hidden size."""
+    """Each etp rank holds an equal part of each expert's adapter, along the hidden size."""
     etp = run.parallel.etp or run.parallel.tp
     hidden = run.model.hidden_size
     if run.peft.kind is None or run.model.moe is None or "experts" not in (run.peft.target or ()):
@@ -108,9 +108,7 @@ def expert_adapter_divisibility(run: RunConfig) -> Iterator[Finding]:
     reads=f"peft.kind {FORMATS}",
 )
 def adapter_precision(run: RunConfig) -> Iterator[Finding]:
-    """The layers with adapters are portable ones; those that multiply in low precision are
-    TransformerEngine's.
-    """
+    """Adapters need portable layers; the low-precision ones belong to TransformerEngine."""
     if run.peft.kind is not None and run.precision.quantized is not None:
         rule = "layers with adapters multiply in precision.dtype, and TransformerEngine's have none"
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
@@ -122,7 +120,7 @@ def adapter_precision(run: RunConfig) -> Iterator[Finding]:
     reads="peft.kind parallel.fsdp parallel.fsdp_sharding parallel.hsdp_replicas",
 )
 def frozen_weight_sharding(run: RunConfig) -> Iterator[Finding]:
-    """FSDP shards weights together with their gradients, and frozen ones have none."""
+    """FSDP shards weights with their gradients, and frozen weights have no gradient."""
     if run.peft.kind is not None and run.parallel.fsdp != "none":
         rule = (
             f"{run.parallel.fsdp} cannot shard weights that are not trained;"
@@ -142,7 +140,9 @@ def frozen_weight_sharding(run: RunConfig) -> Iterator[Finding]:
     reads="peft.kind optim.name",
 )
 def adapter_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Some optimizers look at a whole matrix, and adapters of a fused layer are several in one."""
+    """Some optimizers need a whole matrix, and adapters of a fused layer are several matrices in
+    one.
+    """
     why = OPTIMIZERS[run.optim.name].cannot.get("adapters")
     if run.peft.kind is not None and why is not None:
         rule = f"{run.optim.name} does not train adapters: {why}"
@@ -156,9 +156,7 @@ def adapter_optimizer(run: RunConfig) -> Iterator[Finding]:
     reads="peft.kind peft.target model.moe.shared_expert_overlap",
 )
 def adapter_overlap(run: RunConfig) -> Iterator[Finding]:
-    """Shared experts that overlap take communication out of their layers, where
-    adapters need it.
-    """
+    """Overlapped shared experts communicate outside their layers, where adapters cannot follow."""
     moe = run.model.moe
     if run.peft.kind is None or moe is None or not moe.shared_expert_overlap:
         return
@@ -187,9 +185,7 @@ def adapter_overlap(run: RunConfig) -> Iterator[Finding]:
     disk=True,
 )
 def starting_adapters(run: RunConfig) -> Iterator[Finding]:
-    """A run begins with the adapters of a folder that `peft` wrote; one that goes on has them
-    already.
-    """
+    """A run starts from adapters in a folder that `peft` wrote; a resumed run already has them."""
     start = run.peft.init_from
     if start is None or run.peft.kind is None or run.checkpoint.resume is not None:
         return

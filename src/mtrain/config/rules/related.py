@@ -34,10 +34,10 @@ DISTINCT = 100
 def related(
     finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]
 ) -> list[str]:
-    """Return the keys beside that of a finding that it is about, in the order of the schema.
+    """Return the keys that a finding concerns besides its own, in the order of the schema.
 
-    Those are what the finding names itself and, of the keys that the rule had read, each that its
-    text speaks of and each that a fix changes alone.
+    These are the keys that the finding names itself and, of the keys that the rule had read, those
+    that its text mentions and those that a fix changes by itself.
     """
     words = {word.rstrip(".") for word in _WORD.findall(finding.rule)}
     meant = {key for word, key in _STANDS_FOR.items() if word in words}

@@ -1,4 +1,4 @@
-"""Rotary positions for longer sequences: scalings that are whole, and that reach something."""
+"""Rotary rules: scalings that are complete, and that have an effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF: Change = {SCALING: None}
     reads="model.rope_scaling_factor model.rope_scaling model.position_embedding_type model.mla",
 )
 def rotary_keys(run: RunConfig) -> Iterator[Finding]:
-    """Frequency scaling changes rotary positions and no others."""
+    """Only rotary positions read the keys of frequency scaling."""
     m = run.model
     factor = "model.rope_scaling_factor"
     for key, path, value in (
@@ -80,9 +80,7 @@ def position_scaling(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def frequency_order(run: RunConfig) -> Iterator[Finding]:
-    """llama3 mixes the frequencies between the slow and the fast ones, so there is something in
-    between.
-    """
+    """llama3 interpolates between the slow and the fast frequencies, so they must differ."""
     scaling = run.model.rope_scaling
     if scaling is None or scaling.rope_type != "llama3":
         return
@@ -109,9 +107,7 @@ def frequency_order(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def longrope_factors(run: RunConfig) -> Iterator[Finding]:
-    """longrope has a factor for each pair of channels that rotates, in short sequences and in long
-    ones.
-    """
+    """longrope has a factor for each rotated pair of channels, for short and for long sequences."""
     m = run.model
     if m.rope_scaling is None or m.rope_scaling.rope_type != "longrope" or m.mla is not None:
         return
@@ -137,7 +133,7 @@ def longrope_factors(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def dynamic_base(run: RunConfig) -> Iterator[Finding]:
-    """dynamic leaves the fastest frequency as it is and changes the others."""
+    """dynamic keeps the fastest frequency and changes the others, so it needs two."""
     m = run.model
     if (
         m.rope_scaling is None
@@ -164,7 +160,7 @@ def dynamic_base(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def attention_temperature(run: RunConfig) -> Iterator[Finding]:
-    """mscale and mscale_all_dim make the attention factor together, where it is not said itself."""
+    """Either mscale with mscale_all_dim, or the attention factor itself, is set."""
     scaling = run.model.rope_scaling
     if scaling is None or (scaling.mscale is None and scaling.mscale_all_dim is None):
         return
@@ -195,9 +191,7 @@ def attention_temperature(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def length_dependent_frequencies(run: RunConfig) -> Iterator[Finding]:
-    """Frequencies that follow from the length of a sequence are not defined for documents of many
-    lengths.
-    """
+    """Length-dependent frequencies are undefined for documents of several lengths."""
     m = run.model
     seq = run.data.length
     if (
@@ -225,7 +219,7 @@ def length_dependent_frequencies(run: RunConfig) -> Iterator[Finding]:
     reads="model.rope_scaling model.rotary_base_local",
 )
 def window_scaling(run: RunConfig) -> Iterator[Finding]:
-    """Of two bases, only linear scaling is known to leave that of layers with a window as it is."""
+    """With two bases, only linear scaling leaves the base of windowed layers unchanged."""
     m = run.model
     if m.rope_scaling is not None and m.rotary_base_local is not None:
         rule = (

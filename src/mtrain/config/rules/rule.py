@@ -1,4 +1,6 @@
-"""A rule as data: the codes it raises, the keys it reads, and whether it looks at files."""
+"""Rules as data: the codes that a rule raises, the keys that it reads, and whether it
+opens files.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from mtrain.errors import Severity
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means; `explain CODE` prints it."""
+    """Meaning of a code, as `explain CODE` prints it."""
 
     code: str
     summary: str = ""
@@ -34,7 +36,7 @@ Ask = Callable[[RunConfig], Iterator[Finding]]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Asks one function about a configuration."""
+    """One rule: a function with its codes and the keys that it reads."""
 
     name: str
     file: str
@@ -47,19 +49,19 @@ class Rule:
     ask: Ask
 
     def __call__(self, run: RunConfig) -> Iterator[Finding]:
-        """What is wrong; what has a code of a warning is a warning."""
+        """Return the findings; one with the code of a warning is a warning."""
         for found in self.ask(run):
             mild = any(code.severity == "warning" for code in self.codes if code.code == found.code)
             yield replace(found, severity="warning") if mild else found
 
     def reads_any(self, *keys: str) -> bool:
-        """Return whether it reads one of `keys`, or of the keys of a section among them."""
+        """Return whether the rule reads one of `keys`, or a key of a section among them."""
         return touches(self.reads, keys)
 
 
 def rule(*codes: Code, reads: str, disk: bool = False) -> Callable[[Ask], Rule]:
-    """Make a rule of a function that yields findings with `codes` and reads no other keys than
-    those of `reads`.
+    """Make a rule of a function that yields findings with `codes` and reads only the keys in
+    `reads`.
     """
 
     def made(ask: Ask) -> Rule:

@@ -1,4 +1,4 @@
-"""What else is sharded or computed again: context, weights (FSDP), replicas, activations."""
+"""Rules of context parallelism, FSDP, replicas and recomputation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def exchanged_heads(run: RunConfig) -> Iterator[Finding]:
     reads="model.mla.rope_type parallel.cp model.mla.original_max_position_embeddings",
 )
 def scaled_position_split(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core splits the table of yarn's positions over the cp ranks, two chunks for each."""
+    """megatron-core splits yarn's table of positions over the cp ranks, two chunks for each."""
     p = run.parallel
     mla = run.model.mla
     if (
@@ -120,7 +120,7 @@ def scaled_position_split(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def dynamic_context(run: RunConfig) -> Iterator[Finding]:
-    """What megatron-core's scheduler of documents over ranks can be combined with."""
+    """megatron-core's scheduler of documents over ranks excludes some layouts."""
     p = run.parallel
     m = run.model
     d = run.data
@@ -198,7 +198,7 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
-    """What each FSDP can be combined with."""
+    """Each FSDP excludes some features."""
     p = run.parallel
     if p.fsdp == "none":
         return
@@ -240,9 +240,7 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def fsdp_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """A stage with shared experts closes a micro-batch of megatron-core's FSDP before all gradients
-    are there.
-    """
+    """With shared experts, megatron-core's FSDP closes a micro-batch before all gradients exist."""
     p = run.parallel
     moe = run.model.moe
     if p.fsdp != "megatron" or p.fsdp_sharding == "optim" or p.pp == 1 or moe is None:
@@ -276,7 +274,7 @@ def fsdp_shared_experts(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Groups that each hold one whole sharded copy are equal."""
+    """Equal groups each hold one complete sharded copy."""
     p = run.parallel
     if p.hsdp_replicas == 1:
         return
@@ -321,9 +319,7 @@ def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
-    """A module that is to be computed again is in the model, and its output is not
-    needed earlier.
-    """
+    """Recomputed modules exist in the model, and nothing needs their output earlier."""
     r = run.parallel.recompute
     m = run.model
     if r.granularity != "selective" or r.modules is None:
@@ -370,7 +366,7 @@ def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
-    """No group of layers is larger than what a stage holds, and MTP layers are in none."""
+    """No group of recomputed layers exceeds a stage or contains MTP layers."""
     r = run.parallel.recompute
     p = run.parallel
     if r.granularity != "full" or r.num_layers is None:
@@ -413,7 +409,7 @@ def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
     reads="kernels.gradient_accumulation_fusion parallel.fsdp",
 )
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
-    """A product adds to the gradient that is there, so that there must be one."""
+    """A fused product adds to an existing gradient buffer."""
     if run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":
         off: Change = {"kernels.gradient_accumulation_fusion": False}
         rule = "the gradient of a weight that is freed after use has no place to be added to"
@@ -425,8 +421,8 @@ def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
     reads="optim.cpu_offload parallel.fsdp",
 )
 def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Host memory holds the state of weights that a rank keeps whole, or of the distributed
-    optimizer's shards.
+    """Host memory holds the state of unsharded weights, or of the distributed optimizer's
+    shards.
     """
     p = run.parallel
     if run.optim.cpu_offload and p.fsdp != "none":

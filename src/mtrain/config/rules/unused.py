@@ -1,4 +1,4 @@
-"""A key that is set but has no effect is an error: somebody believes that it does something."""
+"""Effect rules: a key that is set without effect is an error, because its author expects one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
 def waited_for(run: RunConfig, path: str) -> Change:
-    """The settings that a key without effect waits for; none where they are numbers, or parts of a
+    """Return the settings that a key without effect depends on; none for numbers and parts of a
     model.
     """
     text = when_of(path)
@@ -45,7 +45,7 @@ def waited_for(run: RunConfig, path: str) -> Change:
 
 
 def key_effect_rule(key: Conditional) -> Rule:
-    """The rule that a key which needs another one finds it; those of formats are validated beside
+    """Return the rule that a dependent key has its prerequisite; format keys are validated with
     their recipes.
     """
     named = (key.path, *_KEY.findall(key.needs))
