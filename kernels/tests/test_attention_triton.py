@@ -245,11 +245,9 @@ def test_attention_triton_split_heads_use_measured_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [Widths.of(d, e) for d, e in ((128, 128), (192, 128), (80, 80))] == [
-        *(
-            Widths(128, 0, 128, True, True),
-            Widths(128, 64, 128, True, True),
-            Widths(64, 16, 128, True, False),
-        )
+        Widths(128, 0, 128, True, True),
+        Widths(128, 64, 128, True, True),
+        Widths(64, 16, 128, True, False),
     ]
     q = torch.empty(1, 4, 4000, 128, dtype=torch.bfloat16, device="meta")
     monkeypatch.setitem(tiles.TABLES, ("keys", 128), (SMALL["keys"], Tile(32, 64)))

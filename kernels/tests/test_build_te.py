@@ -143,9 +143,14 @@ def admitted(python: str, release: str) -> bool:
 def test_build_te_newest_is_taken_where_accepted() -> None:
     assert [
         admitted("3.11", release) for release in ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2")
-    ] == [*(False, True, True, False, False)]
+    ] == [False, True, True, False, False]
     assert [admitted("3.12", release) for release in RELEASES] == [
-        *(False, True, True, True, True, False)
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
     ]
 
 

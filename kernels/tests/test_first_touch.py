@@ -326,9 +326,12 @@ def test_first_touch_tiles_are_measured_for_moe_and_attention(
     for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
         assert unit() == {}
     assert asked == [
-        *((65536, 128, 2048, 768), (65536, 256, 7168, 2048)),
-        *((32, 8, (128, 128), 8192), (128, 128, (192, 128), 8192)),
-        *((8192, 4096, 128256, torch.bfloat16), (8192, 7168, 129280, torch.bfloat16)),
+        (65536, 128, 2048, 768),
+        (65536, 256, 7168, 2048),
+        (32, 8, (128, 128), 8192),
+        (128, 128, (192, 128), 8192),
+        (8192, 4096, 128256, torch.bfloat16),
+        (8192, 7168, 129280, torch.bfloat16),
     ]
 
 

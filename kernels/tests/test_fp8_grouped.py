@@ -333,4 +333,4 @@ def test_fp8_grouped_passes_registration_and_refuses_unfit() -> None:
         ({"main_grads": list}, "list of weights"),
     ):
         with pytest.raises(ValueError, match=said):
-            grouped_fp8(**{**given, "recipe": RECIPES[0], **change})
+            grouped_fp8(**(given | {"recipe": RECIPES[0]} | change))

@@ -43,7 +43,8 @@ def inputs(
         n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
     }
     found["k"] = found["k"] / 2
-    found["g"], found["beta"] = -found["g"].abs(), found["beta"].sigmoid()
+    found["g"] = -found["g"].abs()
+    found["beta"] = found["beta"].sigmoid()
     for name, value in WAYS[way].items():
         found[name] = (
             torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value

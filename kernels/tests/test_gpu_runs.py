@@ -61,7 +61,7 @@ def tried(
     """Try a run, and note its result where later runs look for it."""
     from first_touch_results import Results, Walk
 
-    made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
+    made = tuple(runs.Command(**(each | {"argv": tuple(each["argv"])})) for each in commands)
     results = Results(folder)
     said = runs._tried(
         Walk(True), folder / "runs" / name, runs.Entry(name, "a test", made), results

@@ -36,15 +36,16 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 WAIT = {
-    *(
-        aten._local_scalar_dense,
-        aten.item,
-        aten.is_nonzero,
-        aten.nonzero,
-        aten.masked_select,
-        aten.equal,
-    ),
-    *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount),
+    aten._local_scalar_dense,
+    aten.item,
+    aten.is_nonzero,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
 }
 ALLOWED: dict[str, str] = {}
 """Case -> why its operation has to wait."""

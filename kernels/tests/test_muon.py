@@ -24,9 +24,7 @@ def moved(
     """What one step of rate 1 adds to a matrix."""
     param = nn.Parameter(matrix.clone())
     param.grad = drawn(*matrix.shape, seed=1) if gradient is None else gradient
-    Muon(
-        [{"params": [param], "matrix": kind}], 1.0, impl="reference", **{**EXACT, **options}
-    ).step()
+    Muon([{"params": [param], "matrix": kind}], 1.0, impl="reference", **(EXACT | options)).step()
     return param.detach() - matrix
 
 

@@ -72,7 +72,8 @@ def test_norm_gradient_strides_do_not_matter() -> None:
     weight = leaf(5)
     for impl in ("triton", "reference"):
         op.rms_norm(x, weight, 1e-5, impl=impl).T[::2].sum().backward()
-    x.grad, doubled = None, x.grad
+    doubled = x.grad
+    x.grad = None
     op.rms_norm(x, weight, 1e-5, impl="reference").T[::2].sum().backward()
     torch.testing.assert_close(doubled, 2 * x.grad)
 

@@ -86,7 +86,7 @@ def test_rope_packed_definition_equals_separate_qk() -> None:
     order = torch.tensor([0, 1, 4, 5, 2, 6, 3, 7], device=DEVICE)
     sections = found["qkv"].view(6, 2, 8, 8)[:, :, order].flatten(2)
     again = packed.rotate_packed(
-        **{**found, "qkv": sections}, **sizes, grouped=False, impl="reference"
+        **(found | {"qkv": sections}), **sizes, grouped=False, impl="reference"
     )
     torch.testing.assert_close(again, got)
 
@@ -154,11 +154,11 @@ def test_rope_packed_unfit_is_refused() -> None:
     with pytest.raises(ValueError, match="holds no 3 queries"):
         packed.rotate_packed(**found, heads=3, groups=2)
     with pytest.raises(ValueError, match="both, or neither"):
-        packed.rotate_packed(**{**found, "k_weight": None}, **sizes)
+        packed.rotate_packed(**(found | {"k_weight": None}), **sizes)
     with pytest.raises(ValueError, match="a weight on meta"):
-        packed.rotate_packed(**{**found, "k_weight": found["k_weight"].to("meta")}, **sizes)
+        packed.rotate_packed(**(found | {"k_weight": found["k_weight"].to("meta")}), **sizes)
     with pytest.raises(ValueError, match="end at position 4"):
-        packed.rotate_packed(**{**found, **tables(4, 6)}, **sizes)
+        packed.rotate_packed(**(found | tables(4, 6)), **sizes)
 
 
 @pytest.mark.parametrize("turning", [2, 64, 128, 256])

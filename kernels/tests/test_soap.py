@@ -77,7 +77,7 @@ def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor
         LR,
         eps=EPS,
         impl="reference",
-        **{**keys, **options},
+        **(keys | options),
     )
     for grad in grads:
         param.grad = grad.float()

@@ -49,7 +49,8 @@ def inputs(
     found: dict[str, Any] = {
         n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
     }
-    found["dt"], found["a"] = found["dt"].abs(), -found["a"].abs()
+    found["dt"] = found["dt"].abs()
+    found["a"] = -found["a"].abs()
     for name, value in WAYS[way].items():
         found[name] = (
             torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value

@@ -58,9 +58,22 @@ ONLY_IN = {
     "tokenizers": ("data/",),
 }
 TOP_LEVEL = {
-    *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs"),
-    *("launch.py", "conftest.py", "pyproject.toml", "constraints.txt", "Makefile"),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    "conf",
+    "recipes",
+    "src",
+    "kernels",
+    "tests",
+    "benchmarks",
+    "docs",
+    "launch.py",
+    "conftest.py",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
 }
 SPECIFICATIONS = "config/optimizers/"
 """Modules of layer 1 whose functions build what they describe: those import torch and layers below

@@ -86,7 +86,7 @@ def test_adapter_backend_unusable_named_kernel_states_reason() -> None:
     ):
         backend.provider(SimpleNamespace(**choices))
     with pytest.raises(ValueError, match=r"kernels\.linear = 'auto'"):
-        backend.provider(SimpleNamespace(**{**vars(tiny.REFERENCE), "linear": "auto"}))
+        backend.provider(SimpleNamespace(**(vars(tiny.REFERENCE) | {"linear": "auto"})))
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
@@ -281,7 +281,8 @@ def _attended_alone(name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
 def test_adapter_backend_attention_cp_equals_one_rank(name: str, kind: str) -> None:
-    case, (cp, context) = ATTENTION_CASES[name], CONTEXT_KINDS[kind]
+    case = ATTENTION_CASES[name]
+    cp, context = CONTEXT_KINDS[kind]
     expected = _attended_alone(name)
     ranks = run_ranks(cp, _attend, cp, {**case, **context})
     for what, whole, parts in zip(

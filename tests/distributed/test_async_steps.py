@@ -89,7 +89,7 @@ def stand_in(counts: Counter[str]) -> Any:
     def synchronize() -> None:
         counts["device"] += 1
 
-    namespace = SimpleNamespace(**{**vars(cpu_namespace), "Event": Event})
+    namespace = SimpleNamespace(**(vars(cpu_namespace) | {"Event": Event}))
     return dataclasses.replace(
         CPU,
         namespace=namespace,

@@ -155,7 +155,7 @@ def test_bert_loss_implementation_changes_nothing(name: str) -> None:
     ],
 )
 def test_bert_section_key_changes_numbers(key: str, value: Any, one_rank: Any) -> None:
-    changed = BertConfig(**{**IDS, key: value})
+    changed = BertConfig(**(IDS | {key: value}))
     # a gradient that is left out may move the next step alone
     found = trained(bert_run(model={"bert": changed}), 2)
     assert found != one_rank[0][:2], (

@@ -125,7 +125,8 @@ def test_builders_make_equal_steps_and_resume_each_other(name: str, tmp_path: Pa
 def test_builders_make_twenty_equal_steps(name: str) -> None:
     case = OF_BOTH_RELEASES[name]
     runs = [
-        tiny_run(**{**case, "model": {**case["model"], "builder": builder}}) for builder in BUILDERS
+        tiny_run(**(case | {"model": {**case["model"], "builder": builder}}))
+        for builder in BUILDERS
     ]
     left, right = (run_ranks(run.parallel.ranks or 1, train_steps, run, 20)[0] for run in runs)
     assert len(left) == 20

@@ -26,17 +26,13 @@ OTHERS = (
         "model.linear_attention={}",
     ),
     (
-        *(
-            "nemotron_h_tiny",
-            "model.num_layers=4",
-            "model.hybrid.pattern=M+-E",
-            "model.mla={q_lora_rank:64}",
-        ),
-        *(
-            "model.qk_layernorm=true",
-            "model.position_embedding_type=rope",
-            "model.num_query_groups=null",
-        ),
+        "nemotron_h_tiny",
+        "model.num_layers=4",
+        "model.hybrid.pattern=M+-E",
+        "model.mla={q_lora_rank:64}",
+        "model.qk_layernorm=true",
+        "model.position_embedding_type=rope",
+        "model.num_query_groups=null",
         "model.moe={num_experts:4,ffn_hidden_size:64}",
     ),
     (

@@ -167,7 +167,8 @@ def test_dropout_layouts_learn_as_one_rank() -> None:
         )
         return run_ranks(run.parallel.ranks, losses, run, 16, seeds)[0]
 
-    (without,), alone = trained(0.0, (1,)), trained(0.5, (1, 2, 3))
+    [without] = trained(0.0, (1,))
+    alone = trained(0.5, (1, 2, 3))
     effect = mean(alone) - without
     assert effect > 4 * stdev(alone), (
         "too small to tell a layout that drops nothing from one that drops"

@@ -172,7 +172,7 @@ def test_engine_keys_scaled_rope_reaches_latent_attention() -> None:
     values = {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
     usual, other = (
         {
-            "mla": MLAConfig(**{**latent, **yarn, **values, **more}),
+            "mla": MLAConfig(**(latent | yarn | values | more)),
             "num_query_groups": None,
             "init_method_std": 0.2,
         }
@@ -205,7 +205,7 @@ def test_engine_keys_random_routing_reaches_router(
     key: str, experts: list[tuple[float, float]]
 ) -> None:
     value = 0.5 if key == "input_jitter_eps" else True
-    run = tiny_run(model={"moe": MoEConfig(**EXPERTS, **{key: value})})
+    run = tiny_run(model={"moe": MoEConfig(**(EXPERTS | {key: value}))})
     assert built(run)[f"moe_{key}"] == value
     found = steps(run)
     assert not same(found[:1], experts[:1])
@@ -219,7 +219,9 @@ def test_engine_keys_random_routing_reaches_router(
         (TURNS, "microbatch_group_size_per_vp_stage", 4),
         (TURNS, "overlap_p2p_comm_warmup_flush", True),
         pytest.param(
-            *(TP2, "recompute", RecomputeConfig(**FULL, distribute_saved_activations=True)),
+            TP2,
+            "recompute",
+            RecomputeConfig(**FULL, distribute_saved_activations=True),
             marks=pytest.mark.full,
         ),
     ],
@@ -228,7 +230,7 @@ def test_engine_keys_random_routing_reaches_router(
 def test_engine_keys_schedule_key_keeps_numbers(
     layout: dict[str, Any], key: str, value: Any, plain: list[tuple[float, float]]
 ) -> None:
-    run = tiny_run(trainer={"micro_batch_size": 1}, **layout, **{key: value})
+    run = tiny_run(trainer={"micro_batch_size": 1}, **(layout | {key: value}))
     name, held = (key, value) if key != "recompute" else ("distribute_saved_activations", True)
     assert built(run)[name] == held
     assert same(steps(run), steps(tiny_run(trainer={"micro_batch_size": 1}, **layout)))

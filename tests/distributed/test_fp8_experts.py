@@ -110,37 +110,29 @@ def test_fp8_experts_triton_stays_near_emulation(precision: str) -> None:
     from tests.support import interpreted
 
     base = [
-        *(
-            "data=mock",
-            "data.seq_length=32",
-            "trainer.train_iters=10",
-            "trainer.global_batch_size=1",
-            MOE,
-        ),
-        *(
-            "trainer.micro_batch_size=1",
-            "trainer.seed=2",
-            "trainer.eval_iters=0",
-            "trainer.eval_interval=0",
-        ),
-        *("trainer.sample_tokens=0", "checkpoint.save_interval=0", "checkpoint.save_final=false"),
-        *(
-            "log.progress=none",
-            "model.num_layers=1",
-            "model.hidden_size=64",
-            "model.ffn_hidden_size=64",
-        ),
-        *(
-            "model.vocab_size=128",
-            "model.moe.ffn_hidden_size=64",
-            "precision.num_layers_at_start_in_bf16=0",
-        ),
-        *(
-            "precision.num_layers_at_end_in_bf16=0",
-            "parallel=tp2ep2sp",
-            "parallel.etp=1",
-            f"precision={precision}",
-        ),
+        "data=mock",
+        "data.seq_length=32",
+        "trainer.train_iters=10",
+        "trainer.global_batch_size=1",
+        MOE,
+        "trainer.micro_batch_size=1",
+        "trainer.seed=2",
+        "trainer.eval_iters=0",
+        "trainer.eval_interval=0",
+        "trainer.sample_tokens=0",
+        "checkpoint.save_interval=0",
+        "checkpoint.save_final=false",
+        "log.progress=none",
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=64",
+        "model.vocab_size=128",
+        "model.moe.ffn_hidden_size=64",
+        "precision.num_layers_at_start_in_bf16=0",
+        "precision.num_layers_at_end_in_bf16=0",
+        "parallel=tp2ep2sp",
+        "parallel.etp=1",
+        f"precision={precision}",
     ]
     values = interpreted.trained(
         {k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500
@@ -156,19 +148,15 @@ KEPT = {
     "in bf16": ("parallel=single", "precision=bf16"),
     "in 8 bits": ("parallel=single", "precision=fp8_tensorwise"),
     "shared experts, blocks": (
-        *(
-            "parallel=single",
-            "precision=fp8_blockwise",
-            "model.moe.shared_expert_intermediate_size=128",
-        ),
+        "parallel=single",
+        "precision=fp8_blockwise",
+        "model.moe.shared_expert_intermediate_size=128",
     ),
     "activations again": (
-        *(
-            "parallel=single",
-            "precision=fp8_tensorwise",
-            "parallel.recompute.granularity=selective",
-        ),
-        *("parallel.recompute.modules=[moe_act]",),
+        "parallel=single",
+        "precision=fp8_tensorwise",
+        "parallel.recompute.granularity=selective",
+        "parallel.recompute.modules=[moe_act]",
     ),
 }
 

@@ -125,8 +125,10 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     some(
         CASES,
         [
-            *("sinks and every other layer windowed", "linear attention pp2vpp2"),
-            *("multi-token prediction tp2", "hybrid pp2"),
+            "sinks and every other layer windowed",
+            "linear attention pp2vpp2",
+            "multi-token prediction tp2",
+            "hybrid pp2",
         ],
     ),
 )
@@ -180,7 +182,7 @@ def test_generation_limited_capacity_has_no_cache() -> None:
             "multi_latent_attention": False,
             "moe_expert_capacity_factor": None,
         }
-        return SimpleNamespace(**{**plain, "experimental_attention_variant": None, **fields})
+        return SimpleNamespace(**(plain | {"experimental_attention_variant": None} | fields))
 
     assert obstacle(config(), "reference") == ""
     assert "indexer" in obstacle(config(experimental_attention_variant="dsa"), "reference")

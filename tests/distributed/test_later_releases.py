@@ -79,7 +79,8 @@ def test_later_releases_packed_mtp_is_recomputed(tmp_path: Path) -> None:
         found[granularity] = run_ranks(
             1, lambda run=run: _counted(run, tmp_path / run.parallel.recompute.granularity)
         )[0]
-    (kept, once), (computed, twice) = found["none"], found["full"]
+    kept, once = found["none"]
+    computed, twice = found["full"]
     assert twice == 2 * once
     assert kept == pytest.approx(computed, rel=1e-6)
     left, right = (whole_tensors(tmp_path / name / "step_00000000") for name in found)

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _run(**keys: Any) -> RunConfig:
-    return tiny_run(**{**keys, "model": {**WIDER, **keys.get("model", {})}})
+    return tiny_run(**(keys | {"model": {**WIDER, **keys.get("model", {})}}))
 
 
 @pytest.mark.sampled(9)

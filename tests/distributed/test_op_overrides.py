@@ -189,20 +189,21 @@ def test_op_override_only_megatron_loss_holds_all_logits(
 
 
 SMALL = (
-    *("data=mock", "data.seq_length=16", "trainer.train_iters=4", "trainer.global_batch_size=2"),
-    *(
-        "trainer.micro_batch_size=2",
-        "trainer.eval_iters=0",
-        "trainer.eval_interval=0",
-        "trainer.sample_tokens=0",
-    ),
-    *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none"),
-    *(
-        "model.num_layers=1",
-        "model.hidden_size=64",
-        "model.ffn_hidden_size=64",
-        "model.vocab_size=128",
-    ),
+    "data=mock",
+    "data.seq_length=16",
+    "trainer.train_iters=4",
+    "trainer.global_batch_size=2",
+    "trainer.micro_batch_size=2",
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=0",
+    "trainer.sample_tokens=0",
+    "checkpoint.save_interval=0",
+    "checkpoint.save_final=false",
+    "log.progress=none",
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=64",
+    "model.vocab_size=128",
 )
 MIXTRAL = ("model=mixtral_tiny", "model.moe.ffn_hidden_size=32")
 DEEPSEEK = ("model=deepseek_tiny", "model.moe.first_dense_layers=0", "model.moe.ffn_hidden_size=32")
@@ -257,12 +258,10 @@ ATTENTION = {
         "parallel=single",
     ),
     "caps": (
-        *(
-            "model=gemma2_9b",
-            "model.num_attention_heads=4",
-            "model.num_query_groups=2",
-            "model.kv_channels=24",
-        ),
+        "model=gemma2_9b",
+        "model.num_attention_heads=4",
+        "model.num_query_groups=2",
+        "model.kv_channels=24",
         "parallel=single",
     ),
     "windows in a ring": ("model=gemma_tiny", "parallel=cp2", "parallel.cp_comm_type=p2p"),

@@ -85,7 +85,7 @@ def test_own_adam_layout_equals_one_rank(name: str, dtype: str) -> None:
         few = {}
     model = {"model": keys.pop("model")} if "model" in keys else {}
     one = tiny_run(kernel="reference", **model, **few)
-    many = tiny_run(kernel="reference", **{**keys, **model, **few})
+    many = tiny_run(kernel="reference", **(keys | model | few))
     expected, found = (trained(run, 4) for run in (one, many))
     tolerance = {"fp32": 1e-5, "bf16": 2e-3}[dtype]
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):

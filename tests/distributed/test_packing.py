@@ -102,25 +102,23 @@ def test_packing_layout_is_proven(name: str) -> None:
 
 
 FITTED = [
-    *(
-        "one rank",
-        "dp4",
-        "dp2 distributed optimizer",
-        "tp2 sequence parallel",
-        "pp4",
-        "pp2vpp2",
-        "cp2 ring",
-    ),
-    *(
-        "cp2 all-gather",
-        "cp4 hierarchical",
-        "tp2cp2 ring",
-        "pp2cp2",
-        "padded to four tokens",
-        "tp2ep2",
-        "MTP, pp2cp2",
-    ),
-    *("learned positions, cp2", "dynamic context, ring", "Gemma's windows and bases, pp2"),
+    "one rank",
+    "dp4",
+    "dp2 distributed optimizer",
+    "tp2 sequence parallel",
+    "pp4",
+    "pp2vpp2",
+    "cp2 ring",
+    "cp2 all-gather",
+    "cp4 hierarchical",
+    "tp2cp2 ring",
+    "pp2cp2",
+    "padded to four tokens",
+    "tp2ep2",
+    "MTP, pp2cp2",
+    "learned positions, cp2",
+    "dynamic context, ring",
+    "Gemma's windows and bases, pp2",
 ]
 """Layouts of `LAYOUTS` in which whole documents are compared too."""
 

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def run_of(name: str, **more: Any) -> RunConfig:
     moe, parallel, model = CASES[name]
     experts = MoEConfig(
-        **{"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True, **moe, **more}
+        **({"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True} | moe | more)
     )
     return tiny_run(model={"num_layers": 2, "moe": experts, **model}, **parallel)
 

@@ -48,7 +48,7 @@ def moe(**more: Any) -> MoEConfig:
         "aux_loss_coeff": 1.0,
         "z_loss_coeff": 0.1,
     }
-    return MoEConfig(**{**own, **more})
+    return MoEConfig(**(own | more))
 
 
 def run_with(
@@ -88,7 +88,8 @@ def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
         return train_steps(run, 1, gradients_to=folder / "gradient", save_to=folder / "state")
 
     run_ranks(run.parallel.ranks or 1, job)
-    (saved,), (state,) = (folder / "gradient").glob("step_*"), (folder / "state").glob("step_*")
+    [saved] = (folder / "gradient").glob("step_*")
+    [state] = (folder / "state").glob("step_*")
     biases = {key: value for key, value in whole_tensors(state).items() if "expert_bias" in key}
     return {**whole_tensors(saved), **biases}
 

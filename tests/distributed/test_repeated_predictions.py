@@ -67,7 +67,8 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def test_repeated_predictions_layer_learns_from_each_use() -> None:
-    (count, once), (_, apart) = _gradients(), _gradients(mtp_use_repeated_layer=False)
+    count, once = _gradients()
+    _, apart = _gradients(mtp_use_repeated_layer=False)
     assert count == parameters(tiny_run(model=TWICE).model)
     assert not any("mtp.layers.1." in name for name in once)
     for name, gradient in once.items():

@@ -173,7 +173,7 @@ def test_soap_resume_is_bitwise_and_reshards(name: str, tmp_path: Path) -> None:
     """
     keys = RESUMED[name]
     run = _run(**keys)
-    other = _run(**{**keys, "ranks": 1, "tp": 1, "distributed_optimizer": False})
+    other = _run(**(keys | {"ranks": 1, "tp": 1, "distributed_optimizer": False}))
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=1))[0]
     point = tmp_path / "whole/step_00000001"
     rest = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "rest", load_from=point))[0]

@@ -139,7 +139,8 @@ def _apart(run: RunConfig, fault: str) -> dict[str, float]:
         ]
         expected = torch.stack([part.flatten(1) for part, _ in parts], dim=1)
         ((expected * factors).sum() + COEFFICIENT * sum(loss for _, loss in parts)).backward()
-        found["out"], values = out, {"out": expected, **{k: again[k].grad for k in found}}
+        values = {k: again[k].grad for k in found} | {"out": expected}
+        found["out"] = out
         return {
             k: float((found[k] - values[k]).abs().max() / values[k].abs().max()) for k in values
         }

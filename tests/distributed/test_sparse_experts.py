@@ -56,7 +56,7 @@ ALWAYS = ["one rank, sequences balanced", "groups and bias, ep2", "tp2 ep2 etp2"
 
 def run_of(name: str) -> RunConfig:
     moe, parallel = CASES[name]
-    more = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": 32, **moe})
+    more = MoEConfig(**({"num_experts": 4, "ffn_hidden_size": 32} | moe))
     return tiny_run(model={"num_layers": 1, "moe": more}, **parallel)
 
 
@@ -103,7 +103,7 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
 
     tiny.start_world(ep=ep)
     type_ = "allgather" if kind == "allgather" else "alltoall"
-    cfg = tiny.config(**{**tiny.MOE, "moe_token_dispatcher_type": type_}, moe_grouped_gemm=True)
+    cfg = tiny.config(**(tiny.MOE | {"moe_token_dispatcher_type": type_}), moe_grouped_gemm=True)
     cfg.expert_model_parallel_size = ep
     cfg.sparse_experts = (
         api.Sparse("reference", "reference", padded=kind == "padded") if lists else None
@@ -170,13 +170,12 @@ def test_sparse_experts_weights_equal_those_without_kernels() -> None:
 
 
 SMALL = (
-    *(
-        "data=mock",
-        "data.seq_length=32",
-        "trainer.global_batch_size=4",
-        "trainer.micro_batch_size=2",
-    ),
-    *("model.num_layers=2", "model.vocab_size=128"),
+    "data=mock",
+    "data.seq_length=32",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=2",
+    "model.num_layers=2",
+    "model.vocab_size=128",
 )
 MIXTRAL = ("model=mixtral_tiny", *SMALL)
 PADDED = "model.moe.pad_alltoall=true"
@@ -231,26 +230,24 @@ def test_sparse_experts_step_waits_only_where_documented() -> None:
 
 
 TRAINED = (
-    *("data=mock", "data.seq_length=16", "trainer.train_iters=10", "trainer.global_batch_size=4"),
-    *(
-        "trainer.micro_batch_size=2",
-        "trainer.eval_iters=0",
-        "trainer.eval_interval=0",
-        "trainer.sample_tokens=0",
-    ),
-    *(
-        "checkpoint.save_interval=0",
-        "checkpoint.save_final=false",
-        "log.progress=none",
-        "model=mixtral_tiny",
-    ),
-    *(
-        "model.num_layers=1",
-        "model.hidden_size=64",
-        "model.moe.ffn_hidden_size=32",
-        "model.vocab_size=128",
-    ),
-    *("model.moe.num_experts=4", "parallel=tp2ep2sp"),
+    "data=mock",
+    "data.seq_length=16",
+    "trainer.train_iters=10",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=2",
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=0",
+    "trainer.sample_tokens=0",
+    "checkpoint.save_interval=0",
+    "checkpoint.save_final=false",
+    "log.progress=none",
+    "model=mixtral_tiny",
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.moe.ffn_hidden_size=32",
+    "model.vocab_size=128",
+    "model.moe.num_experts=4",
+    "parallel=tp2ep2sp",
 )
 
 

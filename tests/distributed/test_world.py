@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -52,15 +54,13 @@ def test_world_differing_replica_spread_is_refused(monkeypatch: pytest.MonkeyPat
     from mtrain.mcore import api
 
     real = api.parallel_state.get_data_parallel_group
-    monkeypatch.setattr(
-        api.parallel_state,
-        "get_data_parallel_group",
-        lambda *a, partial_data_parallel=False, **k: (
-            api.parallel_state.get_inter_distributed_optimizer_instance_group()
-            if partial_data_parallel
-            else real(*a, **k)
-        ),
-    )
+
+    def group(*args: Any, partial_data_parallel: bool = False, **more: Any) -> Any:
+        if partial_data_parallel:
+            return api.parallel_state.get_inter_distributed_optimizer_instance_group()
+        return real(*args, **more)
+
+    monkeypatch.setattr(api.parallel_state, "get_data_parallel_group", group)
     with pytest.raises(RankFailed, match="dp-cp of a copy: megatron-core has"):
         run_ranks(4, _join, tiny_run(ranks=4, fsdp="fsdp2", hsdp_replicas=2))
 

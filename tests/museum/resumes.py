@@ -90,7 +90,7 @@ def stale_gather() -> None:
         kept = [bucket.param_data.clone() for bucket in self.buckets]
         rank = dist.get_rank()
         size = dist.get_world_size()
-        done = real(self, *args, **{**more, "force_sync": True})
+        done = real(self, *args, **(more | {"force_sync": True}))
         for bucket, before in zip(self.buckets, kept, strict=True):
             share = before.numel() // size
             own = bucket.param_data[rank * share : (rank + 1) * share].clone()

@@ -111,7 +111,9 @@ LAYOUTS = {
     "tp2pp2sp": (4, "parallel=tp2pp2sp trainer.micro_batch_size=1"),
 }
 ALWAYS = {
-    *(("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")),
+    ("mamba 2", "single"),
+    ("nemotron h", "tp2sp"),
+    ("nemotron 3", "single"),
     ("granite experts", "single"),
 }
 CASES = [

@@ -222,7 +222,8 @@ def _their_loss(made: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
     from mtrain.train.loop.step import reduce_report, run_schedule
 
-    (batch,), chunk = parts.train_data.microbatches(0, BATCH), parts.state.chunks[0]
+    [batch] = parts.train_data.microbatches(0, BATCH)
+    chunk = parts.state.chunks[0]
     assert (~batch["encoder_mask"]).any(), "padding is compared, too"
     with torch.no_grad():
         own = {k: batch[k] for k in ("encoder_tokens", "encoder_mask")}

@@ -22,14 +22,15 @@ TABLE = Path(__file__).resolve().parents[2] / "src/mtrain/recipes/huggingface/cl
 INSIDE = ("clip_vision_model", "ministral")
 """Kinds that stand inside of another one's file, or that a file is read as."""
 OF_EVERY = (
-    *(
-        "tie_word_embeddings",
-        "initializer_range",
-        "max_position_embeddings",
-        "head_dim",
-        "rope_parameters",
-    ),
-    *("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+    "tie_word_embeddings",
+    "initializer_range",
+    "max_position_embeddings",
+    "head_dim",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
 )
 """Keys that transformers reads of any model, outside of its own files."""
 WINDOW = {

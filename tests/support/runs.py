@@ -50,18 +50,18 @@ def tiny_run(
 
     `kernel` is `kernels.optimizer`.
     """
-    degrees = ParallelConfig(**{"ranks": 1, **parallel})
-    optimizer = OptimConfig(**{**SCHEDULE, **(optim or {})})
+    degrees = ParallelConfig(**({"ranks": 1} | parallel))
+    optimizer = OptimConfig(**(SCHEDULE | (optim or {})))
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     run = RunConfig(
-        model=ModelConfig(**{**TINY, **(model or {})}),
+        model=ModelConfig(**(TINY | (model or {}))),
         parallel=degrees,
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         data=DataConfig(kind="mock", seq_length=32),
         optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
         kernels=KernelsConfig(**PLAIN, optimizer=kernel or "torch"),
-        trainer=TrainerConfig(**{**batch, **(trainer or {})}),
+        trainer=TrainerConfig(**(batch | (trainer or {}))),
     )
     if kernel is None and update_obstacle("torch", run) is not None:
         run = run.model_copy(

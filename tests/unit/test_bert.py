@@ -45,9 +45,7 @@ def _batches(
             "parallel=single",
         ]
     ).run
-    model = run.model.model_copy(
-        update={"vocab_size": VOCAB, "bert": BertConfig(**{**IDS, **bert})}
-    )
+    model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**(IDS | bert))})
     run = run.model_copy(update={"model": model})
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
     made = form(run, splits, part)

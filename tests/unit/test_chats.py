@@ -55,7 +55,7 @@ def data_of(home: Path, **more: Any) -> DataConfig:
         "seq_length": LENGTH,
         "split": (0.8, 0.1, 0.1),
     }
-    return DataConfig(**{**given, **more})
+    return DataConfig(**(given | more))
 
 
 def opened(home: Path, seed: int = 1, notes: list[str] | None = None, **more: Any) -> Any:
@@ -427,39 +427,29 @@ GOOD = json.dumps(
     ensure_ascii=False,
 )
 PIECES = [
-    *(
-        "{{ ''.__class__ }}",
-        "{% include '/etc/passwd' %}",
-        "{{ messages.clear() }}",
-        "{{ self.__init__ }}",
-        "{{ 1/0 }}",
-    ),
-    *(
-        "{% import 'os' as o %}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ raise_exception(messages) }}",
-        "{% if",
-        "{{",
-    ),
-    *(
-        "{{ lipsum() }}",
-        "{{ messages[99].content }}",
-        "{{ namespace(_x=1) }}",
-        "{% generation %}",
-        "{% break %}",
-        "\0",
-    ),
-    *(
-        "{{ ('%s' * 9) % (1,) }}",
-        "{{ strftime_now(3) }}",
-        "{{ messages | tojson(indent='x') }}",
-        "{{ nothing.x }}",
-    ),
-    *(
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% extends 'x' %}",
-        "{{ '{}'.format(m.__class__) }}",
-    ),
+    "{{ ''.__class__ }}",
+    "{% include '/etc/passwd' %}",
+    "{{ messages.clear() }}",
+    "{{ self.__init__ }}",
+    "{{ 1/0 }}",
+    "{% import 'os' as o %}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception(messages) }}",
+    "{% if",
+    "{{",
+    "{{ lipsum() }}",
+    "{{ messages[99].content }}",
+    "{{ namespace(_x=1) }}",
+    "{% generation %}",
+    "{% break %}",
+    "\0",
+    "{{ ('%s' * 9) % (1,) }}",
+    "{{ strftime_now(3) }}",
+    "{{ messages | tojson(indent='x') }}",
+    "{{ nothing.x }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% extends 'x' %}",
+    "{{ '{}'.format(m.__class__) }}",
 ]
 
 

@@ -119,12 +119,12 @@ def test_check_empty_split_is_refused_as_in_run(
     whole = IndexedDataset(prefix)
     assert split_documents(TokenFiles(prefix), shares) == split_documents(whole, shares)
     words = [
-        *("data.kind=indexed", f"data.path={prefix}", f"data.seq_length={seq_length}"),
-        *(
-            f"data.split=[{','.join(map(str, shares))}]",
-            "model.max_position_embeddings=5000",
-            "parallel=single",
-        ),
+        "data.kind=indexed",
+        f"data.path={prefix}",
+        f"data.seq_length={seq_length}",
+        f"data.split=[{','.join(map(str, shares))}]",
+        "model.max_position_embeddings=5000",
+        "parallel=single",
         *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=0")),
     ]
     need = ("train", "validation") if shares[1] else ("train",)
@@ -162,16 +162,14 @@ def test_check_large_token_ids_name_needed_vocabulary(
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            b"",
-            b"{",
-            b"[]",
-            b"{}",
-            b'{"model": {}}',
-            b'{"model": {"vocab": 3}}',
-            b"\xff\xfe",
-            b"[" * 100_000,
-        ),
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"model": {}}',
+        b'{"model": {"vocab": 3}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
         b'{"x": NaN, ' + json.dumps(TOKENIZER).encode()[1:],
         *(
             json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], **odd}}).encode()

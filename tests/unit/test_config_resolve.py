@@ -240,7 +240,7 @@ def test_resolve_expert_lists_replace_unneeded_maps() -> None:
         {"model__moe": {**MOE, "expert_capacity_factor": 1.0}},
         {"model__moe": {**MOE, "token_dispatcher_type": "flex"}},
     ):
-        assert not routes_by_lists(resolve(tiny(**{"model__moe": MOE, **here, **keys}), TRITON))
+        assert not routes_by_lists(resolve(tiny(**({"model__moe": MOE} | here | keys)), TRITON))
     assert not routes_by_lists(resolve(tiny(**here), TRITON))
     assert not routes_by_lists(resolve(tiny(model__moe=MOE), LAPTOP))
 
@@ -325,15 +325,15 @@ def test_resolve_is_idempotent_and_pure(machine: Machine) -> None:
 
 
 def test_resolve_cuda_visible_devices_hides_gpus(tmp_path: Path) -> None:
-    files(tmp_path, **{f"dev/nvidia{i}": "" for i in range(4)}, **{"dev/nvidiactl": ""})
+    files(tmp_path, dict.fromkeys(["dev/nvidiactl", *(f"dev/nvidia{i}" for i in range(4))], ""))
     assert Machine.here({}, tmp_path).gpus == 4
     assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path).gpus == 2
     assert Machine.here({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == 0
     assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path).gpus == 1
 
 
-def files(root: Path, **texts: str) -> None:
-    """Writes files under `root`, which stands for `/`."""
+def files(root: Path, texts: dict[str, str]) -> None:
+    """Write files under `root`, which stands for `/`."""
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -370,7 +370,7 @@ def test_resolve_cgroup_limits_count(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     files(
         tmp_path,
-        **{"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/{k}": v for k, v in texts.items()}},
+        {"proc/self/cgroup": "0::/a/b\n"} | {f"sys/fs/cgroup/{k}": v for k, v in texts.items()},
     )
     machine = Machine.here({}, tmp_path)
     assert machine.cpu_cores == cores
@@ -387,12 +387,12 @@ def test_resolve_cgroup_v1_limits_count(tmp_path: Path, monkeypatch: pytest.Monk
     texts = {f"{cpu}/cpu.cfs_quota_us": "600000", f"{cpu}/cpu.cfs_period_us": "100000"}
     texts |= {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 30)}
     texts |= {"sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712"}
-    files(tmp_path, **{"proc/self/cgroup": groups}, **texts)
+    files(tmp_path, {"proc/self/cgroup": groups} | texts)
     machine = Machine.here({}, tmp_path)
     assert (machine.cpu_cores, machine.memory_bytes) == (6, 1 << 30)
     files(
         tmp_path,
-        **{f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"},
+        {f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"},
     )
     assert Machine.here({}, tmp_path).cpu_cores == 1
 
@@ -405,14 +405,14 @@ def test_resolve_amd_gpus_work_with_capable_torch(
         "cuda: Optional[str] = None\nhip: Optional[str] ="
         f" {chr(39) + '6.4' + chr(39) if built_for_amd else None}\n"
     )
-    files(tmp_path / "torch", **{"version.py": version})
+    files(tmp_path / "torch", {"version.py": version})
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
     monkeypatch.setattr("mtrain.config.machine.hardware.find_spec", lambda _: found)
     nodes = {
         f"sys/class/kfd/kfd/topology/nodes/{i}/properties": f"cpu_cores_count 0\nsimd_count {n}\n"
         for i, n in enumerate([0, 0, 304, 304])
     }
-    files(tmp_path, **{"dev/kfd": ""}, **nodes)
+    files(tmp_path, {"dev/kfd": ""} | nodes)
     machine = Machine.here({}, tmp_path)
     assert (machine.gpus, machine.unusable_gpus) == ((2, 0) if built_for_amd else (0, 2))
     assert resolve(tiny(), machine).cluster.device == device

@@ -93,7 +93,8 @@ def test_boxes_round_trip(tmp_path: Path) -> None:
     checkpoint = Saved.open(taken(tmp_path, TABLE))
     boxes = ours()
     expected = bytes_of(tmp_path / "theirs")
-    moved, (first, second) = dict(boxes), (FC1.replace("{i}", i) for i in "01")
+    moved = dict(boxes)
+    first, second = (FC1.replace("{i}", i) for i in "01")
     moved[first], moved[second] = moved[second], moved[first]
     for number, own in enumerate((boxes, moved)):
         out = tmp_path / str(number)

@@ -106,7 +106,8 @@ BAD = (
             f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_router,moe_preprocess]"
             f" {PADDED.split()[0]}"
         ),
-        *("MT414", "trainer.cuda_graph_modules"),
+        "MT414",
+        "trainer.cuda_graph_modules",
     ),
     (f"{LOCAL} parallel.recompute.granularity=full", "MT415", "parallel.recompute.granularity"),
     (
@@ -114,7 +115,8 @@ BAD = (
             f"{STEP} parallel.recompute.granularity=selective model.attention_dropout=0.1"
             " trainer.eval_iters=0"
         ),
-        *("MT415", "parallel.recompute.granularity"),
+        "MT415",
+        "parallel.recompute.granularity",
     ),
     (f"{LOCAL} data.packed=true", "MT416", "data.packed"),
     (f"{LOCAL} trainer.rampup_batch_size=[8,8,64]", "MT416", "trainer.rampup_batch_size"),

@@ -93,7 +93,8 @@ def test_corpora_file_change_is_reported(
     assert data("verify", tmp_path / "c") == 0
     done = 0
     while done < many:
-        end, (name, change) = ENDS[int(rng.integers(3))], ways[int(rng.integers(len(ways)))]
+        end = ENDS[int(rng.integers(3))]
+        name, change = ways[int(rng.integers(len(ways)))]
         changed = change(kept[end])
         if changed == kept[end]:
             continue

@@ -44,7 +44,7 @@ def config(folder: Path, **more: object) -> DataConfig:
         "cache_dir": str(folder.parent / "cache"),
         "tokenizer_vocab_size": 500,
     }
-    return DataConfig(**{**values, "seq_length": 16, "split": (0.7, 0.2, 0.1), **more})
+    return DataConfig(**(values | {"seq_length": 16, "split": (0.7, 0.2, 0.1)} | more))
 
 
 def refused(data: DataConfig) -> Problem:

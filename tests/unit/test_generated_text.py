@@ -24,14 +24,12 @@ from mtrain.train.generate.texts import continued, endings
 @pytest.mark.parametrize(
     "limits",
     [
-        *(
-            {"top_k": 5},
-            {"top_k": 1000},
-            {"top_p": 0.7},
-            {"top_p": 0.01},
-            {"min_p": 0.1},
-            {"min_p": 1.0},
-        ),
+        {"top_k": 5},
+        {"top_k": 1000},
+        {"top_p": 0.7},
+        {"top_p": 0.01},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
         {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
     ],
     ids=str,
@@ -191,12 +189,11 @@ def test_generated_text_prompts_are_text_or_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "code"),
     [
-        *(("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"), ("p.jsonl", b"plain\n", "MT003")),
-        *(
-            ("p.txt", b"\n \n", "MT002"),
-            ("p.txt", b"\xff\xfe", "MT002"),
-            ("gone.txt", None, "MT002"),
-        ),
+        ("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"),
+        ("p.jsonl", b"plain\n", "MT003"),
+        ("p.txt", b"\n \n", "MT002"),
+        ("p.txt", b"\xff\xfe", "MT002"),
+        ("gone.txt", None, "MT002"),
     ],
 )
 def test_generated_text_unreadable_prompts_state_reason(

@@ -39,9 +39,7 @@ def data_of(home: Path, **more: Any) -> DataConfig:
         "cache_dir": str(home / "cache"),
         "split": (0.5, 0.3, 0.2),
     }
-    return DataConfig(
-        kind="image_text", seq_length=48, tokenizer_vocab_size=300, **{**given, **more}
-    )
+    return DataConfig(kind="image_text", seq_length=48, tokenizer_vocab_size=300, **(given | more))
 
 
 def samples(home: Path, seed: int = 1, **more: Any) -> ImageTextSamples:

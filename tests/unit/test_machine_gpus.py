@@ -260,7 +260,7 @@ CUDA = {"cluster__device": "cuda", "cluster__devices_per_node": 1}
 
 
 def refused(found: Machine, **changes: object) -> str:
-    run = resolve(tiny(**{**CUDA, **changes}), found)
+    run = resolve(tiny(**(CUDA | changes)), found)
     with pytest.raises(BadEnvironment) as caught:
         preflight.check(run, [], found)
     return str(caught.value)

@@ -44,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def taken(rank: int = 0, said: str = "", **keys: Any) -> str | None:
     tuning.use({})
-    use_measured(tiny(**{"cluster__device": "cuda", **keys}), World(rank, said))  # type: ignore[arg-type]
+    use_measured(tiny(**({"cluster__device": "cuda"} | keys)), World(rank, said))  # type: ignore[arg-type]
     return tuning.recorded("a kernel", "some shapes")
 
 

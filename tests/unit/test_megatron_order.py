@@ -118,24 +118,26 @@ def test_megatron_order_bad_or_pickled_cache_is_refused(tmp_path: Path, name: st
         "shuffle_index": ours._shuffled,
     }
 
-    def write(**other: np.ndarray) -> None:
-        for key, array in {**good, **other}.items():
+    def write(other: dict[str, np.ndarray]) -> None:
+        for key, array in (good | other).items():
             np.save(folder / f"00-GPTDataset-train-{key}.npy", array, allow_pickle=True)
 
     def train() -> MegatronSamples:
         return open_splits(data, VOCAB, 7, prepare(data), (), (100, 9, 3)).train  # type: ignore[return-value]
 
-    write()
+    write({})
     assert train().from_cache
     assert (train().batch(range(100)) == ours.batch(range(100))).all()
     array = good[name]
-    for bad in (
+    bad_arrays = [
         array[:-1],
         array.astype(np.float32),
         np.array([Bomb(tmp_path)] * len(array), object),
-        *([array + 299] if name != "shuffle_index" else []),
-    ):
-        write(**{name: bad})
+    ]
+    if name != "shuffle_index":
+        bad_arrays.append(array + 299)
+    for bad in bad_arrays:
+        write({name: bad})
         with pytest.raises(CorruptData, match=r"00-GPTDataset-train"):
             train()
     path = folder / f"00-GPTDataset-train-{name}.npy"

@@ -225,19 +225,27 @@ THEIRS = re.compile(
 WORDS = "(( )) [1 {a {a:1 a] 'x \"x ${ ${} $x a(b) range( x=y a,b) ! ^ ` \\ # a;b &"
 TORN = [f"optim.lr={text}" for text in WORDS.split()]
 BROKEN = [
-    *("a: [1", "a: &\n", "a: 'x", 'a: "\\q"', "\ta: 1", "a: @x", "a\nb: 1", "a: b: c", "{a: 1}}"),
-    *("%YAML 3.0\n---\na: 1", "? ? a: 1", "a: >x"),
-    *(
-        "%FOO\na: 1",
-        "a: |x\n b",
-        "- a\nb: 1",
-        "a: !<x y",
-        "a: &x &y 1",
-        "a: *",
-        "a: ]",
-        '"a" "b": 1',
-        "a: \x01",
-    ),
+    "a: [1",
+    "a: &\n",
+    "a: 'x",
+    'a: "\\q"',
+    "\ta: 1",
+    "a: @x",
+    "a\nb: 1",
+    "a: b: c",
+    "{a: 1}}",
+    "%YAML 3.0\n---\na: 1",
+    "? ? a: 1",
+    "a: >x",
+    "%FOO\na: 1",
+    "a: |x\n b",
+    "- a\nb: 1",
+    "a: !<x y",
+    "a: &x &y 1",
+    "a: *",
+    "a: ]",
+    '"a" "b": 1',
+    "a: \x01",
 ]
 
 

@@ -142,7 +142,10 @@ def test_plan_memory_concurrent_logits_follow_device_memory() -> None:
         ).run
 
     assert [run(name).kernels.loss_logits_mib for name in ("h100", "a100_40g", "h200", "cpu")] == [
-        *(512, 256, 1024, None)
+        512,
+        256,
+        1024,
+        None,
     ]
     assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
     few, many = (

@@ -61,12 +61,9 @@ def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
     """Whole and cut in two, by tensor and by pipeline, with the tables that two stages
     share once.
     """
-    # an image and text
-    on = (
-        ON.replace("data.seq_length=512", "data.seq_length=1024")
-        if name.startswith("llava")
-        else ON
-    )
+    on = ON
+    if name.startswith("llava"):  # an image and text
+        on = ON.replace("data.seq_length=512", "data.seq_length=1024")
     words = f"model={name} {on}"
     model = run_of(f"{words} parallel=single").model
     split = "" if model.moe is None or model.add_bias_linear else "ep2"
@@ -110,7 +107,8 @@ COUNTED = [
 @pytest.mark.parametrize("name", some(COUNTED, ["llama3_8b", "deepseek_v2_lite", "bert_large"]))
 def test_plan_report_products_equal_those_of_a_token(name: str) -> None:
     run = run_of(f"model={name} parallel=single {ON}")
-    (held,), rank = held_stages(run)[0], Rank.of(run)
+    [held] = held_stages(run)[0]
+    rank = Rank.of(run)
     stage = family_of(run.model).stage
     assert stage is not None
     products = sum(graph.flops() for graph in stage(rank, held))

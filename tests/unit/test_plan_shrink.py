@@ -351,10 +351,8 @@ def test_shrink_long_sides_stay_too_long_for_eigenbases() -> None:
     assert within == {
         # hidden_size 8192; max_precond_dim is 10000
         "decoder.layers.self_attention.linear_proj.weight 0",
-        *(
-            "decoder.layers.self_attention.linear_qkv.weight 1",
-            "decoder.layers.mlp.linear_fc1.weight 1",
-        ),
+        "decoder.layers.self_attention.linear_qkv.weight 1",
+        "decoder.layers.mlp.linear_fc1.weight 1",
         "decoder.layers.mlp.linear_fc2.weight 0",
     }
     assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000

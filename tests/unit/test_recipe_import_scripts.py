@@ -383,16 +383,17 @@ def test_import_script_every_flag_is_read_or_listed(name: str) -> None:
 
 
 LAUNCHER = {
-    *(
-        "--nproc_per_node",
-        "--nproc-per-node",
-        "--nnodes",
-        "--master_addr",
-        "--node_rank",
-        "--rdzv_id",
-        "--label",
-    ),
-    *("--job-name", "--nodes", "--ntasks-per-node", "--output"),
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "--nnodes",
+    "--master_addr",
+    "--node_rank",
+    "--rdzv_id",
+    "--label",
+    "--job-name",
+    "--nodes",
+    "--ntasks-per-node",
+    "--output",
 }
 
 

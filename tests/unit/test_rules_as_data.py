@@ -253,7 +253,7 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
         stale = {
             key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))
         }
-        assert asked.name == "has_an_effect" or not stale, (
+        assert asked.name == "key_effect" or not stale, (
             f"{asked.file}: {asked.name} never reads {sorted(stale)}"
         )
 

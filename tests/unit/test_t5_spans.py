@@ -22,7 +22,7 @@ FIRST = 999
 
 
 def made(part: str = "train", seed: int = 0, **keys: Any) -> Spans:
-    return Spans(T5Config(**{"start_id": 900, "end_id": 901, **keys}), TOKENS, FIRST, seed, part)
+    return Spans(T5Config(**({"start_id": 900, "end_id": 901} | keys)), TOKENS, FIRST, seed, part)
 
 
 def batch(form: Spans, numbers: list[int]) -> dict[str, torch.Tensor]:

@@ -18,8 +18,11 @@ from mtrain.plan.time import accuracy
 from tests.support.commands import ROOT, mtrain
 
 ONE_B = (
-    *("model=llama32_1b", "cluster=h100", "data.seq_length=4096"),
-    *("cluster.devices_per_node=4", "trainer.global_batch_size=16"),
+    "model=llama32_1b",
+    "cluster=h100",
+    "data.seq_length=4096",
+    "cluster.devices_per_node=4",
+    "trainer.global_batch_size=16",
 )
 
 

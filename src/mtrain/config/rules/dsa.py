@@ -1,4 +1,4 @@
-"""Sparse attention: what an indexer reads, and what it is not proven with."""
+"""Sparse-attention rules: the inputs of an indexer, and combinations that are not proven."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = "model=deepseek_v3_2_tiny"
     ),
     reads=f"{SECTION}.indexer_head_dim model.mla.q_lora_rank model.mla.qk_pos_emb_head_dim",
 )
-def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
+def indexer_inputs(run: RunConfig) -> Iterator[Finding]:
     """An indexer reads the latent queries of MLA, and its heads have room for their rotary
     positions.
     """
@@ -60,8 +60,8 @@ def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
 )
-def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention keeps to what it is proven with."""
+def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention is limited to the combinations that are proven."""
     if run.model.dsa is not None:
         for only, fixes in beyond(run, SPARSE_ATTENTION):
             yield Finding(
@@ -77,8 +77,8 @@ def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.recompute.granularity parallel.recompute.modules",
 )
-def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention is computed again with its layer, or not at all."""
+def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention is recomputed with its whole layer, or not at all."""
     again = run.parallel.recompute
     modules = again.modules if again.modules is not None else (CORE,)
     if run.model.dsa is None or again.granularity != "selective" or CORE not in modules:
@@ -102,8 +102,10 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} {FORMATS}",
 )
-def products_are_whole(run: RunConfig) -> Iterator[Finding]:
-    """What an indexer reads is made by whole products: rounding would choose among near keys."""
+def indexer_precision(run: RunConfig) -> Iterator[Finding]:
+    """The inputs of an indexer come from full-precision products: rounding would decide between
+    near keys.
+    """
     if run.model.dsa is not None and run.precision.quantized is not None:
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
         rule = (
@@ -114,8 +116,8 @@ def products_are_whole(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    an_indexer_reads_latent_queries,
-    sparse_attention_has_it,
-    core_attention_is_kept,
-    products_are_whole,
+    indexer_inputs,
+    sparse_attention_support,
+    sparse_recomputation,
+    indexer_precision,
 )

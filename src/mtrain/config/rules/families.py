@@ -1,4 +1,4 @@
-"""Rules of families of models: a key that a family does not have, and the sections of others."""
+"""Family rules: keys that a family lacks, and the sections of other families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABSENT = Code(
 
 
 def family_has_it(family: str) -> Rule:
-    """The rule that a model of a family keeps to what the family has."""
+    """Return the rule that a model of a family sets only keys that the family has."""
     limits = ONLY[family]
 
     @rule(ABSENT, reads=" ".join(("model.family", *(only.key for only in limits))))
@@ -32,7 +32,7 @@ def family_has_it(family: str) -> Rule:
 
 
 def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple[Change, ...]]]:
-    """The keys that have another value than they may, and what would make it one."""
+    """Yield the keys whose values a family does not allow, with the change that corrects each."""
     for only in limits:
         node: Any = run
         for name in only.key.split("."):
@@ -52,8 +52,10 @@ def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple
     ),
     reads=" ".join(("model.family", "model.builder", *(only.key for only in BUILDER))),
 )
-def builder_has_it(run: RunConfig) -> Iterator[Finding]:
-    """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
+def hybrid_builder_support(run: RunConfig) -> Iterator[Finding]:
+    """A decoder-only transformer built as a hybrid model sets only keys that the hybrid builder
+    has.
+    """
     if run.model.family == "gpt" and run.model.builder == "hybrid":
         for only, fixes in beyond(run, BUILDER):
             rule = f"model.builder=hybrid: {only.why}"
@@ -66,8 +68,8 @@ def builder_has_it(run: RunConfig) -> Iterator[Finding]:
     Code("MT249", example="model.bert={}"),
     reads=" ".join(("model.family", *SECTIONS.values())),
 )
-def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
-    """The section of a family's own keys is there for that family alone."""
+def family_sections(run: RunConfig) -> Iterator[Finding]:
+    """Only its own family sets a family's section."""
     for family, path in SECTIONS.items():
         if (
             run.model.family in (ONLY.keys() - {family})
@@ -77,4 +79,4 @@ def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
 
 
-RULES = (*map(family_has_it, ONLY), builder_has_it, sections_of_other_families_are_absent)
+RULES = (*map(family_has_it, ONLY), hybrid_builder_support, family_sections)

@@ -15,7 +15,7 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule."""
+    """One broken rule with candidate fixes."""
 
     code: str
     path: str
