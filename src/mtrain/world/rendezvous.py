@@ -131,7 +131,8 @@ class Member:
         self.number = number
         self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
-            self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(config).encode())
+            self.store.set(f"config/{info.digest}", packed)  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
         self.came_at = time.monotonic()
         self.reported = False
@@ -201,7 +202,8 @@ class Coordinator:
         self.liveness = Liveness(self.store, info.size)
         self.store.set("digest", info.digest)
         if offer is not None:
-            self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(asdict(offer)).encode())
+            self.store.set("run", packed)  # type: ignore[arg-type]
 
     def open(self, root: Store) -> None:
         """Make this the newest rendezvous."""

@@ -223,31 +223,29 @@ _REASONS = {
         """
         use_cache return_dict use_return_dict output_hidden_states output_attentions output_scores
         return_dict_in_generate torchscript output_router_logits keys_to_ignore_at_inference
-    """
+        """
     ),
     "chooses among implementations of the same mathematics": (
         """
         chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation
-        _attn_implementation_internal
-        experts_implementation _experts_implementation use_bfloat16 tf_legacy_loss
-    """
+        _attn_implementation_internal experts_implementation _experts_implementation use_bfloat16
+        tf_legacy_loss
+        """
     ),
     "names a file, a program or a person's task": (
         """
         architectures transformers_version _name_or_path name_or_path _commit_hash finetuning_task
         task_specific_params tokenizer_class prefix
-    """
+        """
     ),
     "is read when text is generated": (
         """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-        temperature top_k
-        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-        encoder_no_repeat_ngram_size
-        bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
-        remove_invalid_values
-        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation
-    """
+        temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
+        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+        begin_suppress_tokens cache_implementation
+        """
     ),
     "is read by a model for classification": (
         "id2label label2id num_labels problem_type classifier_dropout"

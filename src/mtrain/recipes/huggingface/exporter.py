@@ -31,13 +31,11 @@ TRAINING = frozenset(
         moe.aux_loss_coeff moe.z_loss_coeff moe.router_load_balancing_type
         moe.router_bias_update_rate moe.router_padding_for_quantization moe.input_jitter_eps
         moe.token_dispatcher_type moe.flex_dispatcher_backend moe.shared_expert_overlap
-        moe.pad_alltoall moe.alltoall_capacity_factor
-        bert.masked_share bert.mask_token_id bert.cls_token_id bert.sep_token_id
-        t5.noise_density t5.mean_noise_span_length t5.sentinels t5.first_sentinel t5.start_id
-        t5.end_id t5.encoder_length t5.decoder_length t5.initializer_factor
-        llava.freeze
-        hybrid.chunk_size
-        dsa.indexer_loss_coeff dsa.indexer_use_sparse_loss
+        moe.pad_alltoall moe.alltoall_capacity_factor bert.masked_share bert.mask_token_id
+        bert.cls_token_id bert.sep_token_id t5.noise_density t5.mean_noise_span_length
+        t5.sentinels t5.first_sentinel t5.start_id t5.end_id t5.encoder_length t5.decoder_length
+        t5.initializer_factor llava.freeze hybrid.chunk_size dsa.indexer_loss_coeff
+        dsa.indexer_use_sparse_loss
         """,
     )
 )

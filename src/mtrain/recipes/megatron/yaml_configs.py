@@ -50,8 +50,7 @@ _WITHOUT_FLAG = re.findall(
     """
     perform_initialization bert_binary_head barrier_with_L1_time enable_one_logger batch_p2p_comm
     batch_p2p_sync tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-    tp_comm_bulk_wgrad
-    tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
+    tp_comm_bulk_wgrad tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
     """,
 )
 """Arguments that are on by default, or follow from others."""

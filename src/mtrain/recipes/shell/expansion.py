@@ -32,8 +32,16 @@ _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
 """A list of layers, such as `([0]*3+[1]*58)` or `Et*3|m|L`: no file has such a name."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _SHELL_VARIABLES = re.compile(
-    "BASH.*|RANDOM|SRANDOM|SECONDS|LINENO|PPID|UID|EUID|PIPESTATUS|FUNCNAME|EPOCH.*|HOSTNAME|HOSTTYPE|OSTYPE"
-    "|MACHTYPE|SHLVL|PWD|OLDPWD|OPTIND|OPTARG|REPLY|MAPFILE|COPROC|DIRSTACK|GROUPS|IFS|_|[0#?$!-]"
+    "|".join(
+        re.findall(
+            r"\S+",
+            r"""
+            BASH.* RANDOM SRANDOM SECONDS LINENO PPID UID EUID PIPESTATUS FUNCNAME EPOCH.* HOSTNAME
+            HOSTTYPE OSTYPE MACHTYPE SHLVL PWD OLDPWD OPTIND OPTARG REPLY MAPFILE COPROC DIRSTACK
+            GROUPS IFS _ [0#?$!-]
+            """,
+        )
+    )
 )
 """Variables that a shell itself sets."""
 
