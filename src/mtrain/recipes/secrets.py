@@ -1,6 +1,4 @@
-"""Secrets that a script may hold, which must be neither shown nor written: passwords, keys, tokens
-of services.
-"""
+"""Secrets in a script, which must be neither shown nor written: passwords, keys, tokens."""
 
 from __future__ import annotations
 

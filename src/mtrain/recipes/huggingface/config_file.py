@@ -1,6 +1,4 @@
-"""A Hugging Face `config.json` while it is read: each key is used, irrelevant for a reason, or
-refused.
-"""
+"""A Hugging Face `config.json` in reading: each key is used, irrelevant, or refused."""
 
 from __future__ import annotations
 
@@ -164,9 +162,7 @@ class ConfigFile:
                 self.unknown(key, known)
 
     def _is_of_transformers(self) -> bool:
-        """Return whether the file's architectures are those of the transformers class that reads
-        it.
-        """
+        """Return whether transformers has all architectures that the file names."""
         names = self.original.get("architectures")
         if self.read_by is None or not isinstance(names, list) or not names:
             return False
@@ -262,9 +258,7 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
     "tie_encoder_decoder": ((False,), "changes the numbers: encoder and decoder share no layers"),
     "pruned_heads": (({}, []), "changes the numbers: every layer has all of its heads"),
 }
-"""Keys that any family may hold -> the values that mtrain builds, and a sentence for other
-values.
-"""
+"""Keys of any family -> the values that mtrain builds, and a sentence for others."""
 
 OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
 """Keys that mtrain reads even if transformers does not: those of prediction layers, which it leaves

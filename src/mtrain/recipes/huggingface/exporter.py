@@ -1,6 +1,4 @@
-"""A model's shape as a Hugging Face `config.json`, which is written only if it reads back as the
-same model.
-"""
+"""A model's shape as a `config.json`, written only if it reads back as the same model."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ STORED = ("quantization_config", "torch_dtype", "dtype")
 
 
 def differing(imported: Imported) -> list[str]:
-    """Return the keys of a `config.json` that our model does not follow; empty if the numbers are
-    the same.
-    """
+    """Return the keys of a `config.json` that our model does not follow."""
     unplaced = [
         u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED
     ]
@@ -77,9 +73,7 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _narrow(m: ModelConfig) -> int | None:
-    """Return the window if it hides some earlier token, or if layers with a window have another
-    rotary base.
-    """
+    """Return the window if it matters: it hides some token, or has its own rotary base."""
     wide = m.window_size is None or m.window_size >= m.max_position_embeddings
     return None if wide and not m.rotary_base_local else m.window_size
 

@@ -326,9 +326,7 @@ class Expander:
         return out
 
     def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
-        """Return the text after `:-`, which may hold expansions; with quotes inside, it is
-        unknown.
-        """
+        """Return the text after `:-`; with quotes inside, it is unknown."""
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1]
         elif len(text) > 1 and text[0] == text[-1] == "'" and text.count("'") == 2 and not quoted:
