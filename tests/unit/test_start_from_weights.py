@@ -136,7 +136,7 @@ def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_an
         ):
             line = next(row for row in done.stderr.splitlines() if f"model.{key} = {here}" in row)
             assert line.startswith("error[MT503] conf/model/llama_tiny.yaml:")
-            assert line.endswith(f"there the value is {there}")
+            assert line.endswith(f"there it is {there}")
         assert "leave the choice of model out" in done.stderr
     assert not (tmp_path / "runs").exists()
 
