@@ -376,7 +376,6 @@ class _Reader(Effects):
                 why = ", which the script writes,"
             elif elsewhere:
                 why = ", which is in another folder by cd,"
-
             note = (
                 f"{shown(word)}{why} is not read, and may set any variable: give it before this"
                 " file"

@@ -107,7 +107,6 @@ def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
         ConfigError: a quote, a bracket or a statement does not close.
     """
     parser = _Parser(text.replace("\r\n", "\n"), source, line)
-
     nodes = parser.body(())
     if parser.at < len(parser.text):
         raise parser.bad(
