@@ -43,7 +43,6 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
 
 def launch_of(folder: Path) -> str | None:
     """Return the launch that started a folder's run, from its env.json; None if unknown."""
-
     try:
         launch = json.loads((folder / ENVIRONMENT).read_text())["launch"]
     except (OSError, ValueError, KeyError, TypeError):
