@@ -86,9 +86,7 @@ def linked(source: Path, target: Path) -> bool:
 
 
 def not_read(path: Path, error: OSError) -> MtrainError:
-    """Return the error to raise for a file that cannot be read: damage, unless the machine refuses
-    access.
-    """
+    """Return the error of a file that cannot be read: damage, unless access is refused."""
     if error.errno not in REFUSED:
         return CorruptData(f"{path} cannot be read: {error.strerror or error}")
     if error.errno in (errno.EACCES, errno.EPERM):

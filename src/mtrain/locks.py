@@ -57,9 +57,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether it has certainly ended; a process on another machine cannot be seen from
-        here.
-        """
+        """Return whether it has certainly ended; other machines' processes are unknown."""
         if self.host != platform.node():
             return False
         return self.boot != _boot() or _started(self.pid) != self.started
@@ -210,9 +208,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process of this machine; empty: there is no such process, or it has
-    ended.
-    """
+    """Return the start of a process of this machine; empty if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

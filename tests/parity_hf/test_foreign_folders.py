@@ -136,7 +136,7 @@ def test_foreign_folder_gemma3_with_images_gives_text_model(
     if not published:
         as_in_memory(source)
     assert command("import", source, run) == 0
-    assert "the text model alone is read" in capfd.readouterr().out
+    assert "only the text model is read" in capfd.readouterr().out
     found = logits(run)
     assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), found
     ignored = json.loads((run / "conversion.json").read_text())["ignored"]

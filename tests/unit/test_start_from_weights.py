@@ -135,7 +135,7 @@ def test_start_other_chosen_model_names_each_key(
         ):
             line = next(row for row in done.stderr.splitlines() if f"model.{key} = {here}" in row)
             assert line.startswith("error[MT503] conf/model/llama_tiny.yaml:")
-            assert line.endswith(f"there the value is {there}")
+            assert line.endswith(f"there it is {there}")
         assert "leave the choice of model out" in done.stderr
     assert not (tmp_path / "runs").exists()
 

@@ -102,9 +102,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def environment_fault(error: BaseException) -> BadEnvironment | None:
-    """Return the fault of the environment that caused an error, with its fix; None: the cause is
-    another.
-    """
+    """Return the fault of the environment behind an error, with its fix, or None."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):

@@ -179,9 +179,7 @@ DESCRIPTIONS = {
 
 
 def main(words: list[str]) -> None:
-    """Do the work described in the descriptor `words[0]`, report to `words[1]`, and end the
-    process.
-    """
+    """Do the work in the descriptor `words[0]`, report to `words[1]`, and end the process."""
     die_with(int(os.environ.pop(PARENT)))
     with os.fdopen(int(words[0])) as given:
         body = json.loads(given.read())

@@ -189,9 +189,7 @@ Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
 def _wanted(run: RunConfig, place: Place) -> Wanted:
-    """Yield the name, the value, the reason and the accepted values (empty: any) of each
-    variable.
-    """
+    """Yield name, value, reason and accepted values (empty: any) of each variable."""
     device = facts_of(run.cluster.device)
     threads = str(max(1, place.cores // max(1, place.ranks_here)))
     share = (

@@ -1,6 +1,4 @@
-"""The run folder: its owner, the files written before the first rank starts, and the checkpoint to
-resume.
-"""
+"""The run folder: its owner, the files before the first rank, the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ RESTART_S = 20.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The folder that a run will write, and the checkpoint that it resumes; making the plan writes
-    nothing.
-    """
+    """The folder that a run will write, and the checkpoint that it resumes."""
 
     folder: Path
     checkpoint: Path | None = None
@@ -71,9 +67,7 @@ class Plan:
 
 
 def resume_of(run: RunConfig, launch: str | None) -> str | None:
-    """Return the `checkpoint.resume` of a run: null means auto if a `launch` may restart the
-    run.
-    """
+    """Return the `checkpoint.resume` of a run: null means auto if `launch` may restart it."""
     if run.checkpoint.resume is None and launch is not None:
         return resume.AUTO
     return run.checkpoint.resume

@@ -1,6 +1,4 @@
-"""Shortages of this machine's GPUs for a run, as their driver reports them before any rank
-starts.
-"""
+"""Shortages of this machine's GPUs for a run, as their driver reports them."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def number(machine: Machine) -> str:
 
 
 def described(run: RunConfig, machine: Machine) -> str:
-    """Return a line about the GPUs that `cluster=local` found and the source of its figures; empty:
-    no GPUs.
-    """
+    """Return a line about the GPUs that `cluster=local` found; empty if it found none."""
     seen = machine.nvidia
     if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
         return ""
@@ -142,9 +138,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield a shortage for each GPU whose memory other processes hold; a warning if a rank's state
-    still fits.
-    """
+    """Yield a shortage, or a warning, for each GPU whose memory other processes hold."""
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)

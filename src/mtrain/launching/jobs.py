@@ -22,16 +22,12 @@ class Job:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def perform(self, run: RunConfig, home: Path, end: End) -> None:
-        """Do the job on this rank; `home` is the folder of the run, and `end` ends a process that
-        hangs.
-        """
+        """Do the job in the run's folder `home`; `end` ends a process that hangs."""
         JOBS[self.name](run, home, end, **self.arguments)
 
 
 def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
-    """Return the job that trains from a checkpoint, from a checkpoint's weights, or from the
-    start.
-    """
+    """Return the job that trains from a checkpoint, from its weights, or from the start."""
     places = {"checkpoint": _text(checkpoint), "weights": _text(weights)}
     return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
 

@@ -13,17 +13,11 @@ from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
 FILES_PER_RANK = 100
-"""Descriptors that a rank needs in addition to one per peer: data, the log, the store, checkpoint
-files.
-"""
+"""Descriptors that a rank needs for data, log, store and checkpoints, without its peers."""
 THREADS_PER_RANK = 32
-"""The least number of threads of a rank: those of torch, each process group, the watchdog and the
-data.
-"""
+"""The least number of threads of a rank: torch, process groups, watchdog and data."""
 ADDRESSES_PER_RANK = 2 << 30
-"""Bytes of address space that the import of torch and megatron-core reserves; most are never
-touched.
-"""
+"""Bytes of address space that importing torch and megatron-core reserves."""
 TRUE = ("1", "y", "yes", "t", "true")
 FALSE = ("0", "n", "no", "f", "false")
 

@@ -91,9 +91,7 @@ def observe(
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
-    """Train one step in local processes and write the files that `train.dropped.wrong_masks` reads
-    to `home`.
-    """
+    """Train one step and write the files that `train.dropped.wrong_masks` reads to `home`."""
     _run(run, home, jobs.MASKS)
 
 
@@ -105,9 +103,7 @@ def generate(run: RunConfig, source: Source, request: Request) -> None:
 def evaluate(
     run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
 ) -> None:
-    """Print the losses of a checkpoint on the validation split of `run`'s data, in local processes
-    of its layout.
-    """
+    """Print the losses of a checkpoint on a validation split, in local processes."""
     ChildProcess("validation", run, tokenizer=_text(tokenizer)).result()
     _in_scratch(run, jobs.evaluate_job(checkpoint, tokenizer, limit, as_json))
 
@@ -146,9 +142,7 @@ def import_for(run: RunConfig) -> None:
 
 
 def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
-    """Return the environment of each rank of a local run in `home`, without the rank's own
-    variables.
-    """
+    """Return the environment that all ranks of a local run in `home` share."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     place = Place.here(run.parallel.ranks or 1, errors=errors)
@@ -157,9 +151,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
 
 
 def warm(run: RunConfig) -> None:
-    """Import everything that a rank needs, if ranks are forked from this process; otherwise import
-    nothing.
-    """
+    """Import everything that a rank needs, if ranks are forked from this process."""
     if not may_fork(run):
         return
     os.environ.update(environment_of(run))  # libraries read it when they are imported

@@ -1,6 +1,4 @@
-"""The library of a CPU's fp32 matrix products, measured once per machine and the same on all
-ranks.
-"""
+"""The library of a CPU's fp32 GEMMs, measured once per machine, the same on all ranks."""
 
 from __future__ import annotations
 

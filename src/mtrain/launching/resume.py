@@ -42,10 +42,7 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
 
 
 def launch_of(folder: Path) -> str | None:
-    """Return the launch that started the run of a folder, from its env.json; None: a user did, or
-    it is unknown.
-    """
-
+    """Return the launch that started a folder's run, from its env.json; None if unknown."""
     try:
         launch = json.loads((folder / ENVIRONMENT).read_text())["launch"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -61,9 +58,7 @@ def _is_same(run: RunConfig, folder: Path) -> bool:
 
 
 def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
-    """Return whether two runs compute the same; an unset library of products counts as that of
-    `other`.
-    """
+    """Return whether two runs compute the same; an unset `cpu_matmul` is that of `other`."""
     if run.kernels.cpu_matmul in (None, "auto"):
         kernels = run.kernels.model_copy(update={"cpu_matmul": other.kernels.cpu_matmul})
         run = run.model_copy(update={"kernels": kernels})
@@ -71,9 +66,7 @@ def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
 
 
 def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
-    """Return the newest run of this configuration, or else the newest whose checkpoints this model
-    can continue.
-    """
+    """Return the newest run of this configuration, or of this model, with its checkpoint."""
     root = Path(run.log.runs_dir).expanduser()
     names = (
         [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
@@ -135,9 +128,7 @@ def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
 
 
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """Return the newest committed checkpoint of a run; None: it stopped before the first, and
-    starts again.
-    """
+    """Return the newest committed checkpoint of a run; None if it stopped before the first."""
     root = folder / CHECKPOINTS
     saved = ckpt_folder.committed(root)
     broken = [
@@ -179,7 +170,7 @@ def weights_of(run: RunConfig) -> Path | None:
         raise _adapters_left_out(checkpoint, start)
     differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     if differences:
-        where = f"the weights in {checkpoint} are of another model: there the value is"
+        where = f"the weights in {checkpoint} are of another model: there it is"
         raise ConfigError(
             Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
             for key, (old, new) in differences.items()

@@ -1,6 +1,4 @@
-"""Signals that ask a run to stop, and how a launcher handles them before and after its ranks
-exist.
-"""
+"""Signals that ask a run to stop, and how a launcher handles them."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block requests to stop in this thread, and in a process that it forks, until the block
-    ends.
-    """
+    """Block requests to stop in this thread, and in a process that it forks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -111,9 +107,7 @@ def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
 
 
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:
-    """Install a handler for the signals that are not ignored; return the previous handlers, for
-    `restore`.
-    """
+    """Handle the signals that are not ignored; return the old handlers for `restore`."""
     replaced: dict[int, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)

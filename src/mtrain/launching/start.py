@@ -158,9 +158,7 @@ def python(module: str, *words: str) -> list[str]:
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with a PYTHONPATH by which a new interpreter finds the same modules as
-    this one.
-    """
+    """Return `environment` with a PYTHONPATH that gives a child this process's modules."""
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

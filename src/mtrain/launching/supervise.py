@@ -1,6 +1,4 @@
-"""The supervisor of a local run's ranks: it names the first failure, and leaves no process
-running.
-"""
+"""The supervisor of a local run's ranks: it names the first failure and ends the rest."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
-        """`errors` is a folder of the run; `advice` is added to a failure once the run has saved a
-        checkpoint.
-        """
+        """`errors` is a folder of the run; `advice` follows a failure after a checkpoint."""
         self.ranks: dict[int, int] = {}
         """Process id -> rank, of the running ranks."""
         self.errors = errors
@@ -114,9 +110,7 @@ class Supervisor:
         signals.restore(self.previous)
 
     def _stopped_early(self, ended: Ended) -> bool:
-        """Return whether a rank ended because a stop came before it could handle one, or because
-        its peer did.
-        """
+        """Return whether a rank ended because of a stop that it or its peer got."""
         record = self._record(ended.rank)
         return ended.signal == signal.SIGTERM or (record is not None and record["peer_lost"])
 

@@ -29,9 +29,7 @@ from mtrain.world.rank_env import LAUNCHER
 SEEN_S = 30.0
 """Seconds in which another machine of a shared filesystem has to see a file that rank 0 wrote."""
 RUN_GIVEN = "MTRAIN_RUN"
-"""The variable with the file of the configuration, if the launcher of a machine composed it for
-rank 0.
-"""
+"""The variable with the configuration's file, if a machine's launcher composed it."""
 
 
 def here() -> launchers.Launched | None:
@@ -149,9 +147,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
 
 def _join_timeout_s(argv: Sequence[str]) -> float:
-    """Return the seconds to wait for rank 0 while there is no configuration: from `argv`, else the
-    default.
-    """
+    """Return how long to wait for rank 0 without a configuration, from `argv` or by default."""
     key = "trainer.join_timeout_s="
     given = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
     try:
@@ -199,9 +195,7 @@ def report_to_others(error: BaseException) -> bool:
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
-    """Return whether this rank prints an error; one that all ranks know is printed once per
-    machine.
-    """
+    """Return whether this rank prints an error; a shared error is printed once per machine."""
     from mtrain.world.rank_info import Refused
 
     shared = known and (
@@ -216,9 +210,7 @@ def is_first_here() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks that the launcher started on this machine; 1 if it does not set
-    it.
-    """
+    """Return the number of ranks that the launcher started on this machine, 1 if unset."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 

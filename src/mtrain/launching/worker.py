@@ -89,9 +89,7 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
 
 
 def record(error: BaseException, errors: Path, rank: int) -> None:
-    """Write how this rank failed, so that the launcher can distinguish the cause from its
-    consequences.
-    """
+    """Record how this rank failed, so that the launcher can find the cause."""
     body = describe(error) | {
         "rank": rank,
         "time": time.monotonic(),

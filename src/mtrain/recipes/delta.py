@@ -26,9 +26,7 @@ MAX_LINES = 12
 WIDTH = 112
 FEW = 4
 FAR = 5
-"""The cost of a choice other than the default one, in halves of a key, if values still differ from
-it.
-"""
+"""The cost, in halves of a key, of a choice that is neither the default nor exact."""
 _WEIGHTS = {"data.kind": 5, "optim.name": 5, "precision.dtype": 5}
 
 
@@ -188,9 +186,7 @@ def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
 
 
 def _changes(target: Any, base: Any) -> dict[str, Any] | None:
-    """Return the values that change `base` into `target`; None if a file cannot express the
-    change.
-    """
+    """Return the values that change `base` into `target`; None if no file can."""
     out: dict[str, Any] = {}
     for name in type(target).model_fields:
         wanted = getattr(target, name)

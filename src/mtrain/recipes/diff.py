@@ -73,9 +73,7 @@ def _is_run_file(path: Path) -> bool:
 
 
 def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """Return the differences, the gravest kind first, without a recipe's description and the resume
-    keys.
-    """
+    """Return the differences in what two configurations do, the gravest kind first."""
     left_values = left.recorded().flat()
     right_values = right.recorded().flat()
     keys = [

@@ -1,6 +1,4 @@
-"""A configuration made from another system's command line or file, and the parts that have no place
-in it.
-"""
+"""A configuration made from another system's files, and the parts without a place in it."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ WHOLE = "recipe.verified"
 """The key that is left open if unknown flags may be missing: a person has to look."""
 REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 CHANGES = "changes the numbers"
-"""The beginning of the reason of a flag that is not imported, and without which the training
-differs.
-"""
+"""The beginning of the reason of a flag without which the training differs."""
 MARK = "# mtrain: "
 """The beginning of a line that `export` writes for a key without a flag."""
 
@@ -122,9 +118,7 @@ def _where(path: str, a: Arguments, source: str) -> str:
 
 
 def _quiet(run: RunConfig, a: Arguments) -> RunConfig:
-    """Return `run` with keys without effect at their neutral value: Megatron-LM ignores them
-    too.
-    """
+    """Return `run` with neutral values for keys without effect, as Megatron-LM ignores them."""
     values = run.to_dict()
     for key in CONDITIONAL:
         if key.value(run) != key.off and not key.active(run):
@@ -180,9 +174,7 @@ def as_published(run: RunConfig) -> RunConfig:
 
 
 def same_shape(d: Draft) -> str | None:
-    """Return the shipped model of the same layers and widths; of several, the one nearest in all
-    other keys.
-    """
+    """Return the shipped model of the same layers and widths, the nearest if several."""
     shape = (
         "num_layers",
         "hidden_size",

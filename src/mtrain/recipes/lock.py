@@ -37,9 +37,7 @@ class Mismatch:
 
     @property
     def damaged(self) -> bool:
-        """Return whether the file or the data differs; data that is missing is a problem of the
-        machine.
-        """
+        """Return whether the file or the data differs; missing data is no damage."""
         return self.what in ("file", "data", "tokenizer", "source") and self.here != NONE
 
 

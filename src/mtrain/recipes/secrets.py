@@ -1,6 +1,4 @@
-"""Secrets that a script may hold, which must be neither shown nor written: passwords, keys, tokens
-of services.
-"""
+"""Secrets in a script, which must be neither shown nor written: passwords, keys, tokens."""
 
 from __future__ import annotations
 
@@ -35,20 +33,30 @@ _OF_MODELS = frozenset(
     re.findall(
         r"\w+",
         """
-    num head heads dim dims size len length width rank linear attention attn query queries value
-    values qk kv layer
-    layers norm conv bos eos eod eot pad padding mask unk sep cls sos special image video audio
-    vision think begin
-    end start stop first last prompt text label input output loss per max min drop dropping router
-    expert experts
-    dispatcher embedding type count json column weight
-""",
+        num head heads dim dims size len length width rank linear attention attn query queries
+        value values qk kv layer layers norm conv bos eos eod eot pad padding mask unk sep cls sos
+        special image video audio vision think begin end start stop first last prompt text label
+        input output loss per max min drop dropping router expert experts dispatcher embedding
+        type count json column weight
+        """,
     )
 )
 _SHAPES = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{12,}"
-    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+|\b[0-9a-fA-F]{40}\b|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
+    "|".join(
+        (
+            r"hf_[A-Za-z0-9]{16,}",
+            r"sk-[A-Za-z0-9_-]{16,}",
+            r"gh[pousr]_[A-Za-z0-9]{20,}",
+            r"glpat-[\w-]{16,}",
+            r"AKIA[0-9A-Z]{12,}",
+            r"xox[abprs]-[\w-]{10,}",
+            r"eyJ[\w-]{10,}\.[\w-]+\.[\w-]+",
+            r"\b[0-9a-fA-F]{40}\b",
+            r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)",
+        )
+    )
 )
+"""Tokens of known services, keys of 40 hexadecimal digits, and credentials in an address."""
 
 
 def names_secret(name: str) -> bool:

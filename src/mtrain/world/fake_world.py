@@ -1,6 +1,4 @@
-"""One rank of a world that does not exist: groups without peers, tensors with a shape and no
-memory.
-"""
+"""One rank of a world that does not exist, with tensors that take no memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The random generators of a rank: which ranks draw the same numbers, and which draw different
-ones.
-"""
+"""The random generators of a rank: which ranks draw the same numbers, and which do not."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ DATA_STREAM = "data-parallel-rng"
 
 
 def tracker_of(run: RunConfig) -> dict[str, bool]:
-    """Return the options of megatron-core's tracker: CUDA graphs need generators that they can
-    register.
-    """
+    """Return the options of megatron-core's tracker, which CUDA graphs restrict."""
     graphs = run.trainer.cuda_graph_impl
     by_engine = graphs == "transformer_engine" or run.kernels.linear == "te"
     return {

@@ -22,9 +22,7 @@ from mtrain.layout.grid import RankGrid
 def make_groups(
     grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta
 ) -> None:
-    """Make megatron-core's process groups for `grid`, with word embeddings on `embedding_stages` of
-    each pipeline.
-    """
+    """Make the process groups of `grid`, with word embeddings on `embedding_stages`."""
     from mtrain.mcore import api as mcore
 
     p = run.parallel

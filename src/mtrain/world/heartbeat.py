@@ -29,9 +29,7 @@ class Heartbeat:
         self.step = 0
         """The current step, from 1; 0 before the first."""
         self.waits = 0
-        """The number of nested calls in which the main thread waits for other ranks or for the
-        device.
-        """
+        """The number of nested waits of the main thread for other ranks or its device."""
 
     @property
     def place(self) -> str:

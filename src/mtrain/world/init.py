@@ -28,9 +28,7 @@ from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
-"""Process groups time out this long after trainer.timeout_s: the watchdog has named the straggler
-by then.
-"""
+"""How long after trainer.timeout_s, and thus after the watchdog, process groups time out."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class World:
         return bytes(row.tolist()).decode()
 
     def first_problem(self, text: str) -> str:
-        """Return, on every rank, the text of the lowest rank that gave one; empty where no rank
-        did.
-        """
+        """Return, on every rank, the text of the lowest rank that gave one, or ""."""
         lowest = torch.tensor([self.rank if text else self.size], device=self.torch_device)
         with waiting():
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -133,9 +129,7 @@ def joined(run: RunConfig) -> Iterator[World]:
 
 
 def _insist_on_determinism() -> None:
-    """Refuse algorithms whose bits depend on timing; the environment configures the other
-    libraries.
-    """
+    """Refuse algorithms whose bits depend on timing."""
     torch.use_deterministic_algorithms(True)
 
 

@@ -161,9 +161,7 @@ class JoinAttempt:
         return Refused(text, speaks=outcome["speaker"] == self.env.rank)
 
     def give_up(self, why: str) -> bool:
-        """Report to the others that this rank will not come; return whether the report could be
-        delivered.
-        """
+        """Report that this rank will not come; return whether the report arrived."""
         self.failure = why
         self.ready_at = time.monotonic()
         self.ready.set()
@@ -226,9 +224,7 @@ class JoinAttempt:
                 time.sleep(0.1)
 
     def _listening(self) -> int | None:
-        """Return a socket that listens at the store's address; None: another process does, maybe a
-        second rank 0.
-        """
+        """Return a socket listening at the store's port; None if the port is taken."""
         if self.env.listen_fd is not None:
             return self.env.listen_fd
         both = socket.has_dualstack_ipv6()

@@ -150,9 +150,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a task of srun; a batch script and an interactive shell start their own
-    ranks.
-    """
+    """Read the variables of a task of srun; batch scripts and shells are no tasks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
     tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -202,9 +200,7 @@ def _slurm_job(environment: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
-    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of
-    the machine.
-    """
+    """Count the tasks on this machine, from a list such as `4(x3),2`."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
         "SLURM_TASKS_PER_NODE", ""
     )

@@ -13,18 +13,12 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment, MtrainError
 
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""The variable that names the launcher, such as `slurm`, whose variables were translated into
-torchrun's.
-"""
+"""The variable with the launcher, such as `slurm`, whose variables were translated."""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
-"""The descriptor of the listening socket, from the local launcher, on which rank 0 serves the
-rendezvous.
-"""
+"""The variable with the descriptor of the socket on which rank 0 serves the rendezvous."""
 
 End = Callable[[MtrainError, bool], None]
-"""Ends the process from any thread, and does not return; the flag says whether this rank reports
-the reason.
-"""
+"""Ends the process from any thread; the flag says whether this rank reports the reason."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,7 @@ class RankInfo:
     digest: str = ""
     """Digest of its configuration; empty where it has no valid one."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Facts that must be equal on every rank, in addition to the configuration: versions, grid,
-    device.
-    """
+    """Facts besides the configuration that must be equal everywhere: versions, grid."""
     gpu: str = ""
     """UUID of its GPU, where a scheduler shows it only one; no other rank may have that GPU."""
 
@@ -93,9 +91,7 @@ class RendezvousState:
         return [c for i, c in enumerate(self.infos) if i not in self.ready and i not in self.failed]
 
     def able(self) -> list[RankInfo]:
-        """Return the ranks that did not fail and have a configuration; the others report their own
-        reason.
-        """
+        """Return the ranks that did not fail and have a configuration."""
         return [info for i, info in enumerate(self.infos) if i not in self.failed and info.digest]
 
     def shared_gpus(self) -> dict[str, list[RankInfo]]:
@@ -192,9 +188,7 @@ def unreadiness(state: RendezvousState, waited_s: float) -> str:
 def _differences(
     infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]
 ) -> list[str]:
-    """Return a text for each kind of rank that differs from the majority, or, in a tie, from the
-    lowest rank.
-    """
+    """Return a text for each kind of rank that differs from the majority."""
     kinds: dict[tuple[str, ...], list[RankInfo]] = {}
     for info in sorted(infos, key=lambda c: c.rank):
         kinds.setdefault(info.signature, []).append(info)

@@ -34,9 +34,7 @@ DECIDING = "deciding"
 BEAT_S = 1.0
 """The time between two signs of life of a rank that works for all ranks before it is ready."""
 LIFE_S = 10.0
-"""How long such a rank counts as alive after its last sign of life, in addition to a few of its
-pauses.
-"""
+"""How long such a rank counts as alive after a sign of life, without its pauses."""
 
 Config = dict[str, Any]
 """A flat configuration, which is sent only where digests differ."""
@@ -65,9 +63,7 @@ def offer_of(root: Store, number: int) -> Offer | None:
 
 
 def pause_of(size: int) -> float:
-    """Return the seconds between two reads of the store by a rank: thousands of ranks must not
-    swamp it.
-    """
+    """Return the seconds between a rank's reads of the store, longer in large worlds."""
     return max(0.02, size / 2_000)
 
 
@@ -114,9 +110,7 @@ class Liveness:
             self.store.add("beats", 1)
 
     def is_alive(self) -> bool:
-        """Return whether a working rank has given a sign of life lately, as far as this one has
-        looked.
-        """
+        """Return whether a working rank has given a sign of life lately."""
         count = self.store.add("beats", 0)
         if count > self.count:
             self.count = count
@@ -131,7 +125,8 @@ class Member:
         self.number = number
         self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
-            self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(config).encode())
+            self.store.set(f"config/{info.digest}", packed)  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
         self.came_at = time.monotonic()
         self.reported = False
@@ -201,7 +196,8 @@ class Coordinator:
         self.liveness = Liveness(self.store, info.size)
         self.store.set("digest", info.digest)
         if offer is not None:
-            self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(asdict(offer)).encode())
+            self.store.set("run", packed)  # type: ignore[arg-type]
 
     def open(self, root: Store) -> None:
         """Make this the newest rendezvous."""

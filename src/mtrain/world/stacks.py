@@ -38,9 +38,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the place of a frame, as `step.py:12 in forward`, skipping frames that only note a
-    wait.
-    """
+    """Return the place of a frame, as `step.py:12 in forward`, without noting frames."""
     while (
         frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None
     ):

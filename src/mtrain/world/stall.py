@@ -13,9 +13,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Calls:
-    """Progress of a rank in the collectives of one process group, which all its ranks number alike,
-    from 1.
-    """
+    """Progress of a rank in the collectives of one process group, numbered from 1."""
 
     what: str
     """The purpose of the group."""
@@ -42,9 +40,7 @@ class Status:
     phase: str
     """Its current step and phase."""
     waits: bool
-    """Whether its main thread waits for others: in a collective, a pipeline transfer, or for its
-    device.
-    """
+    """Whether its main thread waits for other ranks or for its device."""
     place: str
     """The source line of its main thread."""
     idle_s: float
@@ -142,9 +138,7 @@ class Lack:
     """True: the device has not begun the collective; False: the host has not launched it."""
 
     def number(self, status: Status) -> int:
-        """Return the last collective of the group that a rank has launched, or that its device has
-        begun.
-        """
+        """Return the last collective of the group that a rank launched or began."""
         calls = status.calls[self.group]
         return calls.started if self.begun else calls.launched
 

@@ -33,9 +33,7 @@ from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
 LONGEST_TICK = 0.25
-"""The largest share of the soft timeout that one tick counts: in a longer tick the whole process
-was stopped.
-"""
+"""The largest share of the soft timeout that one tick counts, as after a suspension."""
 
 
 @contextmanager
@@ -198,9 +196,7 @@ class Watchdog:
 
 
 class Wire:
-    """The exchange of statuses: each rank publishes its own, and in a stall one rank compares all
-    of them.
-    """
+    """The exchange of statuses, which one rank compares in a stall."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog

@@ -1,6 +1,4 @@
-"""A Hugging Face `config.json` while it is read: each key is used, irrelevant for a reason, or
-refused.
-"""
+"""A Hugging Face `config.json` in reading: each key is used, irrelevant, or refused."""
 
 from __future__ import annotations
 
@@ -164,9 +162,7 @@ class ConfigFile:
                 self.unknown(key, known)
 
     def _is_of_transformers(self) -> bool:
-        """Return whether the file's architectures are those of the transformers class that reads
-        it.
-        """
+        """Return whether transformers has all architectures that the file names."""
         names = self.original.get("architectures")
         if self.read_by is None or not isinstance(names, list) or not names:
             return False
@@ -223,31 +219,29 @@ _REASONS = {
         """
         use_cache return_dict use_return_dict output_hidden_states output_attentions output_scores
         return_dict_in_generate torchscript output_router_logits keys_to_ignore_at_inference
-    """
+        """
     ),
     "chooses among implementations of the same mathematics": (
         """
         chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation
-        _attn_implementation_internal
-        experts_implementation _experts_implementation use_bfloat16 tf_legacy_loss
-    """
+        _attn_implementation_internal experts_implementation _experts_implementation use_bfloat16
+        tf_legacy_loss
+        """
     ),
     "names a file, a program or a person's task": (
         """
         architectures transformers_version _name_or_path name_or_path _commit_hash finetuning_task
         task_specific_params tokenizer_class prefix
-    """
+        """
     ),
     "is read when text is generated": (
         """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-        temperature top_k
-        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-        encoder_no_repeat_ngram_size
-        bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
-        remove_invalid_values
-        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation
-    """
+        temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
+        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+        begin_suppress_tokens cache_implementation
+        """
     ),
     "is read by a model for classification": (
         "id2label label2id num_labels problem_type classifier_dropout"
@@ -264,9 +258,7 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
     "tie_encoder_decoder": ((False,), "changes the numbers: encoder and decoder share no layers"),
     "pruned_heads": (({}, []), "changes the numbers: every layer has all of its heads"),
 }
-"""Keys that any family may hold -> the values that mtrain builds, and a sentence for other
-values.
-"""
+"""Keys of any family -> the values that mtrain builds, and a sentence for others."""
 
 OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
 """Keys that mtrain reads even if transformers does not: those of prediction layers, which it leaves

@@ -1,6 +1,4 @@
-"""A model's shape as a Hugging Face `config.json`, which is written only if it reads back as the
-same model.
-"""
+"""A model's shape as a `config.json`, written only if it reads back as the same model."""
 
 from __future__ import annotations
 
@@ -31,13 +29,11 @@ TRAINING = frozenset(
         moe.aux_loss_coeff moe.z_loss_coeff moe.router_load_balancing_type
         moe.router_bias_update_rate moe.router_padding_for_quantization moe.input_jitter_eps
         moe.token_dispatcher_type moe.flex_dispatcher_backend moe.shared_expert_overlap
-        moe.pad_alltoall moe.alltoall_capacity_factor
-        bert.masked_share bert.mask_token_id bert.cls_token_id bert.sep_token_id
-        t5.noise_density t5.mean_noise_span_length t5.sentinels t5.first_sentinel t5.start_id
-        t5.end_id t5.encoder_length t5.decoder_length t5.initializer_factor
-        llava.freeze
-        hybrid.chunk_size
-        dsa.indexer_loss_coeff dsa.indexer_use_sparse_loss
+        moe.pad_alltoall moe.alltoall_capacity_factor bert.masked_share bert.mask_token_id
+        bert.cls_token_id bert.sep_token_id t5.noise_density t5.mean_noise_span_length
+        t5.sentinels t5.first_sentinel t5.start_id t5.end_id t5.encoder_length t5.decoder_length
+        t5.initializer_factor llava.freeze hybrid.chunk_size dsa.indexer_loss_coeff
+        dsa.indexer_use_sparse_loss
         """,
     )
 )
@@ -49,9 +45,7 @@ STORED = ("quantization_config", "torch_dtype", "dtype")
 
 
 def differing(imported: Imported) -> list[str]:
-    """Return the keys of a `config.json` that our model does not follow; empty if the numbers are
-    the same.
-    """
+    """Return the keys of a `config.json` that our model does not follow."""
     unplaced = [
         u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED
     ]
@@ -79,9 +73,7 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _narrow(m: ModelConfig) -> int | None:
-    """Return the window if it hides some earlier token, or if layers with a window have another
-    rotary base.
-    """
+    """Return the window if it matters: it hides some token, or has its own rotary base."""
     wide = m.window_size is None or m.window_size >= m.max_position_embeddings
     return None if wide and not m.rotary_base_local else m.window_size
 

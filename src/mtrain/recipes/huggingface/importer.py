@@ -21,9 +21,7 @@ from mtrain.recipes.imported import WHOLE, Imported, as_published, build, name_o
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 
 WITH_IMAGES = {"gemma3": "gemma3_text"}
-"""`model_type` of models that read images -> that of their text model, which is imported without
-the rest.
-"""
+"""`model_type` of models that read images -> that of their text model."""
 _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 

@@ -1,6 +1,4 @@
-"""Every known `model_type` of Hugging Face, of any family of models, with its rules to read and
-write it.
-"""
+"""Every known `model_type` of Hugging Face, with its rules to read and write it."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ DECODERS = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
-"""Decoder-only: `model_type` -> its class in transformers, in the order of the search for a
-matching type.
-"""
+"""Decoder-only `model_type` -> its class in transformers, in the order of the search."""
 
 
 def _always(name: str) -> Callable[[ModelConfig], str]:

@@ -49,9 +49,7 @@ def _linear_attention(f: ConfigFile) -> None:
 
 
 def _experts(f: ConfigFile) -> None:
-    """Read the experts of Qwen3-MoE and a shared one; if every layer is dense, there are no
-    experts.
-    """
+    """Read the experts of Qwen3-MoE and a shared one, unless every layer is dense."""
     qwen_experts(f)
     shared_expert(f)
     if f.out["model.moe.first_dense_layers"] >= f.layers:

@@ -68,9 +68,7 @@ def no_attention_bias(f: ConfigFile) -> None:
 
 
 def gemma_attention(f: ConfigFile) -> None:
-    """Read the divisor of Gemma 2's and 3's attention scores, and the activation under its name
-    there.
-    """
+    """Read the divisor of attention scores and the activation of Gemma 2 and 3."""
     _activation(f, "hidden_activation", GATED_WORDS)
     divisor = f.get("query_pre_attn_scalar")
     f.out["model.softmax_scale"] = None if divisor == f.get("head_dim") else float(divisor) ** -0.5
@@ -337,9 +335,7 @@ def _balanced_by_bias(f: ConfigFile) -> None:
 
 
 def glm4_experts(f: ConfigFile) -> None:
-    """Read GLM-4.5: the experts of DeepSeek-V3, and attention with groups, biases and, in some
-    sizes, norms.
-    """
+    """Read GLM-4.5: experts of DeepSeek-V3, with grouped, biased, partly normed attention."""
     _experts_after_dense_layers(f)
     _balanced_by_bias(f)
     f.out |= {

@@ -1,6 +1,4 @@
-"""Rotary positions and windows of a Hugging Face `config.json`, in the words of transformers 4 and
-5.
-"""
+"""Rotary positions and windows of a `config.json` of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def phi3_rotary(f: ConfigFile) -> None:
 
 
 def neox_rotary(f: ConfigFile) -> None:
-    """Read those of GPT-NeoX, under its own names; files of transformers 4 also hold the usual
-    ones.
-    """
+    """Read those of GPT-NeoX, under its own names or, in newer files, the usual ones."""
     for theirs, alias, absent in (
         ("rotary_emb_base", "rope_theta", 1e4),
         ("rotary_pct", "partial_rotary_factor", 0.25),
@@ -236,9 +232,7 @@ def _floats(value: Any) -> Any:
 
 
 def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
-    """Put the length from outside of the rotary parameters into them, because it is read first
-    (Phi-3).
-    """
+    """Move the length from outside into the rotary parameters: it is read first (Phi-3)."""
     outer = "original_max_position_embeddings"
     if outer not in READ_BY.get(kind, ()):
         f.idle((outer,), f"is not read for rope_type {kind}")
@@ -247,9 +241,7 @@ def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
 
 
 def _parameters(f: ConfigFile) -> tuple[str, Json]:
-    """Return the key with the rotary parameters, and the parameters of all layers, without null
-    values.
-    """
+    """Return the key of the rotary parameters, and the parameters without nulls."""
     f.read |= {"rope_scaling", "rope_parameters"}
     name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
     if name == "rope_scaling" and f.given.get("rope_parameters"):
@@ -324,9 +316,7 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def window_everywhere(f: ConfigFile) -> None:
-    """Read a window in all layers, if it is narrower than the positions (Mistral, Mixtral,
-    Phi-3).
-    """
+    """Read a window of all layers that is narrower than the positions (Mistral, Phi-3)."""
     width = f.get("sliding_window")
     if width is not None and width >= f.get("max_position_embeddings") and not f.get("layer_types"):
         f.idle(
@@ -366,9 +356,7 @@ def window_in_every_other_layer(f: ConfigFile) -> None:
 
 
 def window_except_every_nth(f: ConfigFile) -> None:
-    """Read a window in all layers but every sixth, or as `sliding_window_pattern` sets it (Gemma
-    3).
-    """
+    """Read a window in all layers but every sixth or `sliding_window_pattern`-th (Gemma 3)."""
     every = f.get("sliding_window_pattern", 6)
     _windows(
         f, f.get("sliding_window"), [LAYER_TYPES[(i + 1) % every != 0] for i in range(f.layers)]

@@ -117,9 +117,7 @@ def _balance(m: ModelConfig, dense: int = 0) -> float:
 
 
 def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
-    """Return keys of a mixture of experts, which `dense` layers lack; `count` and `width` are two
-    key names.
-    """
+    """Return the keys of a mixture of experts; `count` and `width` are two key names."""
     moe = _experts(m)
     sizes = {
         count: moe.num_experts,

@@ -1,6 +1,4 @@
-"""The words of a training command as flags with their values, and the entries that read and write
-them.
-"""
+"""The words of a training command as flags, and the entries that read and write them."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Arguments:
         self.maybe: dict[str, Unread] = {}
         """Flags that such a word may hold."""
         self.doubts: dict[str, str] = {}
-        """Consulted flags whose value is unknown, with the reason; the reader of an entry clears
-        it.
-        """
+        """Consulted flags with unknown values -> the reason, for the entry being read."""
         self._uncertain: dict[str, Unread] = {}
         name = ""
         current = self.stray
@@ -94,9 +90,7 @@ class Arguments:
             self.unplaced[flag] = Unplaced(flag, " ".join(map(shown, self.flags[flag])), why, text)
 
     def consult(self, flag: str) -> list[Word] | None:
-        """Return the words of a flag; a flag that may be present, or may have more words, is in
-        doubt.
-        """
+        """Return the words of a flag, and note a doubt if it may have others."""
         self.consulted.add(flag)
         word = self.maybe.get(flag)
         if word is not None:
@@ -133,9 +127,7 @@ class Arguments:
         return given[0]
 
     def converted(self, flag: str, convert: Callable[[str], T]) -> T | None:
-        """Return the one value of a flag, converted; None if it is missing or cannot be
-        converted.
-        """
+        """Return the one value of a flag, converted; None if that is impossible."""
         text = self.word(flag)
         if text is None:
             return None
@@ -178,9 +170,7 @@ class Entry:
     write: Callable[[Values], Sequence[str]]
     """Returns the words of the command line; none if leaving the flag out means the same."""
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Flag -> the keys that are unknown if its value is; a flag that is not listed decides all
-    keys.
-    """
+    """Flag -> the keys that are unknown if its value is; all keys if not listed."""
     switches: tuple[str, ...] = ()
     """The flags that take no value."""
 

@@ -69,57 +69,79 @@ class TrainingCommand:
     """Other commands that the user may mean; empty if there are no others."""
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A command of a script that may be the one that trains."""
+
+    call: Call
+    known_flags: int
+    training: TrainingCommand
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Return the order of preference: unconditional commands first, then many flags."""
+        return (not self.call.conditional, self.known_flags)
+
+
 def training_command(script: Script, source: str) -> TrainingCommand:
     """Return the command with the most known flags, of those that train a GPT or a BERT.
 
     Raises:
         ConfigError: no command trains, or the commands train other models.
     """
-    best: tuple[bool, int, TrainingCommand, Call] | None = None
+    best: _Candidate | None = None
     others: list[Call] = []
     rivals: list[Call] = []
     refused: list[tuple[int, str, str]] = []
-    for command in script.commands:
-        launcher, program, words = _parted(command.words)
+    for call in script.commands:
+        launcher, program, words = _parted(call.words)
         a = Arguments(words)
         count = len((a.flags.keys() | a.maybe.keys()) & known_flags())
         does = other_than_gpt(program, a.flags, source) if count or program else ""
         family = family_of(does)
         if family is None and program is not None:
-            refused.append((count, f"{program} {does}", command.where))
+            refused.append((count, f"{program} {does}", call.where))
         if family is None:
             continue
         named = program is not None and is_trainer(program, family)
         least = 1 if launcher else FEW_FLAGS
         if not named and count < least:
             continue
-        others.append(command)
+        others.append(call)
         if named or count >= FEW_FLAGS:
-            rivals.append(command)
-        if best is None or (not command.conditional, count) > best[:2]:
-            kind = f"a program that trains a {family.upper()}"
-            notes = [f"{program} is taken for {kind}"] if program is not None and not named else []
-            training = TrainingCommand(launcher, words, notes, family)
-            best = (not command.conditional, count, training, command)
+            rivals.append(call)
+        notes = []
+        if program is not None and not named:
+            notes = [f"{program} is taken for a program that trains a {family.upper()}"]
+        candidate = _Candidate(call, count, TrainingCommand(launcher, words, notes, family))
+        if best is None or candidate.rank > best.rank:
+            best = candidate
     if best is not None:
-        chosen = best[2]
-        rest = [c for c in others if c is not best[3] and c.words != best[3].words]
-        chosen.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
-        meant = _without_places(best[3].words)
-        unlike = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != meant)
-        if unlike:
-            chosen.doubt = (
-                f"{best[3].where} is read, and {', '.join([*unlike][:5])} trains otherwise: which"
-                " is meant?"
-            )
-        if best[3].conditional:
-            where = "in a condition, a loop or a function that is not called"
-            chosen.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
-        return chosen
+        return _with_rivals(best, others, rivals)
     if refused:
         _, what, where = max(refused)
         raise ConfigError([not_a_gpt(what, where)])
     return _all_variables(script, source)
+
+
+def _with_rivals(
+    best: _Candidate, others: Sequence[Call], rivals: Sequence[Call]
+) -> TrainingCommand:
+    """Return the chosen command with notes on the commands that were not chosen."""
+    training = best.training
+    rest = [c for c in others if c is not best.call and c.words != best.call.words]
+    training.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
+    words = _without_places(best.call.words)
+    different = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != words)
+    if different:
+        training.doubt = (
+            f"{best.call.where} is read, and {', '.join([*different][:5])} trains otherwise: which"
+            " is meant?"
+        )
+    if best.call.conditional:
+        where = "in a condition, a loop or a function that is not called"
+        training.notes.append(f"{best.call.where}: the command stands {where}; it is read once")
+    return training
 
 
 def _all_variables(script: Script, source: str) -> TrainingCommand:

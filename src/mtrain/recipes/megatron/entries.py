@@ -43,9 +43,7 @@ def types_of(key: str) -> set[Any]:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as a word of a command line; integral floats as integers, which some flags
-    require.
-    """
+    """Return a value as a word of a command line; integral floats become integers."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return repr(value) if isinstance(value, float) else str(value)
@@ -115,9 +113,7 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
 def conditional(
     flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str
 ) -> Entry:
-    """Return a flag with one value that is read only if `active` holds for other keys; otherwise it
-    is null.
-    """
+    """Return a flag with one value, read only if `active` holds; otherwise null."""
     plain = one(flag, key, absent)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -145,9 +141,7 @@ def conditional_switch(flag: str, key: str, active: Callable[[Values], bool], wh
 
 
 def of_schema(key: str, flag: Flag) -> Entry:
-    """Return the entry of a key whose schema names its flag; it is read only if the key has an
-    effect.
-    """
+    """Return the entry of a key whose schema names its flag."""
     absent = default_of(key) if flag.absent is SCHEMA_DEFAULT else flag.absent
     if bool in types_of(key):
         plain = _switch(flag.name, key, not flag.off)
@@ -159,9 +153,7 @@ def of_schema(key: str, flag: Flag) -> Entry:
 
 
 def _where(needed: Condition, plain: Entry) -> Entry:
-    """Return an entry of one key that is read and written only if a condition on other keys
-    holds.
-    """
+    """Return an entry that is read and written only if a condition on other keys holds."""
     (key,) = plain.keys
 
     def read(a: Arguments, d: Draft) -> Draft:

@@ -19,9 +19,7 @@ from mtrain.recipes.megatron.table import table
 
 
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
-    """Return the world of a resolved configuration, and its flags with their values in the order of
-    the table.
-    """
+    """Return the world of a resolved configuration, and its flags with their values."""
     values = run.flat()
     ranks = run.parallel.ranks or 1
     nodes = run.cluster.nodes

@@ -82,9 +82,7 @@ def _stages(a: Arguments, d: Draft) -> Draft:
 
 
 def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int] | None:
-    """Return the layers of each stage if the first and the last rank hold other numbers than the
-    rest.
-    """
+    """Return the layers of each stage if the first and last ranks hold other numbers."""
     given = [n for n in (first, last) if n is not None]
     rest = layers - sum(given)
     between = pp - len(given)

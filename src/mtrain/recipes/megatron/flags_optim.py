@@ -69,9 +69,7 @@ AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dty
 
 
 def _aware(a: Arguments, d: Draft) -> Draft:
-    """Return optimizer state in low precision; with bf16 weights, fp32 main weights are then stored
-    as remainders.
-    """
+    """Return low-precision optimizer state; fp32 main weights become remainders of bf16 ones."""
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
     if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:

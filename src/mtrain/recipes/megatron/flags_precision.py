@@ -1,6 +1,4 @@
-"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and low-precision
-GEMMs.
-"""
+"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, GEMMs."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ def _delayed(d: Values) -> bool:
 
 
 def _some_layers(a: Arguments, d: Draft) -> Draft:
-    """Return one layer at each end if no other number is set; delayed scaling cannot exclude
-    layers.
-    """
+    """Return one layer at each end by default; delayed scaling excludes no layers."""
     start, end = (a.converted(flag, whole) for flag in (START, END))
     few = (_eight(d) or d["precision.fp4"] is not None) and not _delayed(d)
     if a.has(SOME) and few:

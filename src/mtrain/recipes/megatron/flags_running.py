@@ -1,6 +1,4 @@
-"""Megatron-LM's flags for running: timeouts, profiles, kernels, checkpoints, CUDA graphs, offloaded
-activations.
-"""
+"""Megatron-LM's flags for timeouts, profiles, kernels, checkpoints, graphs and offloading."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ def _corpora(a: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
 
 
 def _weights(words: list[str]) -> list[float] | None:
-    """Return the weights before the prefixes of a blend; None if a word is not a positive
-    number.
-    """
+    """Return the weights of a blend; None if a word is not a positive number."""
     try:
         weights = [float(word) for word in words]
     except ValueError:

@@ -78,9 +78,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
-    """Return the text and the name of a file that a script sources, if it lies next to the script;
-    else None.
-    """
+    """Return text and name of a sourced file if it lies next to the script, else None."""
     for folder in dict.fromkeys((Path(), Path(script).parent)):
         file = Path(os.path.realpath(folder / path))
         inside = os.path.realpath(folder) in map(str, file.parents)

@@ -145,9 +145,7 @@ def requested_by(words: Sequence[Word], directives: Mapping[str, str]) -> Reques
 
 
 def starts_several(words: Sequence[Word]) -> bool:
-    """Return whether the words before a program start it several times, as far as they are
-    known.
-    """
+    """Return whether the words before a program certainly or perhaps start it several times."""
     return _starts(words, _STARTERS) or any(map(_may_be_any, words))
 
 
@@ -226,9 +224,7 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_gres(given: dict[str, str]) -> dict[str, str]:
-    """Return the options with GPUs as numbers, also from `--gres`, as gpu:8 or gpu:h100:8, and from
-    several types.
-    """
+    """Return the options with GPUs as numbers, also those of `--gres gpu:h100:8`."""
     for flag in ("--gres", "--tres-per-node"):
         parts = [
             part for part in given.get(flag, "").split(",") if re.match(r"(gres[/:])?gpu\b", part)

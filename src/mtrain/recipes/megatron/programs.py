@@ -42,9 +42,7 @@ _OTHER: dict[str, str] = {
     **dict.fromkeys(("preprocess", "tokenize", "merge"), "prepares data"),
     **dict.fromkeys(("prune", "quantize", "distill"), "changes a model that was trained"),
 }
-"""Word of a name -> the purpose of such a program; this table applies if the name does not speak of
-training.
-"""
+"""Word of a program's name -> its purpose, if the name does not speak of training."""
 TRAINS = {
     "pretrain",
     "train",
@@ -117,9 +115,7 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
 
 
 def family_of(does: str) -> str | None:
-    """Return the `model.family` of the result of `other_than_gpt`; None if it cannot be
-    imported.
-    """
+    """Return the `model.family` for a result of `other_than_gpt`; None if not imported."""
     if not does:
         return "gpt"
     return "bert" if does.startswith(_TRAINED["bert"]) else None

@@ -36,11 +36,12 @@ def read_flags(
     """
     a = Arguments(words, switches())
     loose = next((word for word in a.loose if not word.absent), None)
-    length = () if "--seq-length" in a.flags else ("model.max_position_embeddings",)
-    for key in (*REQUIRED, *length) if loose is not None else ():
-        a.maybe |= {
-            flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags
-        }
+    if loose is not None:
+        required = [*REQUIRED]
+        if "--seq-length" not in a.flags:
+            required.append("model.max_position_embeddings")
+        flags = [flag for key in required for flag in flags_of()[key] if flag not in a.flags]
+        a.maybe |= dict.fromkeys(flags, loose)
     left = {"ranks": why_unknown} if why_unknown else {}
     d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)
     del d["ranks"]
@@ -98,7 +99,6 @@ def unread_words(a: Arguments) -> list[Unplaced]:
         for w in a.loose
         if not w.absent
     ]
-
     return unread + [
         Unplaced(flag, "", "unreadable", f"may be given: {word.why}")
         for flag, word in a.maybe.items()

@@ -50,8 +50,7 @@ _WITHOUT_FLAG = re.findall(
     """
     perform_initialization bert_binary_head barrier_with_L1_time enable_one_logger batch_p2p_comm
     batch_p2p_sync tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-    tp_comm_bulk_wgrad
-    tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
+    tp_comm_bulk_wgrad tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
     """,
 )
 """Arguments that are on by default, or follow from others."""
@@ -135,9 +134,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[Word]:
-    """Yield the words of `MODEL_ARGS`: true is a switch, false leaves a flag out, text is one
-    word.
-    """
+    """Yield the words of `MODEL_ARGS`: true is a switch, false leaves the flag out."""
     for key, value in args.items():
         if value is False:
             continue
@@ -158,9 +155,7 @@ def _items(value: Any) -> list[str]:
 
 
 def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a file for `--yaml-cfg`, without those that are null or equal the
-    default.
-    """
+    """Yield the words of a file for `--yaml-cfg`, without nulls and defaults."""
     flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for section in _SECTIONS:
         flat |= _mapping(values.get(section))

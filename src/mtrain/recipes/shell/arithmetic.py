@@ -19,9 +19,7 @@ class _Unreadable(ValueError):
 
 
 def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None:
-    """Return the value of a sum of products of integers and variables; None if it cannot be
-    known.
-    """
+    """Return the value of sums and products of integers and variables; None if unknown."""
     try:
         parser = _Parser(text, variable)
         value = parser.sum()
@@ -32,9 +30,7 @@ def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None
 
 
 def pattern_of(text: str) -> list[int] | None:
-    """Return the list that `([0]*3+[1]*58)` spells; None for other expressions, and for more than
-    10000 items.
-    """
+    """Return the list that `([0]*3+[1]*58)` spells; None for other or longer texts."""
     try:
         parser = _Parser(text, lambda name: None)
         value = parser.sum()

@@ -1,6 +1,4 @@
-"""Effects of a shell script's commands on its variables: assignments are followed, others
-forgotten.
-"""
+"""Effects of commands on a script's variables: assignments count, others are forgotten."""
 
 from __future__ import annotations
 
@@ -63,14 +61,10 @@ class Effects(Expander):
         self.references: set[str] = set()
         """Names that refer to other variables."""
         self.assumed: set[str] = set()
-        """Names whose assignments have another meaning: integers, references, upper or lower
-        case.
-        """
+        """Names with other assignments: integers, references, one case of letters."""
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """Make variables unknown from here on, or all variables if one name refers to another
-        variable.
-        """
+        """Make variables unknown from here on, and all if a name is a reference."""
         forgotten = dict.fromkeys(names)
         super().forget(forgotten, why)
         if not self.references.isdisjoint(forgotten.keys()):
@@ -220,9 +214,7 @@ class Effects(Expander):
 def either_function(
     node: Branches, defined: Sequence[dict[str, tuple[str, Function]]]
 ) -> dict[str, tuple[str, Function]]:
-    """Return the functions after branches: one that differs in some becomes a branch of all its
-    forms.
-    """
+    """Return the functions after branches, with a branch of all forms if they differ."""
     out: dict[str, tuple[str, Function]] = {}
     for name in dict.fromkeys(name for functions in defined for name in functions):
         forms = [functions[name] for functions in defined if name in functions]

@@ -32,8 +32,16 @@ _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
 """A list of layers, such as `([0]*3+[1]*58)` or `Et*3|m|L`: no file has such a name."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _SHELL_VARIABLES = re.compile(
-    "BASH.*|RANDOM|SRANDOM|SECONDS|LINENO|PPID|UID|EUID|PIPESTATUS|FUNCNAME|EPOCH.*|HOSTNAME|HOSTTYPE|OSTYPE"
-    "|MACHTYPE|SHLVL|PWD|OLDPWD|OPTIND|OPTARG|REPLY|MAPFILE|COPROC|DIRSTACK|GROUPS|IFS|_|[0#?$!-]"
+    "|".join(
+        re.findall(
+            r"\S+",
+            r"""
+            BASH.* RANDOM SRANDOM SECONDS LINENO PPID UID EUID PIPESTATUS FUNCNAME EPOCH.* HOSTNAME
+            HOSTTYPE OSTYPE MACHTYPE SHLVL PWD OLDPWD OPTIND OPTARG REPLY MAPFILE COPROC DIRSTACK
+            GROUPS IFS _ [0#?$!-]
+            """,
+        )
+    )
 )
 """Variables that a shell itself sets."""
 
@@ -318,9 +326,7 @@ class Expander:
         return out
 
     def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
-        """Return the text after `:-`, which may hold expansions; with quotes inside, it is
-        unknown.
-        """
+        """Return the text after `:-`; with quotes inside, it is unknown."""
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1]
         elif len(text) > 1 and text[0] == text[-1] == "'" and text.count("'") == 2 and not quoted:

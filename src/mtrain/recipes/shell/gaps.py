@@ -1,6 +1,4 @@
-"""Texts of a shell script with gaps: parts that only running it could fill, with the reason and the
-line.
-"""
+"""Texts with gaps: parts of a script that only running it could fill, and why."""
 
 from __future__ import annotations
 

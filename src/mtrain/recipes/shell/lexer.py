@@ -125,9 +125,7 @@ class Lexer:
         return raw
 
     def quoted(self, raw: Raw, end: str = '"') -> None:
-        """Read a text in double quotes, up to the closing one, or with an empty `end` to the end of
-        the text.
-        """
+        """Read a text in double quotes, or with an empty `end` to the end of the text."""
         self._literal(raw, "", True)
         while self.at < len(self.text):
             char = self.text[self.at]

@@ -68,9 +68,7 @@ class Script:
 
 
 Opener = Callable[[str, str], tuple[str, str] | None]
-"""Reads the file that a script sources, by its path and the name of the script; returns its text
-and its name.
-"""
+"""Reads a sourced file, by its path and the script's name; returns its text and name."""
 
 
 def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script:
@@ -184,9 +182,7 @@ class _Reader(Effects):
         *,
         conditional: bool = False,
     ) -> State:
-        """Follow statements with their own copy of the variables; return the variables at their
-        end.
-        """
+        """Follow statements with a copy of the variables, and return that copy."""
         self.spend(len(self.state.variables))
         before = self.state
         self.state = self.state.copy()
@@ -204,9 +200,7 @@ class _Reader(Effects):
         return after
 
     def branches(self, node: Branches) -> None:
-        """Follow each body from the same state; where the bodies end differently, values are
-        unknown.
-        """
+        """Follow each body from the same state; different ends make values unknown."""
         self.follow(node.first)
         self.line = node.line
         why = f"is set under a condition: {node.text[:60]}"
@@ -335,9 +329,7 @@ class _Reader(Effects):
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Read the commands of a function where it is called, and forget the variables that it may
-        set.
-        """
+        """Read the commands of a called function, and forget what it may set."""
         self.spend(1000)
         self.called.add(name)
         source, function = self.functions[name]
@@ -384,7 +376,6 @@ class _Reader(Effects):
                 why = ", which the script writes,"
             elif elsewhere:
                 why = ", which is in another folder by cd,"
-
             note = (
                 f"{shown(word)}{why} is not read, and may set any variable: give it before this"
                 " file"

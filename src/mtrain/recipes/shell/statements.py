@@ -1,6 +1,4 @@
-"""The statements of a shell script: commands, branches, loops, groups and functions, nested as
-written.
-"""
+"""The statements of a shell script: commands, branches, loops, groups and functions."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ Node = Command | Branches | Loop | Group | Function
 
 
 def assignment(word: Raw) -> re.Match[str] | None:
-    """Return the name, the index and the sign of a word that is an assignment; None for other
-    words.
-    """
+    """Return name, index and sign of a word that is an assignment, else None."""
     first = word.parts[0] if word.parts else None
     if first is None or first.kind != "text" or first.quoted:
         return None
@@ -89,9 +85,7 @@ def assignment(word: Raw) -> re.Match[str] | None:
 
 
 def commands_in(nodes: Sequence[Node]) -> Iterator[Command | Loop]:
-    """Yield every command and loop in statements, at any depth, except in functions and
-    subshells.
-    """
+    """Yield every command and loop in statements, but not in functions and subshells."""
     for node in nodes:
         if isinstance(node, Command):
             yield node
@@ -113,7 +107,6 @@ def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
         ConfigError: a quote, a bracket or a statement does not close.
     """
     parser = _Parser(text.replace("\r\n", "\n"), source, line)
-
     nodes = parser.body(())
     if parser.at < len(parser.text):
         raise parser.bad(

@@ -13,9 +13,7 @@ SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 
 
 def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
-    """Split `srun bash -c TEXT` or `sbatch --wrap=TEXT` into the words before the shell and the
-    text.
-    """
+    """Split `srun bash -c TEXT` or `sbatch --wrap=TEXT` into the first words and the text."""
     for index, word in enumerate(words):
         if os.path.basename(shown(word)) in SHELLS:
             for place in range(index + 1, min(index + 6, len(words) - 1)):
