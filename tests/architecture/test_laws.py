@@ -44,14 +44,17 @@ LAYERS = {
     "cli": 12,
     "__main__": 13,
 }
-BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
-"""Modules that build a family, feed it or rename its weights are of the layer of `assembly`; `plan`
-knows the rest.
+FOLDED = {
+    re.compile(r"mtrain\.models\.\w+\.(config|rules)\b"): "config",
+    re.compile(r"mtrain\.models\.(\w+\.(build|data|layers|hf|hf_files)|table)\b"): "assembly",
+}
+"""Modules of a family -> the package whose layer they are on. The keys and rules of a family
+are a part of `config`; the modules that build it, feed it or rename its weights need torch.
 """
 ONLY_IN = {
     "hydra": ("config/compose/hydra_source.py", "config/compose/grammar.py"),
     "omegaconf": ("config/compose/hydra_source.py",),
-    "pydantic": ("config/",),
+    "pydantic": ("config/", "models/"),
     "megatron": ("mcore/",),
     "transformer_engine": ("mcore/",),
     "safetensors": ("ckpt/",),
@@ -122,7 +125,16 @@ def layer_of(module: str) -> int:
     package = package_of(module)
     if package is None or package == "__version__":
         return -1
-    return LAYERS["assembly"] if BUILDS.match(module) else LAYERS[package]
+    return LAYERS[folded(module) or package]
+
+
+def folded(module: str) -> str:
+    """The package on whose layer a module of a family's folder is; empty for all others."""
+    return next((package for place, package in FOLDED.items() if place.match(module)), "")
+
+
+def is_of_config(module: str) -> bool:
+    return "config" in (package_of(module), folded(module))
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
@@ -139,7 +151,10 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         )
         there = layer_of(module)
         below = BUILDERS if line in inside_functions(path) else here
-        assert there < below or (there == here and package_of(module) == package), (
+        together = package_of(module) == package or (
+            is_of_config(module) and is_of_config(name_of(path))
+        )
+        assert there < below or (there == here and together), (
             f"{path}:{line}: {package} (layer {here}) imports {module} (layer {there}). "
             "Imports go downward, and packages of one layer do not know each other."
         )

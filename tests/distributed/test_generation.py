@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.model import MLAConfig, MoEConfig
+from mtrain.models.hybrid.config import HybridConfig
 from mtrain.train.request import Sampling
 from tests.support.covering import some
 from tests.support.forked import run_ranks

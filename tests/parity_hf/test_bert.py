@@ -146,7 +146,7 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
 def _batches(run: Path) -> list[dict[str, Tensor]]:
     """What is learned in each step, whole."""
     from mtrain.data.batch import GlobalBatches
-    from mtrain.models.bert.form import form
+    from mtrain.models.bert.data import form
     from mtrain.train.assemble import splits_of
 
     found = _loaded(run)

@@ -12,15 +12,15 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.bert import BertConfig
 from mtrain.config.compose.composer import compose
-from mtrain.config.families import ONLY
+from mtrain.config.families import limits
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
 from mtrain.models.bert import count
-from mtrain.models.bert.form import form
+from mtrain.models.bert.config import BertConfig
+from mtrain.models.bert.data import form
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -206,7 +206,7 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", ODD)
 def test_what_bert_does_not_have_is_refused(key: str) -> None:
-    assert {only.key for only in ONLY["bert"]} == ODD.keys()
+    assert {limit.key for limit in limits("bert")} == ODD.keys()
     run = apply(compose(["model=bert_tiny", "parallel=single", "cluster=cpu"]).run, {key: ODD[key]})
     assert ("MT248", key) in {(p.code, p.path) for p in errors(run)}
 

@@ -13,7 +13,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.resolve.watch import watched
-from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
+from mtrain.config.rules import Answers, all_rules, findings, findings_and_reads, value_at
 from mtrain.errors import ConfigError
 from tests.support.catalogue import accepted, validated
 from tests.support.configs import LAPTOP
@@ -54,7 +54,7 @@ def test_a_rule_finds_the_same_when_its_reading_is_watched() -> None:
 
 def test_what_a_rule_reads_are_keys() -> None:
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             reads: set[str] = set()
             list(rule(watched(run, reads)))
             keys = run.flat()
@@ -71,7 +71,7 @@ def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, name, touched)
     monkeypatch.setattr("builtins.open", touched)
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             if not rule.disk:
                 list(rule(run))
 

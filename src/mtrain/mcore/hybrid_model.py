@@ -21,7 +21,6 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config.engine import release
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SOFTMAX, SPARSE
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.backend import mlp_spec
@@ -30,6 +29,16 @@ from mtrain.mcore.language_model import SummedLosses
 from mtrain.mcore.layers import chosen
 from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 from mtrain.mcore.operands import feed_norm
+from mtrain.models.hybrid.config import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    MLP,
+    SOFTMAX,
+    SPARSE,
+)
 
 UNIFIED = release.at_least(0, 19)
 """Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which

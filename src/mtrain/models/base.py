@@ -54,13 +54,11 @@ class Family:
 
     name: str
     """What a user writes as `model.family`."""
-    section: str | None
-    """Section of `model` that holds keys of this family's own, which it cannot do without; None: it
-    has none.
-    """
+    section: str | None = None
+    """A section of `model` that the family cannot do without, next to one of its own."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
-    form: str = "mtrain.models.gpt.form:form"
+    form: str = "mtrain.models.gpt.data:form"
     """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that
     gives a `mtrain.data.batch.Form`, as `package.module:function`. By default the next token.
     """

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.recipes.hf_families import COMMON
 from mtrain.recipes.hf_hybrid import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
 from mtrain.recipes.hf_families import COMMON
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind

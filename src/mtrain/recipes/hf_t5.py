@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.t5 import T5Config
+from mtrain.models.t5.config import T5Config
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS

@@ -8,7 +8,7 @@ from functools import cache
 
 from mtrain.config.compose.paths import program
 from mtrain.config.messages.runtime_codes import OF_WORK
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
 from mtrain.config.rules.rule import Code, Rule
 
 FAMILIES = {
@@ -319,9 +319,8 @@ imports.
 @cache
 def codes() -> dict[str, Code]:
     """Return every code in order."""
-    known = {
-        code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))
-    }
+    of_rules = (code for rule in all_rules() for code in rule.codes)
+    known = {code.code: code for code in (*OTHERS, *of_rules)}
     return dict(sorted(known.items()))
 
 
@@ -332,9 +331,9 @@ def family(code: str) -> str:
 
 def rules_of(code: str) -> list[Rule]:
     """Return the rules that raise a code."""
-    return [rule for rule in RULES if code in {c.code for c in rule.codes}]
+    return [rule for rule in all_rules() if code in {c.code for c in rule.codes}]
 
 
 def validating(key: str) -> list[str]:
     """Return codes of the rules that read `key`."""
-    return sorted({code.code for rule in RULES if key in rule.reads for code in rule.codes})
+    return sorted({code.code for rule in all_rules() if key in rule.reads for code in rule.codes})

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from mtrain.config.engine import core_fields, unmapped
 from mtrain.config.engine.core_fields import feeds
 from mtrain.config.engine.field_versions import FIELD_VERSIONS
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.dsa import SparseAttentionConfig
@@ -19,6 +18,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import HybridConfig
 
 HEAD = """# Keys and fields
 

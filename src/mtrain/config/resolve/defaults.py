@@ -21,8 +21,8 @@ from mtrain.config.resolve.fine_tuning import CHATS
 from mtrain.config.resolve.sizes import nearest
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
+from mtrain.models.t5.config import lengths, padded, spans
 
 Filled = Mapping[str, tuple[Any, str]]
 """Dotted key -> its value, and the reason as it stands behind `resolved from`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.gpt.count import layer_parameters
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, LATENT, MAMBA, MLP
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.models.gpt.adapters import Size, adapters_of, attention_layers, mlp_layers
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, LATENT, MAMBA, MLP
 from mtrain.models.hybrid.count import channels, own, states
 
 

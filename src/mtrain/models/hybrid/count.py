@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import (
+from mtrain.config.schema.model import ModelConfig
+from mtrain.models.gpt.count import (
+    attention,
+    chosen_keys,
+    gated_delta_net,
+    index_flops,
+    latent_attention,
+    state_flops,
+)
+from mtrain.models.hybrid.config import (
     ATTENTION,
     DELTA,
     DESCRIBED,
@@ -13,15 +22,6 @@ from mtrain.config.hybrid import (
     MLP,
     SPARSE,
     HybridConfig,
-)
-from mtrain.config.schema.model import ModelConfig
-from mtrain.models.gpt.count import (
-    attention,
-    chosen_keys,
-    gated_delta_net,
-    index_flops,
-    latent_attention,
-    state_flops,
 )
 
 

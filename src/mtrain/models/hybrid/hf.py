@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.models.hybrid.weights import FUSED, part_ends
 from mtrain.models.table import (
     EXPERTS as OF_EACH_EXPERT,

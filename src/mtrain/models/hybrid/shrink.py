@@ -7,10 +7,10 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
-from mtrain.config.hybrid import KINDS
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
+from mtrain.models.hybrid.config import KINDS
 from mtrain.models.hybrid.count import own
 
 HEAD = 16

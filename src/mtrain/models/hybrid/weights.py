@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.gpt.weights import attention, gated_delta_net, latent, mixture
+from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
 from mtrain.models.hybrid.count import channels, is_described, own, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt import count as language
+from mtrain.models.llava.config import LlavaConfig
 
 
 def of(model: ModelConfig) -> LlavaConfig:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt.hf import LLAMA
 from mtrain.models.gpt.hf_files import COMPUTED
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.count import of
 from mtrain.models.table import QKV, SAME, Copy, Entry, Operation, Table
 

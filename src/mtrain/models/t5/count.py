@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.t5 import T5Config, lengths, padded
+from mtrain.models.t5.config import T5Config, lengths, padded
 
 
 def parameters(model: ModelConfig) -> int:

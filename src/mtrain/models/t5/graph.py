@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.resolve.stages import Stage
-from mtrain.config.t5 import lengths
 from mtrain.models.attention import Heads, scores_in_fp32
 from mtrain.models.gpt.feed_forward import mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
+from mtrain.models.t5.config import lengths
 from mtrain.models.t5.count import decoder_layers, section
 
 

@@ -22,7 +22,7 @@ from mtrain.config.resolve.defaults import (
     overlap_grad_reduce,
     overlap_param_gather,
 )
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
 from mtrain.config.rules.rule import Rule
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.run import RunConfig
@@ -163,7 +163,7 @@ class Space:
     def _rules(self) -> dict[str, list[Rule]]:
         """By the last axis that they read."""
         found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
-        for rule in RULES:
+        for rule in all_rules():
             if not rule.disk:
                 read = [axis for axis, keys in AXES.items() if rule.reads_any(*keys)]
                 found[read[-1] if read else ""].append(rule)

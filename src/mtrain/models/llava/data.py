@@ -11,13 +11,13 @@ from typing import cast
 import numpy as np
 import torch
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
 from mtrain.data.batch import Form, MicroBatch
 from mtrain.data.records import IMAGE, NOTHING
 from mtrain.errors import CorruptData
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.count import of
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config.families import NO_ADAPTERS, NO_NORMS_ON_SUMS, FamilyConfig, Limit
 from mtrain.config.schema.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
 
 Frozen = Literal["vision", "projector", "language"]
@@ -83,3 +84,43 @@ class LlavaConfig(Section):
     def head_dim(self) -> int:
         """Return width of one of its heads."""
         return self.vision_hidden_size // self.vision_heads
+
+
+_LLAMA = "LLaVA-1.5's language model is a Llama"
+_IMAGES = "the sequence is not sharded over ranks: an image may lie in the parts of two"
+LIMITS = (
+    NO_NORMS_ON_SUMS,
+    NO_ADAPTERS,
+    Limit("model.moe", (None,), f"{_LLAMA}, without experts"),
+    Limit("model.mla", (None,), f"{_LLAMA}, without MLA"),
+    Limit("model.linear_attention", (None,), f"{_LLAMA}, with softmax attention"),
+    Limit("model.mup", (None,), f"{_LLAMA}, and a vision tower has a width of its own"),
+    Limit("model.attention_output_gate", (False,), f"{_LLAMA}, whose attention has no gate"),
+    Limit(
+        "model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"
+    ),
+    Limit(
+        "model.scale_embedding",
+        (False,),
+        f"{_LLAMA}; the scale would not be that of patch features",
+    ),
+    Limit("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),
+    Limit("parallel.cp", (1,), _IMAGES),
+    Limit("parallel.hybrid_context_parallel", (False,), _IMAGES),
+    Limit(
+        "parallel.fsdp",
+        ("none",),
+        "weights that are not trained, such as those of layers behind the features, cannot be"
+        " sharded by FSDP; parallel.distributed_optimizer=true shards the state of the others",
+        (("parallel.fsdp_sharding", None),),
+    ),
+    Limit("data.packed", (False,), "a sample is one text with its images, and is padded"),
+    Limit("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
+    Limit("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
+)
+
+CONFIG = FamilyConfig(
+    section=LlavaConfig,
+    about="The family llava: vision tower and projector; null: another family.",
+    limits=LIMITS,
+)

@@ -9,11 +9,11 @@ import hashlib
 import numpy as np
 import torch
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.data.batch import Form, MicroBatch, Source
 from mtrain.data.permute import mix64
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.count import own
 
 MASKED = 0.8

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import T5Config, lengths, spans
 from mtrain.data import Splits
 from mtrain.data.batch import Form, MicroBatch
 from mtrain.data.permute import keys, mix64
+from mtrain.models.t5.config import T5Config, lengths, spans
 from mtrain.models.t5.count import section
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
