@@ -20,7 +20,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
 from mtrain.models.bert import count
 from mtrain.models.bert.config import BertConfig
-from mtrain.models.bert.data import form
+from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -50,7 +50,7 @@ def _batches(
     )
     run = run.model_copy(update={"model": model})
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
-    made = form(run, splits, part)
+    made = collator(run, splits, part)
     return GlobalBatches(getattr(splits, part), batch, micro, 0, 1, made)
 
 
@@ -115,7 +115,7 @@ def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_
     )
     numbers = np.arange(300, 360)
     source = _Numbered()
-    made: Any = form(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
+    made: Any = collator(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
     batch = made(torch.from_numpy(source.batch(numbers)), numbers)
     first = batch["labels"][:, 1]
     second = batch["labels"][:, -2]
@@ -144,7 +144,7 @@ def test_ids_that_are_never_chosen_leave_fewer() -> None:
     assert not (batch["loss_mask"].bool() & (batch["labels"] == 5)).any()
     windows = torch.full((2, LENGTH + 1), 5)
     windows[1, 7] = 6
-    found = data.form(windows, np.array([0, 1]))
+    found = data.collator(windows, np.array([0, 1]))
     assert found["loss_mask"].sum(1).tolist() == [0, 1]
 
 

@@ -58,9 +58,9 @@ class Family:
     """A section of `model` that the family cannot do without, next to one of its own."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
-    form: str = "mtrain.models.gpt.data:form"
+    collator: str = "mtrain.models.gpt.data:collator"
     """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that
-    gives a `mtrain.data.batch.Form`, as `package.module:function`. By default the next token.
+    gives a `mtrain.data.batch.Collator`, as `package.module:function`. By default the next token.
     """
     files: str = "mtrain.models.gpt.hf_files:files"
     """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section)

@@ -7,8 +7,10 @@ from __future__ import annotations
 from functools import cache
 
 from mtrain.config.compose.paths import program
+from mtrain.config.families import configs, ships
 from mtrain.config.messages.runtime_codes import OF_WORK
 from mtrain.config.rules import all_rules
+from mtrain.config.rules.families import code_prefix
 from mtrain.config.rules.rule import Code, Rule
 
 FAMILIES = {
@@ -324,9 +326,16 @@ def codes() -> dict[str, Code]:
     return dict(sorted(known.items()))
 
 
+@cache
+def kinds() -> dict[str, str]:
+    """Return the beginning of a code -> its subject: `FAMILIES`, and the families of plug-ins."""
+    added = {code_prefix(name): f"the model family {name}" for name in configs() if not ships(name)}
+    return FAMILIES | added
+
+
 def family(code: str) -> str:
-    """What codes of this kind are about."""
-    return next((words for begin, words in FAMILIES.items() if code.startswith(begin)), "")
+    """Return the subject of a code, by its beginning."""
+    return next((words for begin, words in kinds().items() if code.startswith(begin)), "")
 
 
 def rules_of(code: str) -> list[Rule]:

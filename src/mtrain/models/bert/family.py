@@ -21,7 +21,7 @@ def _saved_as(model: ModelConfig, name: str) -> str:
 FAMILY = Family(
     name="bert",
     builder="mtrain.models.bert.build:chunk",
-    form="mtrain.models.bert.data:form",
+    collator="mtrain.models.bert.data:collator",
     files="mtrain.models.bert.hf:files",
     settled="mtrain.models.bert.hf:settled",
     auto_class="AutoModelForMaskedLM",

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
-from mtrain.data.batch import Form, Packing, next_token
+from mtrain.data.batch import Collator, Packing, next_token
 from mtrain.data.chat_batch import of_chats, of_documents
 from mtrain.data.fim import FillInTheMiddle
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     source = getattr(splits, part)
     data = run.data

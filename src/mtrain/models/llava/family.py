@@ -11,7 +11,7 @@ from mtrain.models.llava.weights import stage_weights
 FAMILY = Family(
     name="llava",
     builder="mtrain.models.llava.build:chunk",
-    form="mtrain.models.llava.data:form",
+    collator="mtrain.models.llava.data:collator",
     files="mtrain.models.llava.hf:files",
     auto_class="AutoModelForImageTextToText",
     probe="mtrain.models.llava.data:probe",

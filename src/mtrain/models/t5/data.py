@@ -15,7 +15,7 @@ import torch
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
-from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.permute import keys, mix64
 from mtrain.models.t5.config import T5Config, lengths, spans
 from mtrain.models.t5.count import section
@@ -33,7 +33,7 @@ class SpanBatch(MicroBatch):
     """bool [b, t]: False where that is padding."""
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     t = section(run.model)
     first = run.model.vocab_size - 1 if t.first_sentinel is None else t.first_sentinel

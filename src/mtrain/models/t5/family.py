@@ -11,7 +11,7 @@ from mtrain.models.t5.weights import stage_weights
 FAMILY = Family(
     name="t5",
     builder="mtrain.models.t5.build:chunk",
-    form="mtrain.models.t5.data:form",
+    collator="mtrain.models.t5.data:collator",
     files="mtrain.models.t5.hf:files",
     auto_class="AutoModelForSeq2SeqLM",
     settled="mtrain.models.t5.hf:settled",
