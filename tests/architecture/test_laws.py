@@ -46,10 +46,12 @@ LAYERS = {
 }
 FOLDED = {
     re.compile(r"mtrain\.models\.\w+\.(config|rules)\b"): "config",
+    re.compile(r"mtrain\.models\.\w+\.hf_config\b"): "recipes",
     re.compile(r"mtrain\.models\.(\w+\.(build|data|layers|hf|hf_files)|table)\b"): "assembly",
 }
 """Modules of a family -> the package whose layer they are on. The keys and rules of a family
-are a part of `config`; the modules that build it, feed it or rename its weights need torch.
+are a part of `config`, its readers of `config.json` a part of `recipes`; the modules that build it,
+feed it or rename its weights need torch.
 """
 ONLY_IN = {
     "hydra": ("config/compose/hydra_source.py", "config/compose/grammar.py"),
@@ -125,16 +127,13 @@ def layer_of(module: str) -> int:
     package = package_of(module)
     if package is None or package == "__version__":
         return -1
-    return LAYERS[folded(module) or package]
+    return LAYERS[home(module)]
 
 
-def folded(module: str) -> str:
-    """The package on whose layer a module of a family's folder is; empty for all others."""
-    return next((package for place, package in FOLDED.items() if place.match(module)), "")
-
-
-def is_of_config(module: str) -> bool:
-    return "config" in (package_of(module), folded(module))
+def home(module: str) -> str:
+    """The package that a module belongs to: that of its folder, or of its kind in a family."""
+    folded = (package for place, package in FOLDED.items() if place.match(module))
+    return next(folded, package_of(module) or "")
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
@@ -151,9 +150,7 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         )
         there = layer_of(module)
         below = BUILDERS if line in inside_functions(path) else here
-        together = package_of(module) == package or (
-            is_of_config(module) and is_of_config(name_of(path))
-        )
+        together = package_of(module) == package or home(module) == home(name_of(path))
         assert there < below or (there == here and together), (
             f"{path}:{line}: {package} (layer {here}) imports {module} (layer {there}). "
             "Imports go downward, and packages of one layer do not know each other."

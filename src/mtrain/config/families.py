@@ -1,9 +1,10 @@
 """The registry of model families, as far as a configuration needs it: sections, limits and rules.
 
-A family is a package with a module `config`, which gives its `FamilyConfig`, a module `family`,
-which gives the rest of it (`mtrain.models.base.Family`), and, if it has rules, a module `rules`
-with `RULES`. The packages below `mtrain.models` ship; a plug-in names its package by an entry point
-in the group `mtrain.models`.
+A family is a package with a module `config`, which gives its `FamilyConfig`, and a module `family`,
+which gives the rest (`mtrain.models.base.Family`). Where it has them, its module `rules` gives
+`RULES`, and its module `hf_config` gives `KINDS`, which read and write its `config.json`. The
+packages below `mtrain.models` ship; a plug-in names its package by an entry point in the group
+`mtrain.models`.
 
 The schema imports this module, and `config` of every family, so neither imports the schema.
 """
@@ -148,9 +149,9 @@ def part(name: str, module: str, attribute: str, kind: type[Part]) -> Part:
     return value
 
 
-def has_rules(name: str) -> bool:
-    """Return whether a family's package has a module `rules`."""
-    return find_spec(f"{packages()[name]}.rules") is not None
+def has(name: str, module: str) -> bool:
+    """Return whether a family's package has a module, as `rules`."""
+    return find_spec(f"{packages()[name]}.{module}") is not None
 
 
 def sections() -> Iterator[tuple[str, str]]:

@@ -9,8 +9,8 @@ import math
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.models.hybrid.hf_config import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.hf_families import COMMON
-from mtrain.recipes.hf_hybrid import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_readers import mixtral_experts

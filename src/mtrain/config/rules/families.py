@@ -95,7 +95,7 @@ def rules_of(name: str) -> tuple[Rule, ...]:
             the name of its family.
     """
     own: tuple[Rule, ...] = ()
-    if families.has_rules(name):
+    if families.has(name, "rules"):
         own = families.part(name, "rules", "RULES", tuple)
     if not families.ships(name):
         begin = code_prefix(name)

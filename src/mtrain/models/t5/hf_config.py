@@ -162,4 +162,4 @@ def _writes(m: ModelConfig) -> Json:
     }
 
 
-T5 = Kind(_READS, _writes, lambda model: "T5ForConditionalGeneration")
+KINDS = {"t5": Kind(_READS, _writes, lambda model: "T5ForConditionalGeneration")}

@@ -11,6 +11,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
+from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_writers import WRITERS
 
 _NUMBERS = "changes the numbers: "
@@ -195,3 +196,6 @@ def writes(m: ModelConfig) -> Json:
 
 def _word(activation: str) -> Any:
     return next(theirs for theirs, ours in _PROJECTOR_WORDS.items() if ours == activation)
+
+
+KINDS = {"llava": Kind(READS, writes, lambda model: "LlavaForConditionalGeneration")}

@@ -147,5 +147,7 @@ def _class(kind: str) -> Callable[[ModelConfig], str]:
     return named
 
 
-BERT = Kind(READS, _writes, _class("bert"))
-MEGATRON_BERT = Kind(MEGATRON_READS, _writes, _class("megatron-bert"))
+KINDS = {
+    "bert": Kind(READS, _writes, _class("bert")),
+    "megatron-bert": Kind(MEGATRON_READS, _writes, _class("megatron-bert")),
+}

@@ -358,5 +358,7 @@ def _writes_nemotron(m: ModelConfig) -> Json:
     }
 
 
-MAMBA2 = Kind(MAMBA2_READS, _writes_mamba2, lambda model: "Mamba2ForCausalLM")
-NEMOTRON_H = Kind(NEMOTRON_READS, _writes_nemotron, lambda model: "NemotronHForCausalLM")
+KINDS = {
+    "mamba2": Kind(MAMBA2_READS, _writes_mamba2, lambda model: "Mamba2ForCausalLM"),
+    "nemotron_h": Kind(NEMOTRON_READS, _writes_nemotron, lambda model: "NemotronHForCausalLM"),
+}
