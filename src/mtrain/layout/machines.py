@@ -1,4 +1,4 @@
-"""Which ranks run on which machine, where machines that hold the same stages stand together."""
+"""The ranks of each machine, where machines that hold the same stages are neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data-parallel rank does what only one of them has to do."""
+"""The data-parallel rank that owns work which only one of them has to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers of one rank: what they compute and keep."""
+"""Low-rank adapters on the linear layers of one rank: their operations and saved tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
 
 
 def parts_of(layer: str, run: RunConfig) -> int:
-    """Of how many layers a linear layer is made, each of which has an A of its own; 0: it has no
-    adapter.
+    """Return the number of layers that a linear layer is made of, each with an A of its own; 0: it
+    has no adapter.
     """
     own = layer.rpartition(".")[2]
     peft = run.peft
@@ -31,8 +31,8 @@ def parts_of(layer: str, run: RunConfig) -> int:
 def beside(
     g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]
 ) -> None:
-    """The adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it has
-    one.
+    """Add the adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it
+    has one.
 
     `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of
     the result.
@@ -60,8 +60,8 @@ def beside(
 def beside_experts(
     g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
-    """The adapters of the experts of this rank: `rows[1]` of them with `rows[0]` rows each, if they
-    have any.
+    """Add the adapters of the experts of this rank, `rows[1]` of them with `rows[0]` rows each, if
+    they have any.
     """
     if not r.adapted or "experts" not in (r.run.peft.target or ()):
         return

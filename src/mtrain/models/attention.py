@@ -29,14 +29,14 @@ class Heads:
     """Of a head of queries and keys."""
     v_width: int
     window: bool = False
-    """A token sees some of the keys before it alone."""
+    """A token sees only some of the keys before it."""
     causal: bool = True
     chosen: bool = False
     """A query sees keys that a mask of every pair of a sample names."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What has gradients."""
+        """Return the tensors that have gradients."""
         return self.q, self.k, self.v
 
 
@@ -56,7 +56,7 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
 def _products(
     r: Rank, h: Heads, queries: int, keys: int, n: int, documents: float = 1.0
 ) -> list[Product]:
-    """Of all queries and keys of a sequence, or of those of each of its documents."""
+    """Return the products of all queries and keys of a sequence, or of those of each document."""
     each = round(r.samples * n * documents)
     queries = max(1, round(queries / documents))
     keys = max(1, round(keys / documents))
@@ -153,7 +153,7 @@ def seen(r: Rank, h: Heads) -> float:
 
 
 def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
-    """What ranks of one sequence need of each other."""
+    """Return the exchanges between the ranks of one sequence."""
     cp = r.layout.cp
     a = r.element
     tokens = r.tokens
@@ -267,7 +267,7 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
     """Return scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
-    learnt, and for values that are wider than keys.
+    learned, and for values that are wider than keys.
     """
     b = r.samples
     m = r.model

@@ -110,8 +110,8 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
 
 
 def weight_bytes(r: Rank, product: Product) -> int:
-    """Of the gradient of a weight, or of a group's, before it is added to those of other
-    micro-batches.
+    """Return the bytes of the gradient of a weight, or of a group's, before it is added to those of
+    other micro-batches.
     """
     return 0 if r.frozen else product.n * product.k * r.element
 
@@ -127,11 +127,11 @@ def summed(g: Graph, r: Rank, name: str, x: Tensor, added: Tensor) -> Tensor:
 def shared_by_tensor_ranks(
     r: Rank, size: int, kind: Literal["gather", "scatter"], *, low: bool = False
 ) -> list[Exchange]:
-    """What comes before a column-parallel layer (gather), or behind a row-parallel one (scatter).
+    """Return the exchange before a column-parallel layer (gather), or after a row-parallel one
+    (scatter).
 
-    Without sequence parallelism both are one sum: behind the row in the forward, behind the column
-    in the backward.
-    `low`: of a gather and the sum that goes back, the gather is in low precision.
+    Without sequence parallelism both are one sum: after the row in the forward, after the column in
+    the backward. `low`: of a gather and its sum in the backward, the gather is in low precision.
     """
     if r.layout.tp == 1:
         return []
@@ -152,17 +152,18 @@ def _input(r: Rank, x: Tensor, width: int) -> Tensor:
 def activation(
     g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0, offset: bool = True
 ) -> Tensor:
-    """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so
-    many.
+    """Add the activation of an MLP, from `x`, with a gate of twice the `elements`, to `elements`.
 
-    Of experts, `weighed` rows are multiplied with their weights in the same place. Without `offset`
-    none is added to what a gate multiplies, where it is written out.
+    For experts, `weighed` rows are multiplied with their weights in the same kernel. Without
+    `offset` none is added to what a gate multiplies, where the activation is unfused.
     """
     size = elements * r.element
     y = Tensor(size)
     weights = [Tensor(weighed * FP32)] if weighed else []
     moved = x.bytes + size
-    whole = r.words["activation"] == "triton" and r.by_lists  # ours, where it is told the weights
+    whole = (
+        r.words["activation"] == "triton" and r.by_lists
+    )  # our kernel, where it gets the weights
     if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
         g.add(name, [x, *weights], moved=moved, reads=[x], gives=[y])
         return y
@@ -170,7 +171,7 @@ def activation(
     more = dict[str, Any]()
     if r.words["activation"] == "triton":
         g.add(name, [x], moved=moved, reads=[x], gives=[product])
-    else:  # gradients of gate and up, before they stand beside each other
+    else:  # gradients of gate and up, before they are concatenated
         more = {"works": 2 * size, "spent": True} if r.model.gated else {}
         keeps = _plain(r, x, size, product, offset)
         g.add(name, keeps, moved=WRITTEN_OUT * moved, reads=[x], gives=[product], **more)
@@ -237,7 +238,7 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     g.add(
         "embedding.rows", moved=2 * whole, exchanges=_summed(r), gives=[y], needs=whole, works=works
     )
-    if r.run.peft.kind is None:  # beside adapters it has no gradient
+    if r.run.peft.kind is None:  # with adapters it has no gradient
         dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
     return y
 

@@ -1,6 +1,4 @@
-"""What one rank of a layout sees of a micro-batch: how many tokens, how wide, and by
-whose kernels.
-"""
+"""The view of one rank of a layout: its tokens, widths and kernels in a micro-batch."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ class Rank:
 
     run: RunConfig
     words: Mapping[str, str]
-    """Who does each operation; where the machine that runs it will choose, what is chosen where all
-    is installed.
+    """The implementation of each operation; where the machine that runs it chooses, the choice with
+    everything installed.
     """
     host: bool
     """It computes on a CPU."""
@@ -95,7 +93,7 @@ class Rank:
 
     @property
     def factors(self) -> Factors:
-        """What linear layers multiply with."""
+        """Return the formats in which linear layers multiply."""
         return "frozen" if self.frozen else "weights"
 
     @cached_property
@@ -122,8 +120,8 @@ class Rank:
 
     @property
     def documents(self) -> float:
-        """Of a sequence, that do not see each other, in the mean; 1 where samples are
-        not packed.
+        """Return the mean number of documents in a sequence, which do not see each other; 1 without
+        packing.
         """
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
@@ -134,7 +132,7 @@ class Rank:
 
     @cached_property
     def split_tokens(self) -> int:
-        """Those of them that norms and the residual stream have here: a part under sequence
+        """Return the tokens that norms and the residual stream have here: a part under sequence
         parallelism.
         """
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
@@ -223,8 +221,8 @@ class Rank:
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    """Who does each operation, one after the other: what is chosen may depend on those
-    before it.
+    """Return the implementation of each operation, in order: a choice may depend on those before
+    it.
     """
     words: dict[str, str] = {}
     for op in OPERATIONS:

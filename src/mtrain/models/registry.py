@@ -1,4 +1,4 @@
-"""Finds the family of a model: those that ship, then the plug-ins that are installed."""
+"""Registry of the families of models: those that ship, and the plug-ins that are installed."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def imported(name: str) -> Any:
 def probed(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Return token ids to ask a model with, and what a chunk of ours and the model of transformers
-    read beside them.
+    """Return token ids to probe a model with, and the further inputs of our chunk and of
+    transformers' model.
     """
     probe = family_of(model).probe
     asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})

@@ -1,5 +1,4 @@
-"""Which tensor of Hugging Face's models is which of ours: one table of a family for both
-directions.
+"""Tables of the tensors of Hugging Face's models and ours: one of a family for both directions.
 
 Every operation is a rearrangement, so weights, gradients and moments go through it alike, as
 torch's tensors or as numpy's arrays of words. Needs no torch.
@@ -19,8 +18,8 @@ Rearrange = Callable[[list[Any], Any], list[Any]]
 
 @dataclass(frozen=True)
 class Operation:
-    """How the tensors of one entry lie on either side; both functions also take the `model`
-    section.
+    """A rearrangement between the tensors of one entry on either side; both functions also take the
+    `model` section.
     """
 
     name: str
@@ -40,7 +39,7 @@ def library_of(tensors: list[Any]) -> Any:
 
 
 def joined(tensors: list[Any], axis: int = 0) -> Any:
-    """Return tensors behind each other along an axis; one alone is itself."""
+    """Return tensors concatenated along an axis; a single one is returned as it is."""
     return library_of(tensors).concatenate(tensors, axis) if len(tensors) > 1 else tensors[0]
 
 
@@ -102,8 +101,8 @@ def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each head of queries and keys: rows of its query, key, values and gates, and of its betas
-    and decays.
+    """Return the rows of each head of queries and keys: of its query, key, values and gates, and of
+    its betas and decays.
     """
     own = model.linear_attention
     share = own.num_value_heads // own.num_key_heads
@@ -251,7 +250,7 @@ class Entry:
     operation: Operation = SAME
 
     def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
-        """One, or one for each expert where both sides keep experts apart."""
+        """Yield one step, or one for each expert where both sides hold experts separately."""
         ours = _numbered((self.ours,), numbers)
         theirs = _numbered(self.theirs, numbers)
         experts = range(model.moe.num_experts) if "{e}" in self.ours else range(0)

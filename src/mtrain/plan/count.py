@@ -73,8 +73,8 @@ def state_bytes(run: RunConfig) -> int:
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) +
     4 main weights + 8, and less where the optimizer keeps them in low precision. The distributed
     optimizer keeps main weights and moments once instead of once per data-parallel rank, FSDP all
-    of it; experts have as many copies as the expert grid has data-parallel ranks. Of what is frozen
-    there are weights alone.
+    of it; experts have as many copies as the expert grid has data-parallel ranks. Frozen
+    parameters have only weights.
     """
     p = run.parallel
     assert p.ranks is not None
@@ -103,12 +103,14 @@ def state_bytes(run: RunConfig) -> int:
 
 
 def _main_weight_bytes(run: RunConfig) -> int:
-    """Of a main weight beside its weight of 16 bits."""
+    """Return the bytes of a main weight, on top of its weight of 16 bits."""
     if run.optim.main_params_dtype != "fp32":
         return 0
     return 2 if run.optim.store_param_remainders else 4
 
 
 def _moment_bytes(run: RunConfig) -> int:
-    """Of the moments of a parameter; without the scale that 128 of those in eight bits share."""
+    """Return the bytes of the moments of a parameter; without the scale that 128 of those in eight
+    bits share.
+    """
     return sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))

@@ -1,4 +1,4 @@
-"""Whether the plan of a step fits a device, and what would make it fit at the least cost."""
+"""A check that the plan of a step fits a device, and the cheapest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Change = dict[str, Any]
 
 @dataclass(frozen=True)
 class Over:
-    """What a device lacks."""
+    """The memory that a device lacks."""
 
     stage: int
     needed: int
@@ -70,8 +70,8 @@ def _is_small(run: RunConfig) -> bool:
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """Return the first change, of those that cost little before those that cost much, with which
-    the plan fits and no other rule is broken; empty where there is none.
+    """Return the first change, the cheapest first, with which the plan fits and no other rule is
+    broken; empty if there is no such change.
     """
     for step in _changes(run):
         changed = apply(run, step)
@@ -86,7 +86,7 @@ def _codes(run: RunConfig) -> set[str]:
 
 
 def _changes(run: RunConfig) -> Iterator[Change]:
-    """What may be changed, the cheapest first: each alone, then one after the other."""
+    """Yield the possible changes, the cheapest first: each one separately, then together."""
     steps = list(_steps(run))
     yield from steps
     # the last one computes whole layers again
@@ -114,7 +114,7 @@ def _steps(run: RunConfig) -> Iterator[Change]:
 
 
 def _recomputed(run: RunConfig) -> Iterator[Change]:
-    """What takes little time to compute again, then whole layers."""
+    """Yield the cheap parts to recompute, then whole layers."""
     again = run.parallel.recompute
     m = run.model
     if again.granularity == "none":

@@ -13,9 +13,10 @@ def portable(run: RunConfig) -> RunConfig:
     """Return a resolved run with its model, layout and batch as they are, on synthetic tokens,
     without CUDA graphs and copies of activations to host memory.
 
-    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep
-    what they keep; who makes the loss stays as it was named, and so does Triton's attention, beside
-    which a CPU's keeps scores. Products in eight bits become products in the format beside them.
+    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which save
+    the same tensors. Two stay as they are: the implementation of the loss, and Triton's attention,
+    since a CPU's saves scores as well. Products in eight bits become products in the format of the
+    weights.
     """
     run = run.on_any_device()
     kernels = {**on_a_cpu(run), **({"loss": "megatron"} if run.kernels.loss == "megatron" else {})}

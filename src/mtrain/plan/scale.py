@@ -1,4 +1,4 @@
-"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one
+"""Scaling of a run: the fastest layout on each of several numbers of devices, with one batch or one
 per device.
 """
 
@@ -35,7 +35,7 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Return the tokens per second of all devices."""
         if self.layout is None:
             return 0.0
         return self.layout.time.tokens_per_second_per_device * self.devices
@@ -120,8 +120,8 @@ def point(
 
 
 def batches(first: int, devices: Sequence[int], *, weak: bool) -> list[int | None]:
-    """Of each number of devices, where it is `first` on the fewest; None: that is no
-    whole number.
+    """Return the batch for each number of devices, given `first` on the fewest; None: it would be
+    no whole number.
     """
     if not weak:
         return [first] * len(devices)

@@ -231,10 +231,9 @@ def balances_sequences(run: RunConfig) -> bool:
 
 
 def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = False) -> RunConfig:
-    """Return a small run in fp32 whose linear layers, all of them, multiply in the 8 bits that
-    `full` says.
+    """Return a small run in fp32 whose linear layers all multiply in the 8 bits of `full`.
 
-    No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an
+    No rule checks it: rules require bf16 with 8 bits and the sizes that GPUs multiply, and an
     emulation needs neither.
     """
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
@@ -243,11 +242,11 @@ def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = Fals
 
 
 def without_chance(run: RunConfig) -> RunConfig:
-    """Return the same run with nothing drawn in a step: no dropout, no noise of routers, no random
-    experts.
+    """Return the same run without random draws in a step: no dropout, no noise of routers, no
+    random experts.
 
-    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on
-    average alone.
+    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal only on
+    average.
     """
     certain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     if run.model.moe is not None:
@@ -258,8 +257,8 @@ def without_chance(run: RunConfig) -> RunConfig:
 
 
 def by_document(run: RunConfig) -> RunConfig | None:
-    """Return the same run, of packed samples, with a loss that is the sum of those of its documents
-    alone.
+    """Return the same run, of packed samples, with a loss that is the sum of the losses of its
+    documents.
 
     The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity,
     or sinkhorn balances them.
@@ -335,7 +334,7 @@ def _sides(run: RunConfig) -> dict[tuple[str, int], int]:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """What was shrunk, as `key: old -> new`."""
+    """Return the changes from `before` to `after`, as `key: old -> new`."""
     old = before.flat()
     new = after.flat()
     watched = (

@@ -1,6 +1,5 @@
-"""`model.bert`: what an encoder that is trained on masked tokens (BERT, Devlin et al.
-
-2018) has beside its layers.
+"""`model.bert`: the keys of an encoder that is trained on masked tokens (BERT, Devlin et al. 2018),
+and its limits.
 """
 
 from typing import Annotated, Literal
@@ -59,7 +58,7 @@ class BertConfig(Section):
         return tuple(token for token in named if token is not None)
 
     def added(self) -> int:
-        """Special tokens that a sample has beside its text."""
+        """Return the number of special tokens in a sample."""
         sentences = 2 if self.next_sentence else 1
         return (self.cls_token_id is not None) + sentences * (self.sep_token_id is not None)
 

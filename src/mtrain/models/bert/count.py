@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of BERT, from its configuration alone."""
+"""Parameters and floating-point operations of BERT, from its configuration only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What BERT learns from samples: the tokens that were masked (masked language modelling), and
-whether sentence B follows sentence A (next sentence prediction).
-"""
+"""The objective of BERT: masked language modelling and next sentence prediction."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ A, and whose B.
 
 
 class Draws:
-    """Random numbers that are a function of a seed, a split, a sample's number and a position in it
-    alone.
+    """Random numbers that depend only on a seed, a split, a sample's number and a position in
+    it.
     """
 
     def __init__(self, seed: int, part: str) -> None:

@@ -52,7 +52,7 @@ def special_tokens_are_ids_of_their_own(run: RunConfig, b: BertConfig) -> Iterat
     ),
 )
 def special_tokens_leave_room_for_text(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
-    """A sample has text beside its special tokens, in each of its sentences."""
+    """A sample has text next to its special tokens, in each of its sentences."""
     least = b.added() + (4 if b.next_sentence else 2)
     if run.data.length < least:
         rule = (
@@ -69,7 +69,7 @@ def special_tokens_leave_room_for_text(run: RunConfig, b: BertConfig) -> Iterato
     reads="model.bert.type_vocab_size model.bert.next_sentence",
 )
 def two_sentences_have_two_kinds(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
-    """Two sentences are told apart by two kinds of tokens."""
+    """Two sentences have two kinds of tokens."""
     if b.next_sentence and b.type_vocab_size < 2:
         rule = "next_sentence has a sentence of kind 0 and one of kind 1"
         fixes: tuple[Change, ...] = (

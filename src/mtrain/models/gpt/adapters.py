@@ -1,5 +1,5 @@
-"""Parameters of the low-rank adapters of a decoder-only transformer, from its
-configuration alone.
+"""Parameters of the low-rank adapters of a decoder-only transformer, from its configuration
+only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Size = tuple[int, int, int]
 
 
 def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
-    """Of a resolved `peft` section: those of layers that every token visits, and those of routed
-    experts.
+    """Return the parameters of adapters: of layers that every token visits, and of routed experts.
+
+    `peft` is resolved.
     """
     target = peft.target or ()
     moe = model.moe
@@ -114,7 +115,9 @@ def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterat
 
 
 def _of_experts(name: str, own: list[Weight], run: RunConfig) -> Iterator[Weight]:
-    """Of each expert; what is not split with the weight is split along the hidden size."""
+    """Yield the adapters of each expert; a factor that is not split with the weight is split along
+    the hidden size.
+    """
     ranks = expert_tensors(run.parallel)
     r = run.peft.r or 0
     for number, weight in enumerate(w for w in own if len(w.shape) == 2):

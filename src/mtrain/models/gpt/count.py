@@ -1,5 +1,5 @@
 """Parameters and floating-point operations of a decoder-only transformer, from its configuration
-alone.
+only.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _visited_by_prediction(model: ModelConfig) -> int:
 
 
 def state_flops(model: ModelConfig, layers: int) -> float:
-    """Of a token and the states of so many layers of linear attention: it reads, corrects and asks
-    one for each head of values.
+    """Return the FLOPs of a token with the states of so many layers of linear attention: it reads,
+    corrects and queries one for each head of values.
     """
     own = model.linear_attention
     if own is None:
@@ -212,8 +212,9 @@ def state_flops(model: ModelConfig, layers: int) -> float:
 
 
 def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: bool) -> float:
-    """Of a token and the indexers of so many layers, beside 6 for each weight: a product with every
-    key, forward and twice backward; what an indexer reads has no gradient.
+    """Return the FLOPs of a token with the indexers of so many layers, without the 6 for each
+    weight: a product with every key, forward and twice backward. What an indexer reads has no
+    gradient.
     """
     if model.dsa is None:
         return 0.0

@@ -1,5 +1,5 @@
-"""What a decoder-only transformer learns from samples: the next token, over documents apart where
-they are packed, and of chats what is learned of them.
+"""The objective of a decoder-only transformer: the next token, within documents where they are
+packed, and of chats the parts that are trained.
 """
 
 from __future__ import annotations

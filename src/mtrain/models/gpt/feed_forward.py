@@ -19,7 +19,7 @@ PLACE = 4
 
 
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
-    """What a layer's MLP adds to the residual stream, from its normed input."""
+    """Add the MLP of a layer; return what it adds to the residual stream, from its normed input."""
     moe = r.model.moe
     if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
@@ -98,7 +98,7 @@ def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> Tensor:
 
 
 def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
-    """The router, in fp32: scores, the choice, and the scores of the balancing loss."""
+    """Add the router, in fp32: scores, the choice, and the scores of the balancing loss."""
     t = r.split_tokens
     e = moe.num_experts
     k = moe.router_topk
@@ -128,8 +128,8 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Return copies of tokens that the experts of a rank get, of the busiest one as much as the
-    plan is told.
+    """Return copies of tokens that the experts of a rank get, at the imbalance that
+    the plan assumes for the busiest one.
     """
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
@@ -151,8 +151,8 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
-    """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows
-    and of copies.
+    """Return the maps of rows: of all experts, or for both ways of each permutation the places of
+    rows and of copies.
     """
     copies = r.split_tokens * moe.router_topk
     marks = r.split_tokens * moe.num_experts
@@ -185,8 +185,7 @@ def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
 def _on_the_way(
     r: Rank, moe: MoEConfig, held: int, *, sorts: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the way to the experts and the way back have for a moment, in the forward and in the
-    backward.
+    """Return the transient bytes of dispatch and combine, in the forward and in the backward.
 
     Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are
     rows of expert-tensor ranks. Kernels do so in what they read and write.
@@ -217,8 +216,8 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
 
 
 def _biased(r: Rank) -> tuple[int, int]:
-    """Return bytes that the biases of experts move beside an element of what the first and the
-    second product give.
+    """Return the bytes that the biases of experts move for each element of the first and the second
+    product.
 
     TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
     multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
@@ -321,9 +320,9 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
 
 
 def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
-    """What a product of experts has for a moment: one after the other, parts of the rows and a
-    weight's gradient; all at once, gradients of all weights, and with torch's product a copy of
-    those behind each other.
+    """Return the transient bytes of a product of experts: one after the other, parts of the rows
+    and a weight's gradient; all at once, gradients of all weights, and with torch's product a
+    concatenated copy of them.
     """
     if r.words["experts"] == "reference":
         return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}

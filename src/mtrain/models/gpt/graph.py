@@ -57,8 +57,8 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
-    what is behind.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()
@@ -84,8 +84,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
-    """What layers have in common that compute the same: experts, linear attention, a window, rotary
-    positions.
+    """Return a key that is equal for layers that compute the same: experts, linear attention,
+    window and rotary positions.
     """
     return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 

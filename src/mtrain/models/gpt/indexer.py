@@ -1,5 +1,5 @@
-"""The indexer of sparse attention on one rank: what it computes beside MLA, and keeps for its own
-backward.
+"""The indexer of sparse attention on one rank: its operations next to MLA, and what its own
+backward keeps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ chosen for.
 
 
 def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
-    """From what MLA reads and its normed latent queries; every tensor-parallel rank computes all of
-    it.
+    """Add the indexer, which reads the input of MLA and its normed latent queries; every
+    tensor-parallel rank computes all of it.
     """
     dsa = r.model.dsa
     mla = r.model.mla
@@ -41,7 +41,7 @@ def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
         ("linear_weights_proj", x, hidden, heads),
     ):
         # what is read has no gradient, as what is multiplied with a frozen weight has a part of it
-        # alone
+        # only
         g.add(
             f"indexer.{name}",
             [source],

@@ -16,7 +16,9 @@ from mtrain.models.rank import Rank
 
 
 def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) -> Tensor:
-    """What a layer's attention adds to the residual stream, from its normed input."""
+    """Add the attention of a layer; return what it adds to the residual stream, from its normed
+    input.
+    """
     if r.model.is_linear(layer):
         return gated_delta_net(g, r, x)
     return (_latent if r.model.mla else _standard)(g, r, x, layer, causal)

@@ -123,7 +123,7 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
             "shared_expert_intermediate_size": 32 * p.tp
             if moe.shared_expert_intermediate_size
             else None,
-            "alltoall_capacity_factor": None,  # routers that learnt nothing choose as they like
+            "alltoall_capacity_factor": None,  # an untrained router is not balanced
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,

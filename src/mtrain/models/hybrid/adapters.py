@@ -1,4 +1,4 @@
-"""Parameters of the low-rank adapters of a hybrid, from its configuration alone."""
+"""Parameters of the low-rank adapters of a hybrid, from its configuration only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mtrain.models.hybrid.count import channels, own, states
 
 
 def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
-    """Of a resolved `peft` section: those of layers that every token visits, and those of routed
-    experts.
+    """Return the parameters of adapters: of layers that every token visits, and of routed experts.
+
+    `peft` is resolved.
     """
     target = peft.target or ()
     moe = model.moe

@@ -1,6 +1,4 @@
-"""`model.hybrid`: what a decoder of Mamba-2 layers, attention and MLPs has beside the keys of every
-model.
-"""
+"""`model.hybrid`: the keys of a decoder of Mamba-2 layers, attention and MLPs, and its limits."""
 
 from typing import Annotated
 
@@ -100,8 +98,8 @@ class HybridConfig(Section):
         return self.kind(index) == DELTA
 
     def kind(self, index: int) -> str:
-        """Return the letter of layer `index` (from 0); empty behind the end of a pattern that is
-        too short.
+        """Return the letter of layer `index` (from 0); empty after the end of a pattern that is too
+        short.
         """
         return self.pattern[index : index + 1]
 
@@ -127,7 +125,7 @@ LIMITS = (
     Limit(
         "precision.fp8_recipe",
         (None, "tensorwise", "blockwise"),
-        "linear layers of hybrids are tried with ours alone",
+        "linear layers of hybrids are tried only with ours",
     ),
     Limit("precision.fp4", (None,), "hybrids have weights in 8, 16 or 32 bits"),
 )

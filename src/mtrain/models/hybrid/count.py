@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of a hybrid, from its configuration alone."""
+"""Parameters and floating-point operations of a hybrid, from its configuration only."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def own(model: ModelConfig) -> HybridConfig:
 
 
 def is_described(model: ModelConfig, kind: str) -> bool:
-    """Return whether the model says what a layer of this kind is; a rule refuses those of which it
-    does not.
+    """Return whether the model has the sections that describe a layer of this kind; a rule refuses
+    others.
     """
     return kind in KINDS and all(
         getattr(model, section) is not None for section in DESCRIBED.get(kind, ())
@@ -41,13 +41,13 @@ def is_described(model: ModelConfig, kind: str) -> bool:
 
 
 def channels(h: HybridConfig) -> int:
-    """Of all heads of a Mamba-2 mixer."""
+    """Return the channels of all heads of a Mamba-2 mixer."""
     return h.num_heads * h.head_dim
 
 
 def states(h: HybridConfig) -> int:
-    """Return numbers that a token writes into the states of a Mamba-2 mixer; as many read from
-    them.
+    """Return the numbers that a token writes into the states of a Mamba-2 mixer; it reads as
+    many.
     """
     return h.num_groups * h.state_dim
 
@@ -65,7 +65,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Those that one token visits."""
+    """Return the parameters that one token visits."""
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
@@ -75,7 +75,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Those of routed experts."""
+    """Return the parameters of routed experts."""
     if model.moe is None:
         return 0
     return (
@@ -86,7 +86,7 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def layer_parameters(model: ModelConfig, kind: str) -> int:
-    """Those of a layer, its norm among them."""
+    """Return the parameters of a layer, with its norm."""
     made = {
         MAMBA: _mamba,
         ATTENTION: attention,

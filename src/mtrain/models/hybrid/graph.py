@@ -18,8 +18,8 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
-    what is behind.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()
@@ -185,8 +185,8 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
-    """Of a chunk of `n` tokens: what they see of each other, what they are worth, what the state
-    gives and takes.
+    """Return the products of a chunk of `n` tokens: scores, their values, and reads and writes of
+    the state.
     """
     return [
         Product(n, n, s, each),

@@ -24,7 +24,7 @@ class Fused(Entry):
     parts: tuple[str, ...] = ()
 
     def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
-        """One, to all parts."""
+        """Yield one step, to all parts."""
         for step in super().steps(model, **numbers):
             (ours,) = step.ours
             yield replace(step, ours=tuple(f"{ours}.{part}" for part in self.parts))

@@ -79,7 +79,7 @@ def _mamba2(f: ConfigFile) -> None:
         f.refuse(
             "time_step_limit",
             "not supported",
-            "changes the numbers: time steps have a lower bound alone",
+            "changes the numbers: time steps have only a lower bound",
         )
     if width != heads * f.number("head_dim"):
         f.refuse(

@@ -151,7 +151,7 @@ def attention_is_described(run: RunConfig, h: HybridConfig) -> Iterator[Finding]
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
         rule = (
-            f"{' beside '.join(several)}: megatron-core builds no model with several kinds of"
+            f"{' and '.join(several)}: megatron-core builds no model with several kinds of"
             " softmax attention"
         )
         yield Finding(
@@ -163,7 +163,9 @@ def attention_is_described(run: RunConfig, h: HybridConfig) -> Iterator[Finding]
 
 
 def _with_one(pattern: str, several: list[str], kind: str) -> Change:
-    """One kind of softmax attention in the place of several, and no section of the others."""
+    """Return the change to one kind of softmax attention in place of several, without the sections
+    of the others.
+    """
     for other in several:
         pattern = pattern.replace(other, kind)
     unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {
@@ -225,8 +227,8 @@ def tp_divides_mamba_groups(run: RunConfig, h: HybridConfig) -> Iterator[Finding
     reads=(f"parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads {PATTERN}"),
 )
 def cp_divides_mamba_heads(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of one
-    alone.
+    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of a
+    single one.
     """
     p = run.parallel
     if p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:

@@ -34,7 +34,7 @@ _MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_de
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage; a tied table is there for the first and for the last."""
+    """Yield the weights of a (virtual) stage; the first and the last both hold a tied table."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
@@ -70,8 +70,8 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def saved_as(m: ModelConfig, name: str) -> str:
-    """What checkpoints call a weight: the norm of a layer as if it were a part of the linear layer
-    behind it.
+    """Return the name of a weight in checkpoints: a layer's norm has the name of the linear layer
+    after it.
     """
     layer, _, part = name.partition(".layers.")
     number, _, inner = part.partition(".")

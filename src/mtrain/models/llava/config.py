@@ -48,7 +48,7 @@ class LlavaConfig(Section):
         default=(), strict=False
     )
     """Parts whose weights stay as they are, without gradient and optimizer state: [vision,
-    language] where the projector alone is trained (LLaVA's first stage), [vision] in its second.
+    language] where only the projector is trained (LLaVA's first stage), [vision] in its second.
     """
 
     @property

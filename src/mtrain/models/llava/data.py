@@ -1,6 +1,4 @@
-"""What LLaVA learns from a sample: the next token of a text, from images and the tokens
-before it.
-"""
+"""The objective of LLaVA: the next token of a text, from images and the tokens before it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch, whose samples have one image each."""
+    """Return the graphs of a (virtual) stage on one micro-batch, whose samples have one image
+    each.
+    """
     own = of(r.model)
     frozen = set(own.freeze)
     graphs = language.stage(replace(r, frozen="language" in frozen), held)

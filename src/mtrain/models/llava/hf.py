@@ -47,7 +47,7 @@ def files(kind: str, model: ModelConfig) -> tuple[Table, ...]:
 
 
 def in_memory(model: ModelConfig, inner: str = "") -> Table:
-    """By the names that `LlavaForConditionalGeneration` has for its parameters."""
+    """Return the table of the parameter names of `LlavaForConditionalGeneration`."""
 
     def rename(name: str) -> str:
         if name == "lm_head.weight":

@@ -17,7 +17,7 @@ from mtrain.models.weights import Weight, column, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage."""
+    """Yield the weights of a (virtual) stage."""
     own = of(m)
     frozen = set(own.freeze)
     for weight in language.stage_weights(m, p, held):

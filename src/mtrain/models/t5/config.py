@@ -1,4 +1,4 @@
-"""`model.t5`: what an encoder-decoder in the manner of T5 has beside the keys of every model."""
+"""`model.t5`: the keys of an encoder-decoder in the manner of T5, and its limits."""
 
 from typing import Annotated
 
@@ -75,13 +75,13 @@ class T5Config(Section):
 
 
 def spans(t: T5Config, tokens: int) -> tuple[int, int]:
-    """Of a sample of so many tokens, at least 2: how many are left out, and in how many spans."""
+    """Return how many of a sample's tokens, at least 2, are left out, and in how many spans."""
     noise = min(max(round(tokens * t.noise_density), 1), tokens - 1)
     return noise, min(max(round(noise / t.mean_noise_span_length), 1), tokens - noise)
 
 
 def lengths(t: T5Config, tokens: int) -> tuple[int, int]:
-    """What encoder and decoder need for a sample of so many tokens, without padding."""
+    """Return the lengths of encoder and decoder for a sample of so many tokens, without padding."""
     noise, parts = spans(t, tokens)
     return tokens - noise + parts + 1, noise + parts + 1
 

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of an encoder-decoder, from its configuration alone."""
+"""Parameters and floating-point operations of an encoder-decoder, from its configuration only."""
 
 from __future__ import annotations
 

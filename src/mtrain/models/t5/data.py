@@ -1,11 +1,10 @@
-"""What an encoder-decoder learns from samples: to fill in spans that were left out, which is span
-corruption (arXiv:1910.10683, 3.1.4).
+"""The objective of an encoder-decoder: span corruption (arXiv:1910.10683, 3.1.4).
 
-Of a sample of n tokens as many as `model.t5.noise_density` says are left out, in spans of a mean
-length. The encoder reads the sample with a sentinel in place of each span; the decoder predicts
-each sentinel and the tokens of its span. Both end with `end_id`. How many tokens and spans are left
-out does not depend on the sample, so that both lengths are fixed; which ones is drawn from the
-seed, the split and the number of the sample alone.
+The share `model.t5.noise_density` of a sample's tokens is left out, in spans of a mean length. The
+encoder reads the sample with a sentinel in place of each span; the decoder predicts each sentinel
+and the tokens of its span. Both end with `end_id`. The number of tokens and spans that are left out
+does not depend on the sample, so both lengths are fixed; which ones depends only on the seed, the
+split and the number of the sample.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ class Spans:
         )
 
     def noisy(self, number: int) -> np.ndarray:
-        """Which tokens of a sample are left out: bool [tokens], a function of the number of the
-        sample.
+        """Return which tokens of a sample are left out, bool [tokens], as a function of the
+        sample's number.
 
         Tokens that stay and tokens that are left out take turns, both in as many parts as there are
         spans, and every way to cut them is as likely as any other.
@@ -94,8 +93,8 @@ class Spans:
         return np.repeat(np.tile([False, True], self.spans), lengths)
 
     def split(self, window: np.ndarray, noisy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the encoder reads of a sample and what the decoder predicts, int64,
-        without padding.
+        """Return the encoder's input and the decoder's labels of a sample, int64, without
+        padding.
         """
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 

@@ -17,8 +17,8 @@ from mtrain.models.t5.count import decoder_layers, section
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What its one stage computes on one micro-batch: what is before the layers, each layer, what
-    is behind.
+    """Return the graphs of the one stage on one micro-batch: before the layers, each layer, after
+    them.
     """
     t = section(r.model)
     needed = lengths(t, r.run.data.length)

@@ -70,8 +70,8 @@ def _activation(f: ConfigFile) -> None:
 
 
 def _ends(f: ConfigFile) -> None:
-    """Whether embeddings are tied, and whether logits are scaled: transformers scales unless a file
-    says untied.
+    """Read whether embeddings are tied and logits scaled: transformers scales unless a file says
+    untied.
 
     A file of transformers 5 says tied in any case; its weights decide.
     """
@@ -131,7 +131,7 @@ _READS = Family(
 
 
 def _writes(m: ModelConfig) -> Json:
-    """What the `config.json` of T5 says of a model, beyond the keys that are copied.
+    """Return the keys of T5's `config.json` for a model, without those that are copied.
 
     Raises:
         ValueError: T5 cannot be so.

@@ -1,4 +1,4 @@
-"""What a device and its links can do, as the cluster of a run states it."""
+"""The rates of a device and its links, as the cluster of a run states them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does every so many minutes, in steps: for programs that count steps alone."""
+"""Intervals in minutes, in steps: for programs that count only steps."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ PRODUCTS_OF_A_PAIR = 4
 
 @dataclass(frozen=True)
 class Kernels:
-    """What products cost on a device in a run."""
+    """The cost of products on a device in a run."""
 
     device: Device
     reached: Efficiencies
@@ -82,8 +82,8 @@ class Kernels:
         return elements * one.product.batch * each / (self.device.memory * self.reached.memory)
 
     def _product(self, m: int, n: int, k: int, batch: int, one: Linear, result: int = 0) -> float:
-        """Of products whose result moves so many bytes an element; 0: it is written in the format
-        of activations.
+        """Return the seconds of products whose result moves so many bytes an element; 0: it is
+        written in the format of activations.
         """
         low, (m, n, k) = (
             one.low and self.recipe != self.format,

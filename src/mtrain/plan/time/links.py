@@ -25,7 +25,7 @@ class Group:
     stride: int
 
     def inside(self, device: Device) -> int:
-        """Of them so many are in one fast domain."""
+        """Return how many of the ranks are in one fast domain."""
         return max(1, min(self.size, device.domain // self.stride))
 
 
@@ -42,14 +42,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Links:
-    """What a run's groups send costs on a device."""
+    """The cost of the messages of a run's groups on a device."""
 
     device: Device
     reached: Efficiencies
 
     def seconds(self, group: Group, exchange: Exchange, *, once: bool = False) -> float:
-        """Of one exchange; `once`: a row goes to a domain once, and there once to each rank that
-        takes it.
+        """Return the seconds of one exchange; `once`: a row goes to a domain once, and there once
+        to each rank that takes it.
         """
         if group.size == 1:
             return 0.0
@@ -105,5 +105,7 @@ class Links:
 
 
 def _met(places: float, messages: int) -> float:
-    """Of so many places, those that messages go to of which each chooses one at random."""
+    """Return the expected number of distinct places that messages reach, each choosing one at
+    random.
+    """
     return places * (1 - (1 - 1 / places) ** messages)

@@ -41,8 +41,8 @@ HOW = {
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
-    """Of a resolved run; null where it is not known without the keys that are `missing`, or as
-    `unknown` says.
+    """Return the time plan of a resolved run; null where it is unknown without the keys that are
+    `missing`, or for the reason in `unknown`.
     """
     try:
         step = step_time(run)
@@ -137,7 +137,7 @@ def _validation(run: RunConfig, step: StepTime, training: float) -> float:
 
 
 def _by_time(minutes: float | None, training: float) -> int:
-    """How often something is done every so many minutes of `training` seconds."""
+    """Return how often something happens every so many minutes of `training` seconds."""
     return 0 if minutes is None else int(training / (60 * minutes))
 
 

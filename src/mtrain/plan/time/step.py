@@ -92,7 +92,7 @@ class StepWork:
 
 
 def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
-    """Of a step of a resolved run.
+    """Return the time of a step of a resolved run.
 
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
@@ -117,7 +117,7 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
 
 
 def step_work(run: RunConfig) -> StepWork:
-    """What the ranks of each stage do.
+    """Return the work of the ranks of each stage.
 
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
@@ -255,7 +255,7 @@ def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float
         if name == "tp" and product is not None and reached.overlapped["tp"]:
             behind += number * min(each, kernels.linear(product))
     hidden = {name: time * reached.overlapped[name] for name, time in found.items()}
-    # in parts, beside the product that reads or gives the tensor
+    # in parts, during the product that reads or gives the tensor
     hidden["tp"] = behind * reached.overlapped["tp"]
     found = {name: time - hidden[name] for name, time in found.items()}
     found["ep"] += stage.mixtures * reached.pass_us * MICRO

@@ -1,5 +1,5 @@
-"""What is done once a step: gradients and weights travel between data-parallel ranks, and weights
-are updated.
+"""The work of each step's end: gradients and weights travel between data-parallel ranks, and
+weights are updated.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def done_once(
 
 
 def shares_of(run: RunConfig, grid: RankGrid, weights: tuple[float, float]) -> tuple[Share, ...]:
-    """What experts and the others of a rank are, and who has the same; without those that it has
-    none of.
+    """Return the shares of a rank's experts and other weights, with the groups that hold the same;
+    without empty ones.
     """
     copies = run.parallel.hsdp_replicas
     every = zip(weights, (grid.edp, grid.dp * grid.cp), (grid.etp * grid.ep, grid.tp), strict=True)
@@ -73,7 +73,7 @@ def _group(size: int, stride: int) -> Group:
 
 
 def gradient_bytes(run: RunConfig) -> int:
-    """Of an element of a gradient."""
+    """Return the bytes of an element of a gradient."""
     return bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else run.precision.format)
 
 
@@ -132,7 +132,7 @@ def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
 
 
 def update_bytes(run: RunConfig) -> int:
-    """Of an element's main weight and moments."""
+    """Return the bytes of an element's main weight and moments."""
     return main_weight_bytes(run) + sum(
         map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values())
     )

@@ -1,4 +1,4 @@
-"""What a layout takes at least: seconds and bytes from the parts of a micro-batch, each counted
+"""Lower bounds of a layout's cost: seconds and bytes from the parts of a micro-batch, each counted
 once.
 
 A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs
@@ -71,7 +71,7 @@ def _took(piece: Piece) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Those of a whole model."""
+    """The pieces of a whole model."""
 
     first: Piece
     layers: Piece
@@ -81,7 +81,7 @@ class Pieces:
     twice: Piece
     """Elements of a table that is on both ends of a pipeline, and once on a rank that has both."""
     working: float
-    """Bytes beside what is kept, while the backward of a layer needs them."""
+    """Transient bytes on top of saved tensors, while the backward of a layer needs them."""
     largest: float
     """Elements of the weights of a layer."""
     sent: int
@@ -89,7 +89,7 @@ class Pieces:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a whole micro-batch."""
+        """Return the seconds of a whole micro-batch."""
         return float(_took(self.first + self.layers[-1] + self.behind))
 
     @cached_property
@@ -109,7 +109,9 @@ class Pieces:
         return float((self.first + self.layers[-1] + self.behind)[2])
 
     def held(self, cut: Cut, stops: npt.NDArray[np.int64] | None = None) -> Piece:
-        """Those of each stage, or of its layers up to `stops` and what is before them."""
+        """Return the pieces of each stage, or of its layers up to `stops` and the parts before
+        them.
+        """
         out = self.layers[cut.stops if stops is None else stops] - self.layers[cut.starts]
         out[0] += self.first
         if stops is None:
@@ -146,7 +148,7 @@ class Flow:
 
 
 class Costs:
-    """Of the layouts of one run."""
+    """The costs of the layouts of one run."""
 
     def __init__(self, run: RunConfig) -> None:
         self.device: Device = device_of(run.cluster)
@@ -171,10 +173,10 @@ class Costs:
         )
 
     def even(self, run: RunConfig, pp: int) -> Flow:
-        """At least what flows through any pipeline of `pp` ranks that never waits.
+        """Return a lower bound of the flow through any pipeline of `pp` ranks that never waits.
 
-        Each rank has as much to do; the slowest has the fewest layers with which it can be that,
-        and those of the fewest weights.
+        Each rank has the same amount of work; the slowest has the fewest layers with which it can
+        be the slowest, and those of the fewest weights.
         """
         pieces = self._without_blocks(run)
         number = _micro_batches(run, pp)
@@ -194,7 +196,7 @@ class Costs:
         return Flow(number * most, number * most, most, weights, weights, ranks)
 
     def _without_blocks(self, run: RunConfig) -> Pieces:
-        """Those of a layout; where some layers are computed again, as if none was."""
+        """Return the pieces of a layout; where some layers are recomputed, as if none were."""
         again = run.parallel.recompute
         blocks = again.granularity == "full" and again.method == "block"
         return self.pieces(changed(run, NONE) if blocks else run)
@@ -224,8 +226,9 @@ class Costs:
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
 
     def taken(self, run: RunConfig, ways: Sequence[Change]) -> list[tuple[float, float]]:
-        """With each of several ways to recompute: seconds of a micro-batch through all layers, and
-        bytes that autograd keeps of it. What is recomputed of some layers counts as of all.
+        """Return for each of several ways to recompute: seconds of a micro-batch through all
+        layers, and bytes that autograd saves of it. What is recomputed of some layers counts as of
+        all.
         """
         shards = _shards_key(run)
         found = []
@@ -241,7 +244,7 @@ class Costs:
         return _parts_key(run)
 
     def pieces(self, run: RunConfig) -> Pieces:
-        """Those of a layout, by all that decides them."""
+        """Return the pieces of a layout, cached by all that decides them."""
         key = _parts_key(run)
         if key not in self._pieces:
             self._pieces[key] = self._made(run)
@@ -289,7 +292,7 @@ class Costs:
         twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         sent = r.split_tokens * m.hidden_size * r.element
-        # a loss is on the last stage alone, and what it keeps counts there
+        # only the last stage has a loss, whose saved tensors count there
         working = sum(backwards(graphs[:-1]).peak)
         return Pieces(first, before, behind, twice, working, largest, sent)
 
@@ -303,7 +306,7 @@ class Costs:
         return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
     def flow(self, run: RunConfig) -> Flow:
-        """Of a layout whose pipeline and recomputation are chosen."""
+        """Return the flow of a layout whose pipeline and recomputation are chosen."""
         p = run.parallel
         key = *_parts_key(run), *_cut_key(p), p.recompute.method, p.recompute.num_layers
         if key not in self._flows:
@@ -378,7 +381,7 @@ class Costs:
         return self._cuts[key]
 
     def seconds(self, run: RunConfig) -> float:
-        """Of a step whose layout is chosen."""
+        """Return the seconds of a step whose layout is chosen."""
         flow = self.flow(run)
         grid = RankGrid.of(run)
         device = self.device
@@ -386,7 +389,7 @@ class Costs:
         return flow.seconds + sum(ends.values()) / self.reached.speed
 
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
-        """At the peak of the rank that has the most, where micro-batches flow so."""
+        """Return the bytes at the peak of the rank with the most, for a flow of micro-batches."""
         flow = flow or self.flow(run)
         least = self._beside(run)
         state = self._state(run)
@@ -395,7 +398,7 @@ class Costs:
         )
 
     def _state(self, run: RunConfig) -> State:
-        """What an element takes, by all that decides it."""
+        """Return the bytes of an element's state, cached by all that decides them."""
         p = run.parallel
         sharded = p.fsdp, p.distributed_optimizer, p.hsdp_replicas, run.optim.cpu_offload
         key = p.tp, p.cp, p.pp, p.ep, p.etp or p.tp, *sharded
@@ -404,8 +407,8 @@ class Costs:
         return self._states[key]
 
     def _beside(self, run: RunConfig) -> int:
-        """Return the bytes beside the model: buffers of what is gathered and, on a GPU, kernels and
-        NCCL.
+        """Return the bytes on top of the model: buffers of gathered tensors and, on a GPU, kernels
+        and NCCL.
         """
         p = run.parallel
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
@@ -444,7 +447,7 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 
 
 def _micro_batches(run: RunConfig, pp: int) -> int:
-    """Of a step, on a pipeline of so many ranks."""
+    """Return the micro-batches of a step, on a pipeline of so many ranks."""
     p = run.parallel
     dp = (p.ranks or 1) // (p.tp * p.cp * pp)
     return max(1, run.trainer.batch // (run.trainer.micro * max(1, dp)))

@@ -14,7 +14,7 @@ from mtrain.plan.weights import stage_weights
 EXPERTS = 3
 OTHERS = 4
 FROZEN = 5
-"""Where they are counted in a piece of `costs`."""
+"""The column of frozen and of trained elements in a piece of `costs`."""
 
 
 def table(run: RunConfig) -> int:
@@ -43,6 +43,6 @@ def of_layers(run: RunConfig, graphs: Sequence[Graph]) -> list[tuple[float, ...]
 
 
 def column(run: RunConfig) -> int:
-    """Where they are counted in a piece."""
+    """Return the column of a piece in which the embedding's elements are counted."""
     table = next(iter(stage_weights(run, Stage(range(0), embedding=True))))
     return FROZEN if table.frozen else OTHERS

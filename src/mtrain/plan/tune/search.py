@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return self.time.seconds
 
     @property
@@ -86,7 +86,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     best: tuple[Layout, ...]
     """The fastest first."""
@@ -102,10 +102,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Task:
-    """What is searched, and for what."""
+    """The space and the goal of a search."""
 
     raw: RunConfig
-    """Before it was resolved, with nothing of what is searched set, but for what was said."""
+    """The run before it was resolved, with only those of the searched keys set that were set."""
     resolve: Resolve
     said: Mapping[str, Any]
     holds: int | None
@@ -124,8 +124,8 @@ class Task:
 
 
 class _Ways:
-    """What may be computed again in a pipeline, the fastest first; each is counted when it is first
-    asked for.
+    """The ways to recompute in a pipeline, the fastest first; each is counted when it is first
+    needed.
     """
 
     def __init__(self, costs: Costs, run: RunConfig, changes: tuple[Change, ...]) -> None:
@@ -135,7 +135,7 @@ class _Ways:
         self._flows: dict[int, Flow] = {}
 
     def flow(self, number: int) -> Flow:
-        """Of micro-batches, with the way of that number."""
+        """Return the flow of micro-batches, with the way of that number."""
         if number not in self._flows:
             self._flows[number] = self._costs.flow(changed(self._run, self.changes[number]))
         return self._flows[number]
@@ -161,7 +161,7 @@ class _Node:
 
     @cached_property
     def run(self) -> RunConfig:
-        """With all that is chosen."""
+        """Return the run with all that is chosen."""
         return changed(self.before, self.more)
 
     @property
@@ -217,8 +217,8 @@ class Search:
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
 
     def _family(self, run: RunConfig) -> tuple[Any, ...]:
-        """How the model is cut; empty where nothing of that is left to choose, and every layout
-        stands for itself.
+        """Return a key of how the model is cut; empty where no such choice is left, and every
+        layout is a family of its own.
         """
         degrees = {key: value_at(run, key) for key in FAMILY}
         said = self.task.said.keys() | ({"parallel.ep"} if run.model.moe is None else set())
@@ -285,15 +285,15 @@ class Search:
         return min((self.costs.once(changed(run, state), flow) for state in states), default=inf)
 
     def _fitting(self, run: RunConfig, flow: Flow) -> Iterator[tuple[Change, RunConfig]]:
-        """Ways to shard the state that may fit with some of what autograd keeps beside them."""
+        """Yield the ways to shard the state that may fit with some saved tensors on top of them."""
         for state in self.space.options("state", run):
             sharded = changed(run, state)
             if self._fits(self.costs.standing(sharded, flow)):
                 yield state, sharded
 
     def _bound(self, node: _Node) -> None:
-        """A pipeline once more, with the time of its own stages and the least that a state which
-        may fit takes once a step; behind all others where none does.
+        """Push a pipeline again, with the time of its own stages and the least that a fitting state
+        takes once a step; after all others where no state fits.
         """
         if self.space.broken("pipeline", node.run):
             return
@@ -305,7 +305,7 @@ class Search:
         self._push(SLACK * (flow.seconds + once), node)
 
     def _choose_state(self, node: _Node) -> None:
-        """Each way to shard the state, with what has to be computed again so that it fits."""
+        """Push each way to shard the state, with the recomputation that makes it fit."""
         ways = _Ways(self.costs, node.run, self._ways(node.run))
         last = len(ways.changes) - 1
         most = ways.flow(0)
@@ -326,7 +326,7 @@ class Search:
             self._push(SLACK * self.costs.seconds(changed(child.run, ways.changes[0])), child)
 
     def _ways(self, run: RunConfig) -> tuple[Change, ...]:
-        """What may be computed again: what takes longer keeps less."""
+        """Return the ways to recompute: a slower one saves less memory for the backward."""
         rows: list[tuple[float, float, Change]] = []
         p = run.parallel
         layers = run.model.num_layers
@@ -346,9 +346,7 @@ class Search:
         return tuple(way for *_, way in out)
 
     def _push_next(self, node: _Node) -> None:
-        """What is computed again beside the one that is next: the fastest that fits by what is
-        counted in pieces.
-        """
+        """Push the next way to recompute: the fastest that fits by the counted pieces."""
         ways = node.ways
         assert ways is not None
         for number in range(node.way + 1, len(ways.changes)):
@@ -367,7 +365,9 @@ class Search:
             self.least = size, dict(change)
 
     def _plan(self, node: _Node) -> None:
-        """The layout in full; where it does not fit after all, what computes more again is next."""
+        """Plan the layout in full; where it does not fit after all, the next way to recompute
+        follows.
+        """
         self.planned += 1
         assert node.ways is not None
         change = {**node.change, **node.ways.changes[node.way]}

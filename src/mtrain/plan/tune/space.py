@@ -1,7 +1,7 @@
-"""What a layout is chosen from: axis after axis, each with the values that it may have beside those
-before it.
+"""The space of layouts: axis after axis, each with the values that it may have given those before
+it.
 
-Nothing here says what is legal: the rules of `config` do, each as soon as all that it reads is
+Nothing here decides what is legal: the rules of `config` do, each as soon as all that it reads is
 chosen.
 """
 
@@ -54,13 +54,13 @@ SPLIT = (
         "parallel.account_for_loss_in_pipeline_split",
     ),
 )
-"""Keys that say how layers are split into stages; where one is said, stages are not split
+"""Keys that say how layers are split into stages; where one is set, stages are not split
 otherwise.
 """
 MOST_TOKENS = 1 << 16
 """Tokens of a micro-batch."""
 HALVED = 16
-"""A batch that is a multiple of this is cut by powers of two alone."""
+"""A batch that is a multiple of this is cut only by powers of two."""
 LEAST_LENGTH = 1024
 """Tokens of a sample that a context-parallel rank has at least."""
 
@@ -97,17 +97,19 @@ def _copy(section: S, values: Mapping[str, Any]) -> S:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a run that keep what was said."""
+    """The layouts of a run that keep the keys that are set."""
 
     run: RunConfig
     """Resolved; its batch is that of every layout."""
     said: Mapping[str, Any]
     """Keys that are kept, with their values."""
     ends: Callable[[RunConfig], tuple[float, float]] = lambda run: ends_of(run.model)
-    """What the first and the last rank of a pipeline do beside layers, in layers."""
+    """The work of the first and the last rank of a pipeline outside layers, in layers."""
 
     def options(self, axis: str, run: RunConfig) -> Iterator[Change]:
-        """What an axis may be, where those before it are as in `run`; the simplest first."""
+        """Yield the values of an axis, where those before it are as in `run`; the simplest
+        first.
+        """
         makers: dict[str, Callable[[RunConfig], Iterator[Change]]] = {
             "shards": self._shards,
             "context": self._context,
@@ -138,7 +140,7 @@ class Space:
     ) -> dict[
         Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]
     ]:
-        """Of each rule what it said, by the keys that are chosen and that it reads."""
+        """Return the cached findings of each rule, by the chosen keys that it reads."""
         return {
             rule: (
                 {},
@@ -161,7 +163,7 @@ class Space:
 
     @cached_property
     def _rules(self) -> dict[str, list[Rule]]:
-        """By the last axis that they read."""
+        """Return the rules by the last axis that they read."""
         found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
         for rule in all_rules():
             if not rule.disk:
@@ -261,7 +263,7 @@ class Space:
                 }
 
     def _overlap(self, run: RunConfig, kind: Change, *, replicated: bool) -> Change:
-        """`kind` with what nobody says of the overlap, as it would be resolved."""
+        """Return `kind` with the unset keys of the overlap, as they would be resolved."""
         known = (*kind.values(), replicated)
         if known not in self._overlaps:
             self._overlaps[known] = self._overlapped(run, kind)
@@ -300,7 +302,7 @@ class Space:
 
 
 def _modules(run: RunConfig) -> list[tuple[str, ...]]:
-    """What may be computed again of every layer, from what takes the least time."""
+    """Return the modules that may be recomputed in every layer, the cheapest first."""
     m = run.model
     moe = m.moe is not None
     latent = m.mla is not None
@@ -320,6 +322,6 @@ def chunks(layers: int, pp: int) -> list[int]:
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Those of a number up to `most`, rising."""
+    """Return the divisors of a number up to `most`, rising."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return [n for n in sorted({*small, *(number // n for n in small)}) if n <= most]

@@ -1,4 +1,4 @@
-"""How layers are spread over the stages of a pipeline."""
+"""The division of layers among the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Sizes = tuple[int, ...]
 
 
 def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Sizes | None]:
-    """Return sizes of the stages, in the order of the model: equal ones (None) where they are
-    whole, and balanced ones.
+    """Return stage sizes, in the order of the model: equal ones (None) where they are whole, and
+    balanced ones.
 
-    `ends` are what the first and the last rank do beside layers, in layers.
+    `ends` are the work of the first and the last rank outside layers, in layers.
     """
     blocks = pp * vpp
     equal: list[Sizes | None] = [None] if layers % blocks == 0 else []
@@ -24,9 +24,9 @@ def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Si
 
 
 def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes:
-    """Return sizes with which the rank that has the most to do has the least.
+    """Return stage sizes that minimise the slowest rank.
 
-    `first` and `last` are what the first and the last rank do beside layers, in layers.
+    `first` and `last` are the work of the first and the last rank outside layers, in layers.
     """
     held = [0] * pp
     more = [first, *[0.0] * (pp - 2), last]
@@ -44,7 +44,7 @@ def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes
 
 
 def ends_of(model: ModelConfig) -> tuple[float, float]:
-    """What embedding and loss cost in layers, by the weights that a token visits."""
+    """Return the cost of embedding and loss in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
     layer = max(

@@ -1,4 +1,4 @@
-"""What an element of the weights takes on a rank, with gradient and optimizer state."""
+"""The bytes of an element of the weights on a rank, with gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class State:
     """Elements of those two."""
 
     def bytes(self, experts: float, others: float) -> float:
-        """Of a rank with so many elements of weights."""
+        """Return the bytes of a rank with so many elements of weights."""
         more = self.quantized * (experts + max(0.0, others - self.tables))
         return self.expert * experts + self.other * others + more
 
 
 def state_of(run: RunConfig) -> State:
-    """What an element takes where the state is sharded as a layout says."""
+    """Return the bytes of an element where the state is sharded as a layout sets it."""
     p = run.parallel
     precision = run.precision
     weights = bytes_of(precision.format) + bytes_of(
