@@ -58,22 +58,22 @@ class RankGrid:
 
     @property
     def dp(self) -> int:
-        """Return data-parallel size of the dense layers."""
+        """Return the data-parallel size of the dense layers."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def model_ranks(self) -> int:
-        """Return ranks that hold one copy of the model."""
+        """Return the ranks that hold one copy of the model."""
         return self.tp * self.cp * self.pp
 
     @property
     def edp(self) -> int:
-        """Return data-parallel size of the experts."""
+        """Return the data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Return size of every axis of both views."""
+        """Return the size of every axis of both views."""
         return {
             "tp": self.tp,
             "cp": self.cp,
@@ -121,8 +121,8 @@ class RankGrid:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
-        """Return ranks that hold word embeddings: of each pipeline those at `stages`, by default
-        the first and the last.
+        """Return the ranks that hold word embeddings: of each pipeline those at `stages`, by
+        default the first and the last.
         """
         return [sorted({ranks[stage] for stage in stages}) for ranks in self.groups("pp")]
 

@@ -19,7 +19,7 @@ class Machines:
 
 
 def machines(grid: RankGrid, devices: int) -> list[Machines]:
-    """Return all of a world whose machines have so many devices; ranks fill one machine after
+    """Return the machines of a world that have so many devices each; ranks fill one machine after
     the other.
     """
     each = grid.world // grid.pp  # ranks are numbered by pipeline stage last

@@ -85,8 +85,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Return one block of keys after another by a kernel that holds no scores; results of parts are
-    in fp32.
+    """Add ring attention by a kernel that holds no scores, one block of keys after another; partial
+    results are in fp32.
     """
     inner, steps = _around(r)
     n = h.n // inner
@@ -134,7 +134,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _around(r: Rank) -> tuple[int, int]:
-    """Return ranks that exchange a sequence for heads, and those that pass keys on."""
+    """Return the ranks that exchange a sequence for heads, and those that pass keys on."""
     if r.layout.cp_comm_type == "a2a+p2p":
         inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
         return inner, outer
@@ -142,7 +142,7 @@ def _around(r: Rank) -> tuple[int, int]:
 
 
 def seen(r: Rank, h: Heads) -> float:
-    """Return share of the pairs of queries and keys of a document that are not hidden."""
+    """Return the share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
     window = r.model.window_size
@@ -266,8 +266,9 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Return scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
-    learned, and for values that are wider than keys.
+    """Add attention with unfused scores, as torch computes it with dropout on a CPU, with a sink,
+    whose logit is learned, and for values that are wider than keys; return its saved tensors and
+    its output.
     """
     b = r.samples
     m = r.model
@@ -297,7 +298,7 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Return one block of keys after another, written out, in fp32."""
+    """Add unfused ring attention in fp32, one block of keys after another."""
     b, (inner, steps) = r.samples, _around(r)
     n = h.n // inner
     s = r.length * inner

@@ -231,7 +231,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of all of them."""
+    """Return the bytes of all of them."""
     return sum(tensor.bytes for tensor in tensors)
 
 
@@ -245,5 +245,5 @@ def kept(graphs: Iterable[Graph]) -> int:
 
 
 def shared(graphs: Iterable[Graph]) -> int:
-    """Return bytes of that which are the same for all micro-batches."""
+    """Return the bytes of saved tensors that all micro-batches share."""
     return size(tensor for graph in graphs for tensor in graph.kept() if tensor.shared)

@@ -25,7 +25,7 @@ fewer.
 
 
 def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
-    """Return a norm of `rows` rows; what it gives."""
+    """Add a norm of `rows` rows; return its output."""
     y = Tensor(rows * width * r.element)
     statistics = Tensor(rows * FP32)
     moved = 2 * y.bytes
@@ -49,7 +49,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose `outputs` are those of this rank; `x` is a part of the tokens
+    """Add a column-parallel linear layer with `outputs` on this rank; `x` is a part of the tokens
     where those are split.
     """
     made = x.quantized and not r.cuts_blocks
@@ -71,8 +71,8 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose `inputs` are those of this rank; it gives a part of the tokens
-    where those are split.
+    """Add a row-parallel linear layer with `inputs` on this rank; its output is a part of the
+    tokens where those are split.
     """
     low = r.run.precision.quantized is not None
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
@@ -95,7 +95,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose whole weight is on every rank, over this rank's part of the
+    """Add a linear layer whose whole weight is on every rank, over this rank's part of the
     tokens.
     """
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
@@ -117,7 +117,7 @@ def weight_bytes(r: Rank, product: Product) -> int:
 
 
 def summed(g: Graph, r: Rank, name: str, x: Tensor, added: Tensor) -> Tensor:
-    """Return the residual stream `x` with what was added to it."""
+    """Add a sum to the residual stream `x`; return the new stream."""
     y = Tensor(r.split_tokens * r.model.hidden_size * r.element)
     g.add(f"{name}.sum", moved=3 * y.bytes, reads=[x, added], gives=[y], passes=True)
     dropout(g, r, name, y.bytes // r.element, r.model.hidden_dropout)
@@ -193,8 +193,8 @@ def activation(
 
 
 def fused(r: Rank) -> bool:
-    """Return whether megatron-core's fused activation takes the model's, as
-    `mtrain.config.engine.core_fields` says.
+    """Return whether megatron-core has a fused activation for the model's, as in
+    `mtrain.config.engine.core_fields`.
     """
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
@@ -227,7 +227,7 @@ def dropout(g: Graph, r: Rank, name: str, elements: int, p: float) -> None:
 
 
 def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
-    """Return the look-up of tokens, and of positions or kinds in more `tables`."""
+    """Add the look-up of tokens, and of positions or kinds in more `tables`."""
     ids = [Tensor(r.tokens * INDEX) for _ in range(1 + tables)]
     outside = [Tensor(r.tokens * MASK)] if r.layout.tp > 1 else []
     size = r.split_tokens * r.model.hidden_size
@@ -244,7 +244,7 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
 
 
 def _summed(r: Rank) -> list[Exchange]:
-    """Return rows of a table whose parts are on several ranks."""
+    """Add the sum of looked-up rows of a table whose parts are on several ranks."""
     size = r.tokens * r.model.hidden_size * r.element
     kind: Literal["scatter", "reduce"] = "scatter" if r.layout.sequence_parallel else "reduce"
     return [Exchange("tp", kind, size)] if r.layout.tp > 1 else []
@@ -294,5 +294,5 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
 
 
 def m_rows(r: Rank) -> int:
-    """Return rows of the output layer on a rank."""
+    """Return the rows of the output layer on a rank."""
     return r.model.padded_vocab_size // r.layout.tp

@@ -73,7 +73,7 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """Return as layer `index` of the model sees it, counted from 0: first and last ones may
+        """Return the view of layer `index` of the model, counted from 0: first and last ones may
         multiply in `dtype`.
         """
         p = self.run.precision
@@ -98,7 +98,7 @@ class Rank:
 
     @cached_property
     def element(self) -> int:
-        """Return bytes of an element of an activation."""
+        """Return the bytes of an element of an activation."""
         return bytes_of(self.run.precision.format)
 
     @property
@@ -108,13 +108,13 @@ class Rank:
 
     @property
     def whole(self) -> int:
-        """Return tokens of a sequence over all context-parallel ranks."""
+        """Return the tokens of a sequence over all context-parallel ranks."""
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
     @property
     def positions(self) -> int:
-        """Return tokens that a model's table of angles is made for: of a sequence or, in a packed
-        one, of a document.
+        """Return the tokens that a model's table of angles covers: those of a sequence or, in a
+        packed one, of a document.
         """
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
@@ -127,7 +127,7 @@ class Rank:
 
     @cached_property
     def tokens(self) -> int:
-        """Return tokens of a micro-batch that attention and MLP compute on here."""
+        """Return the tokens of a micro-batch that attention and MLP compute on here."""
         return self.samples * self.length
 
     @cached_property
@@ -201,8 +201,8 @@ class Rank:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Return whether under sequence parallelism a block of tokens is of two ranks: what they
-        quantised is of no use.
+        """Return whether a block of tokens spans two ranks under sequence parallelism, so that
+        their quantised values cannot be used.
         """
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)

@@ -44,7 +44,7 @@ def joined(tensors: list[Any], axis: int = 0) -> Any:
 
 
 def with_rows(table: Any, rows: int) -> Any:
-    """Return a table with so many rows, those behind its own being zeros."""
+    """Return a tensor with so many rows, padded with zeros."""
     empty = library_of([table]).zeros_like(table[:1])
     return joined([table, *[empty] * (rows - len(table))])
 
@@ -301,7 +301,7 @@ class Table:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
     def held_twice(self, model: Any) -> dict[str, str]:
-        """Return names of theirs that may be there and hold what another one does: copy ->
+        """Return the optional names on their side that duplicate another tensor: copy ->
         original.
         """
         out = {}

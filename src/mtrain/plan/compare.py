@@ -63,11 +63,11 @@ class Row:
 
     @property
     def beyond(self) -> bool:
-        """Return whether that is more than the bound of its kind."""
+        """Return whether the deviation exceeds the bound of its kind."""
         return self.off is not None and abs(self.off) > BOUNDS.get(self.kind, inf)
 
     def data(self) -> dict[str, Any]:
-        """Return as JSON has it."""
+        """Return the row as JSON."""
         return {**asdict(self), "off": self.off, "beyond": self.beyond}
 
 
@@ -245,7 +245,7 @@ def _is_size(value: object) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Return whether it can have been measured."""
+    """Return whether a value can be a measurement."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 

@@ -33,21 +33,21 @@ class Over:
     parts: dict[str, int]
 
     def largest(self) -> str:
-        """Return its three largest parts."""
+        """Return the three largest parts of the stage's memory."""
         most = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
         return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
 
 
 def over(run: RunConfig, holds: int) -> Over | None:
-    """Return the stage that needs the most, where that is more than a device `holds`; None: it
-    fits, or nobody knows.
+    """Return the stage with the highest peak, where that is more than a device `holds`; None: it
+    fits, or is unknown.
     """
     worst = _worst(run)
     return worst if worst is not None and worst.needed > holds else None
 
 
 def _worst(run: RunConfig) -> Over | None:
-    """Return the stage that needs the most; None: nobody knows."""
+    """Return the stage with the highest peak; None: unknown."""
     if not _is_small(run):
         return None
     try:

@@ -71,7 +71,7 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
 
 
 def bytes_here(run: RunConfig) -> int:
-    """Return the least that the processes of a run on this machine's CPU come to own, before
+    """Return a lower bound of the memory of the processes of a run on this machine's CPU, before
     any sample.
     """
     return state_bytes(run) + (run.parallel.ranks or 1) * RANK_BYTES
@@ -116,8 +116,8 @@ class _Memory:
     """
 
     def activations(self, run: RunConfig) -> int:
-        """Return bytes kept of one micro-batch by its ranks: by one rank those of the stage that
-        keeps the most.
+        """Return the saved bytes of one micro-batch on its ranks: on one rank those of the stage
+        that saves the most.
         """
         every = _kept(run)
         return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
@@ -191,14 +191,14 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
 
 
 def _again(run: RunConfig) -> RunConfig:
-    """Return the same, computing every layer again."""
+    """Return the same run with every layer recomputed."""
     p = run.parallel
     again = p.recompute.model_copy(update={"granularity": "full", "modules": None})
     return run.model_copy(update={"parallel": p.model_copy(update={"recompute": again})})
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest that is not above a number."""
+    """Return the largest power of two that is not above a number."""
     return 1 << (number.bit_length() - 1) if number else 0
 
 

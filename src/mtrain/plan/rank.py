@@ -106,18 +106,18 @@ class StageMemory:
 
     @cached_property
     def rank(self) -> Rank:
-        """Return sizes on it."""
+        """Return the rank's view of the model."""
         return Rank.of(self.run)
 
     @cached_property
     def kept(self) -> list[int]:
-        """Return bytes that autograd keeps of a micro-batch, by chunk."""
+        """Return the bytes that autograd saves of a micro-batch, by chunk."""
         return [kept(chunk) for chunk in self.chunks] or [0] * self.run.parallel.vpp
 
     @cached_property
     def in_flight(self) -> tuple[int, list[int]]:
-        """Return bytes kept of all micro-batches in flight where they are the most, and how many of
-        each chunk these are.
+        """Return the bytes kept of all micro-batches in flight where they are the most, and how
+        many of each chunk these are.
         """
         micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
         once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
@@ -130,7 +130,7 @@ class StageMemory:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Return bytes by part, in the order of `PARTS`, at the peak."""
+        """Return the bytes by part, in the order of `PARTS`, at the peak."""
         s = self.states
         on_host = facts_of(self.run.cluster.device).on_host
         moment = self._peak
@@ -195,12 +195,12 @@ class StageMemory:
 
     @property
     def saved(self) -> int:
-        """Return bytes that autograd holds where it holds the most: kept, and made again."""
+        """Return the highest bytes of saved and recomputed tensors."""
         return self.in_flight[0] + max(0, self._backward.most - sum(self._losses()[:1]))
 
     @property
     def peak(self) -> int:
-        """Return bytes at the peak."""
+        """Return the bytes at the peak."""
         return sum(self.parts.values())
 
     @property
@@ -220,7 +220,7 @@ class StageMemory:
         return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
 
     def _losses(self) -> list[int]:
-        """Return bytes kept by the losses of each micro-batch in flight that has them."""
+        """Return the bytes kept by the losses of each micro-batch in flight that has them."""
         found: list[int] = []
         for number, chunk in zip(self.in_flight[1], self.chunks, strict=False):
             kept = {
@@ -287,7 +287,7 @@ class StageMemory:
 
 
 def _is_quantized(weight: Weight) -> bool:
-    """Return whether products with it are in fewer bits, where the run has them."""
+    """Return whether products with a weight are in fewer bits, where the run has them."""
     layers = weight.kind in ("attention", "mlp", "experts", "mamba")
     tower = (
         weight.kind == "vision"
@@ -303,16 +303,16 @@ def quantized_bytes(run: RunConfig) -> int:
 
 
 def passing(run: RunConfig) -> bool:
-    """Return whether weights are quantised for one product at a time: by our layers, of what is
-    freed behind it.
+    """Return whether weights are quantised for one product at a time, by our layers, which free the
+    copy after it.
     """
     low = run.precision.quantized is not None and run.parallel.frees_weights
     return low and Rank.of(run).words["linear"] != "te"
 
 
 def communication_bytes(r: Rank, layer: int) -> int:
-    """Return what FSDP gathers, where a layer has so many elements of weights at most; and buffers
-    of sequences.
+    """Return the bytes that FSDP gathers, where a layer has so many elements of weights at most;
+    and buffers of sequences.
     """
     run = r.run
     p = r.layout
@@ -370,7 +370,7 @@ def logits_at_once(run: RunConfig) -> int | None:
 
 
 def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
-    """Return tokens whose logits are there at once."""
+    """Return the tokens whose logits exist at once."""
     most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
     rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)
@@ -405,11 +405,8 @@ def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> S
 
 
 def worst_stage(run: RunConfig) -> StageMemory:
-    """Return the one with the highest peak; of stages that hold the same the first, which has the
+    """Return the stage with the highest peak; of stages that hold the same the first, which has the
     most in flight.
-
-    Raises:
-        ValueError: as `stage_memories`.
     """
     rank = Rank.of(run)
     seen = dict[object, StageMemory]()

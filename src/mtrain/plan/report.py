@@ -94,7 +94,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 
 
 def whole(run: RunConfig, weight: Weight) -> int:
-    """Return elements of a weight over all ranks of a stage that hold a part of it."""
+    """Return the elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
     if (
         weight.kind == "experts" or weight.expert

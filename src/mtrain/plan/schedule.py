@@ -41,10 +41,8 @@ def _forwards(microbatches: int, chunks: int, group: int) -> Iterator[int]:
 def most_in_flight(
     run: RunConfig, stage: int, kept: list[int], microbatches: int
 ) -> tuple[int, list[int]]:
-    """Return the most bytes that pipeline rank `stage` keeps at once, and of each chunk how many
-    micro-batches they are of.
-
-    `kept` are those of one micro-batch of each chunk.
+    """Return the peak bytes that pipeline rank `stage` saves, and the micro-batches of each chunk
+    at that moment.
     """
     p = run.parallel
     if p.vpp == 1:

@@ -195,7 +195,7 @@ def _tokens(data: DataConfig, seq: int) -> DataConfig:
 
 
 def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
-    """Return one smaller step first where there was a ramp, if a smaller one there is."""
+    """Return a ramp of one smaller step, where there was a ramp and a smaller batch exists."""
     grows = len(batch_stages(run)) > 1 and smallest < batch
     return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
 
@@ -218,8 +218,8 @@ def alone(run: RunConfig) -> RunConfig:
 
 
 def balances_sequences(run: RunConfig) -> bool:
-    """Return whether routers balance each sequence for itself, so that it does not matter which are
-    in a micro-batch.
+    """Return whether routers balance each sequence separately, so that the other sequences of a
+    micro-batch do not matter.
     """
     moe = run.model.moe
     alone = (
@@ -273,11 +273,7 @@ def by_document(run: RunConfig) -> RunConfig | None:
 
 
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
-    """Return optimizer state that does not hide in its rounding what is to be compared in fp32.
-
-    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of
-    them. Bases change within the few steps.
-    """
+    """Return the keys of an optimizer state in fp32, whose rounding hides no differences."""
     how = update_of(run)
     smooth = dict[str, Any]()
     if isinstance(how, Rotated):
@@ -354,7 +350,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def on_a_cpu(run: RunConfig) -> dict[str, Any]:
-    """Return keys of `kernels` with the portable ones everywhere."""
+    """Return the keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {
         **words,
@@ -381,8 +377,8 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
 
 
 def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, ParallelConfig]:
-    """Return layers of the small model, `fewest` at least where stages are equal, and the layout
-    that says how they are sharded.
+    """Return the layers of the small model, `fewest` at least where stages are equal, and the
+    layout that says how they are sharded.
     """
     blocks = p.pp * p.vpp
     smallest = min((len(s.layers) for s in deep if s.layers), default=0)

@@ -57,15 +57,15 @@ class States:
 
     @cached_property
     def numbers(self) -> Counter[str]:
-        """Return parameters by kind."""
+        """Return the parameters by kind."""
         found: Counter[str] = Counter()
         for weight in self.weights:
             found[weight.kind] += weight.numel
         return found
 
     def _trained(self, what: str) -> int:
-        """Return elements of a rank's part of what is trained; experts have fewer copies to shard
-        than other weights.
+        """Return the elements of a rank's part of what is trained; experts have fewer copies to
+        shard than other weights.
         """
         sharded = fsdp_shards(self.run, what)
         return sum(
@@ -168,7 +168,7 @@ def rank_states(run: RunConfig, stage: int) -> States:
 
 
 def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
-    """Return elements of a bucket; None: all are in one."""
+    """Return the elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:
         return None

@@ -64,8 +64,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return share of the whole step that the busiest stage waits; more micro-batches add work
-        to it, and no waiting.
+        """Return the share of the whole step that the busiest stage waits; more micro-batches add
+        work to it, and no waiting.
         """
         busy = max(sum(block.end - block.begin for block in stage) for stage in self.blocks)
         waits = self.end - busy
@@ -92,7 +92,7 @@ def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
 
 
 def _cost(stage: StageMemory, chunk: int) -> tuple[float, float]:
-    """Return products of a forward, and of a backward with what it computes again."""
+    """Return the FLOPs of a forward, and of a backward with its recomputation."""
     graphs = stage.chunks[chunk]
     forward = sum(graph.flops() for graph in graphs)
     again = sum(

@@ -53,7 +53,7 @@ class BertConfig(Section):
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Return tokens that are never chosen."""
+        """Return the tokens that are never chosen."""
         named = (self.mask_token_id, self.cls_token_id, self.sep_token_id, self.pad_token_id)
         return tuple(token for token in named if token is not None)
 

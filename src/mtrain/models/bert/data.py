@@ -89,8 +89,8 @@ def masked(
     never: tuple[int, ...],
     draws: Draws,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens [n, s] of the samples `numbers` as they are read, and which of them are chosen
-    and predicted.
+    """Return the tokens [n, s] of the samples `numbers` as they are read, and which of them are
+    chosen and predicted.
 
     Of each sample `masked_share` of its tokens is chosen, rounded, at least one; as many as there
     are where fewer are not in `never`. A chosen token is replaced by [MASK] in 80% of cases, by any

@@ -12,8 +12,8 @@ from mtrain.models.gpt.torch_dist import names_written
 
 
 def _saved_as(model: ModelConfig, name: str) -> str:
-    """Return what our checkpoints call a weight: norms in front are named with the linear layer
-    behind them.
+    """Return the name of a weight in our checkpoints: norms in front have the name of the linear
+    layer after them.
     """
     return names_written(name, model)[-1] if name.startswith("encoder.layers.") else name
 

@@ -43,7 +43,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
 
 
 def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
-    """Return parameters of the adapters of layers."""
+    """Return the parameters of the adapters of layers."""
     assert peft.r is not None
     magnitudes = int(peft.kind == "dora")
     return sum(
@@ -53,7 +53,7 @@ def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
 
 
 def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
-    """Return layers of attention that are in `target`."""
+    """Return the layers of attention that are in `target`."""
     hidden = model.hidden_size
     heads = model.num_attention_heads
     mla = model.mla
@@ -74,7 +74,7 @@ def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
 
 
 def mlp_layers(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
-    """Return layers of an MLP of a width that are in `target`."""
+    """Return the layers of an MLP of a width that are in `target`."""
     parts = 2 if model.gated else 1
     first = (model.hidden_size, parts * width, parts)
     second = (width, model.hidden_size, 1)

@@ -35,8 +35,8 @@ def mixes(r: Rank, layer: int) -> bool:
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Return two linear layers of this rank's part of `width` channels, and the activation
-    between them.
+    """Add the two linear layers of this rank's part of `width` channels, and the activation between
+    them; return their output.
     """
     h = r.model.hidden_size
     share = width // r.layout.tp
@@ -128,7 +128,7 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Return copies of tokens that the experts of a rank get, at the imbalance that
+    """Return the copies of tokens that the experts of a rank get, at the imbalance that
     the plan assumes for the busiest one.
     """
     etp = r.layout.etp or r.layout.tp
@@ -140,7 +140,7 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
 
 
 def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
-    """Return rows that the experts of a rank have memory for, where `rows` are tokens'."""
+    """Return the rows that the experts of a rank have memory for, where `rows` are tokens'."""
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
     gathered = moe.token_dispatcher_type == "allgather"
@@ -169,8 +169,8 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Return copies that are made of rows on their way to experts: as they are sent, as they come,
-    as they are sorted.
+    """Return the copies of rows on their way to experts: as they are sent, as they arrive, as they
+    are sorted.
     """
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
@@ -205,7 +205,7 @@ def _on_the_way(
 
 
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
-    """Return rows to the ranks of their experts, and back."""
+    """Return the exchange of rows with the ranks of their experts, and back."""
     etp = r.layout.etp or r.layout.tp
     found = list[Exchange]()
     if r.layout.ep > 1:
@@ -237,8 +237,8 @@ def _ours(r: Rank) -> bool:
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Return whether SwiGLU is made on the way into eight bits, and both again where it is
-    computed again.
+    """Return whether SwiGLU is fused with the conversion to eight bits, and both are recomputed
+    together.
     """
     whole = r.by_lists or r.words["experts"] == "triton"
     return (
@@ -247,14 +247,14 @@ def _quantises_again(r: Rank) -> bool:
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Return elements of a column that are kept of `rows` rows of `local` experts: ours begin each
-    expert with a block.
+    """Return the elements of a column that are kept of `rows` rows of `local` experts: ours begin
+    each expert with a block.
     """
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
 def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int) -> Tensor:
-    """Return products of `rows` rows, in memory for `held`."""
+    """Add the products of experts on `rows` rows, in memory for `held`."""
     h = r.model.hidden_size
     a = r.element
     etp = r.layout.etp or r.layout.tp

@@ -93,10 +93,8 @@ def kind(r: Rank, index: int) -> tuple[bool, ...]:
 def stack(
     r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
 ) -> list[Graph]:
-    """Return one layer after another, each a graph, or each group of them that is computed again
-    together.
-
-    Layers of one `kind` are one graph, which is there for each of them.
+    """Return the graphs of layers, one after another: each layer, or each group of them that is
+    recomputed together.
     """
     wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
     again = r.layout.recompute
@@ -131,8 +129,8 @@ def stream(r: Rank) -> Tensor:
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """Return one layer of multi-token prediction, from the hidden states of what is before it; it
-    has no adapters.
+    """Add one layer of multi-token prediction, from the hidden states before it; it has no
+    adapters.
     """
     r = replace(r, adapted=False)
     h = r.model.hidden_size

@@ -117,7 +117,7 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
 
 
 def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
-    """Return the norm of each head, whose weight is kept as it is."""
+    """Add the norm of each head, whose weight is kept as it is."""
     rows = r.tokens * own.num_value_heads // r.layout.tp
     size = rows * own.value_head_dim
     keeps = [Tensor(rows * FP32), y]

@@ -98,7 +98,7 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
 
 
 def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
-    """Return a norm without weight, written out in fp32."""
+    """Add a norm without weight, unfused in fp32."""
     size = r.tokens * heads * r.model.head_dim
     y = Tensor(size * r.element)
     keeps = [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
@@ -107,9 +107,7 @@ def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
 
 
 def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) -> Tensor:
-    """Return rotary positions: tables of sines and cosines are kept, not what they are multiplied
-    with.
-    """
+    """Add rotary positions: tables of sines and cosines are saved, not the operands."""
     if r.words["rope"] == "reference" and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
     else:
@@ -133,10 +131,8 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Return elements that are read and written for a token and a head.
-
-    In one kernel a query is turned where it lies, and keys and values are taken from what both were
-    made in; else all are put together once more.
+    """Return the elements that rotary positions of latents read and write for a token and a
+    head.
     """
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     if r.words["rope"] == "reference":

@@ -96,8 +96,8 @@ def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
 def _gated_delta_net(
     own: LinearAttentionConfig, p: ParallelConfig, layers: int
 ) -> LinearAttentionConfig:
-    """Return one head of queries and keys on a rank, as many of values as share it, at most two; a
-    layer of each kind.
+    """Return a small gated delta net: one head of queries and keys on a rank, as many of values as
+    share it, at most two; a layer of each kind.
     """
     return own.model_copy(
         update={

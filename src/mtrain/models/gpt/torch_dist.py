@@ -64,8 +64,8 @@ def counted_axes(name: str) -> int:
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """Return the one name of a weight: without prefix, with the numbers that it lacks, and the
-    norm's own.
+    """Return the canonical name of a weight: without prefix, with the numbers that it lacks, and
+    the norm's own.
     """
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
@@ -114,8 +114,8 @@ def saved_as(model: ModelConfig, name: str) -> str:
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """Return the modules of a weight's name of which TransformerEngine keeps a state, and
-    megatron-core asks for one.
+    """Return the modules in a weight's name for which megatron-core expects a state of
+    TransformerEngine.
     """
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):

@@ -53,7 +53,7 @@ def states(h: HybridConfig) -> int:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; a tied
+    """Return the trainable parameters of the model as built, with the padded vocabulary; a tied
     weight once.
     """
     table = model.padded_vocab_size * model.hidden_size
@@ -126,7 +126,7 @@ def _experts(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation.
+    """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies and, of each layer of attention, 12 per query channel and key,
     halved when `causal`; of MLA 6 per channel of a query and of a value. A gated delta net and an

@@ -109,7 +109,7 @@ def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: in
 
 
 def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
-    """Return each channel over its last tokens, and the SiLU behind it."""
+    """Add the convolution of each channel over its last tokens, and its SiLU."""
     taps = own(r.model).conv_kernel
     size = r.tokens * mixed * FP32
     y = Tensor(r.tokens * mixed * r.element)
@@ -132,8 +132,8 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
 
 
 def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
-    """Return the states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch
-    every product's operands.
+    """Add the scan of all heads, chunk by chunk: a kernel saves its inputs, plain torch every
+    product's operands.
     """
     h = own(r.model)
     b = r.samples

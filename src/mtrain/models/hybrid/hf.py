@@ -99,7 +99,7 @@ def _attention(theirs: str) -> tuple[Entry, ...]:
 
 
 def _table(prefix: str, *, apart: bool) -> ByKind:
-    """Return names below `prefix`; with `apart`, those of each expert."""
+    """Return the table of names below `prefix`; with `apart`, those of each expert."""
     theirs = f"{prefix}.layers.{{i}}."
     mixer = f"{theirs}mixer."
     kinds: dict[str, tuple[Entry, ...]] = {

@@ -129,7 +129,7 @@ MAMBA2_READS = Family(
 
 
 def _pattern(f: ConfigFile) -> str:
-    """Return the letters of all layers, from either way to say them."""
+    """Return the letters of all layers, from either spelling."""
     said = f.get("hybrid_override_pattern")
     listed = f.get("layers_block_type")
     f.read.add("num_hidden_layers")

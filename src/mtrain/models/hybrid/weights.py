@@ -98,7 +98,7 @@ def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
 
 
 def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Return rows of each named part of the first linear layer of a mixer, or of its
+    """Return the rows of each named part of the first linear layer of a mixer, or of its
     convolution.
     """
     h = own(m)
@@ -107,7 +107,7 @@ def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
 
 
 def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Return row behind each of them."""
+    """Return the end row of each part."""
     return list(accumulate(part_rows(m, names)))
 
 

@@ -58,21 +58,21 @@ class LlavaConfig(Section):
 
     @property
     def used_layers(self) -> int:
-        """Return layers of the vision tower in front of its features."""
+        """Return the layers of the vision tower up to its features."""
         if self.feature_layer >= 0:
             return self.feature_layer
         return self.vision_layers + 1 + self.feature_layer
 
     @property
     def unused_layers(self) -> int:
-        """Return layers behind them."""
+        """Return the layers after the features."""
         return self.vision_layers - self.used_layers
 
     # the tower's attention in the words of `model`, by which its weights are rearranged
 
     @property
     def num_attention_heads(self) -> int:
-        """Return heads of the vision tower."""
+        """Return the heads of the vision tower."""
         return self.vision_heads
 
     @property
@@ -82,7 +82,7 @@ class LlavaConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """Return width of one of its heads."""
+        """Return the width of one of its heads."""
         return self.vision_hidden_size // self.vision_heads
 
 

@@ -63,8 +63,8 @@ def _layer(own: LlavaConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation; every sample
-    has one image.
+    """Return the model FLOPs of one token's forward and backward, without recomputation; every
+    sample has one image.
 
     Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the
     products of an image, over the tokens of a sample. A frozen part has no weight gradients, and

@@ -53,7 +53,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """Return a rank as the vision tower sees it: whole images, each a sequence of patches and the
+    """Return the rank's view for the vision tower: whole images, each a sequence of patches and the
     class token.
     """
     own = of(r.model)

@@ -110,7 +110,7 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Return lengths of `count` parts of len(words) + 1 things in a row, each at least one;
+    """Return the lengths of `count` parts of len(words) + 1 things in a row, each at least one;
     int64 [count].
     """
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1

@@ -43,7 +43,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _read(g: Graph, r: Rank, *, hidden: bool) -> Tensor:
-    """Return the look-up of tokens, and biases by distance with what is hidden."""
+    """Add the look-up of tokens, and biases by distance with a mask; return the embeddings."""
     pairs = r.length**2
     g.add(
         "relative_pos_emb",

@@ -38,7 +38,7 @@ KV = Operation("joined by head", _joined, _split)
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the table of the one form that files of T5 have."""
+    """Return the only table that files of T5 have."""
     copies = [
         Copy(f"{stack}.embed_tokens.weight", "shared.weight", always=True)
         for stack in ("encoder", "decoder")
@@ -56,8 +56,8 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
-    tied embeddings.
+    """Return the overrides for what a `config.json` leaves open and the names of the weights
+    decide: tied embeddings.
 
     A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says
     untied and has no weights of its own for the output layer is tied.

@@ -62,7 +62,7 @@ class Device:
 
 
 def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """Return keys without which nothing can be said of the time of a run on so many ranks."""
+    """Return the missing keys without which the time of a run on so many ranks is unknown."""
     found = [f"cluster.peak_tflops.{form}" for form in formats if form not in cluster.peak_tflops]
     found += ["cluster.memory_gbps"] if cluster.memory_gbps is None else []
     found += (

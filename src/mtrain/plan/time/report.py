@@ -70,8 +70,8 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
 
 
 def mfu_by_peak(run: RunConfig, step: StepTime) -> list[dict[str, Any]]:
-    """Return both MFUs of a step of a resolved run, of the peak of the format that linear layers
-    multiply in; then of that of the weights, where it is another one. Peaks are in TFLOP/s.
+    """Return both MFUs of a step of a resolved run: against the peak of the format in which linear
+    layers multiply, then against that of the weights, where they differ. Peaks are in TFLOP/s.
     """
     p = run.precision
     peaks = run.cluster.peak_tflops
@@ -99,13 +99,13 @@ def no_time(time: Mapping[str, Any]) -> str:
 
 
 def _save(run: RunConfig, size: int) -> float | None:
-    """Return seconds to write a checkpoint."""
+    """Return the seconds to write a checkpoint."""
     rate = run.cluster.storage_gbps
     return None if rate is None else size / (rate * GIGA)
 
 
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
-    """Return the whole of it, a smaller batch in the same time for each sample."""
+    """Return the seconds of the whole run, a smaller batch taking the same time for each sample."""
     ranks = run.parallel.ranks or 1
     price = run.cluster.price_per_device_hour
     samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))

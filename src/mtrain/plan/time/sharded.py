@@ -68,7 +68,7 @@ def sharded_seconds(
 def _in_units(
     size: float, units: float, kind: Literal["gather", "scatter"], group: Group, links: Links
 ) -> float:
-    """Return seconds of a collective for each of so many parts of `size` bytes."""
+    """Return the seconds of a collective for each of so many parts of `size` bytes."""
     if group.size == 1:
         return 0.0
     each = links.collective(group, kind, size / units)
@@ -80,7 +80,7 @@ def _in_units(
 
 
 def _copies(run: RunConfig, shares: Sequence[Share], element: int, gradient: int) -> float:
-    """Return bytes that torch's FSDP2 reads and writes to take weights out of what it gathers,
+    """Return the bytes that torch's FSDP2 reads and writes to take weights out of what it gathers,
     twice, and to lay gradients in line for their reduction; megatron-core's FSDP computes in the
     buffers themselves.
     """

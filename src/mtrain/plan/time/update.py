@@ -27,7 +27,7 @@ def done_once(
     computes: float,
     micro: float,
 ) -> dict[str, float]:
-    """Return seconds of data-parallel communication and of the update, by part.
+    """Return the seconds of data-parallel communication and of the update, by part.
 
     Args:
         run: resolved.
@@ -78,8 +78,8 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
-    """Return seconds of gradients and weights without FSDP: gradients are reduced on all ranks, or
-    each rank gets those of its shard, and gives back the weights of that.
+    """Return the seconds of gradients and weights without FSDP: gradients are reduced on all ranks,
+    or each rank gets those of its shard, and sends back its weights.
     """
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)
@@ -98,7 +98,7 @@ def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
 
 
 def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Return bytes that the update reads and writes, and the clearing of gradients."""
+    """Return the bytes that the update reads and writes, and the clearing of gradients."""
     p = run.parallel
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)
@@ -116,8 +116,8 @@ def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
 
 
 def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Return seconds of an update in host memory: gradients go there, weights come back, and the
-    host reads and writes its state.
+    """Return the seconds of an update in host memory: gradients go there, weights come back, and
+    the host reads and writes its state.
     """
     part = run.optim.cpu_offload
     link = run.cluster.host_link_gbps

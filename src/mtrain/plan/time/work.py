@@ -122,7 +122,7 @@ def _beside(op: Op) -> Linear | None:
 
 
 def _alike(op: Op) -> int:
-    """Return products of one pass; those of experts are one each."""
+    """Return the products of one pass, grouped; those of experts are one each."""
     return sum(product.batch if op.name.startswith(EXPERTS) else 1 for product in op.products)
 
 

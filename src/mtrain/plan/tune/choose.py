@@ -45,13 +45,7 @@ def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -
 def search(
     raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int
 ) -> tuple[Found, Task]:
-    """Return the best layouts of a configuration that is not resolved, with the batch that it has
-    on all its ranks.
-
-    Raises:
-        ConfigError: the devices, or the layers, are not known well enough to say how long a step
-            takes.
-    """
+    """Return the best layouts of an unresolved configuration, with its batch on all its ranks."""
 
     def resolved(run: RunConfig) -> RunConfig:
         return resolve(run, machine, world_size)
@@ -192,8 +186,8 @@ def refuse(found: Found, task: Task, again: Any) -> None:
 
 
 def _least(run: RunConfig) -> int:
-    """Return bytes of weights over all devices, and of gradients and main weights of what is
-    trained, each once: no layout has fewer, and only moments are given away.
+    """Return a lower bound of a layout's bytes: weights over all devices, and gradients and main
+    weights of trained ones, each once. Only moments can be offloaded.
     """
     p = run.precision
     all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)

@@ -65,7 +65,7 @@ row of that for each of several parts.
 
 
 def _took(piece: Piece) -> Any:
-    """Return seconds of parts, as the time model adds the host to the device."""
+    """Return the seconds of parts, combining host and device as the time model does."""
     return (piece[..., 0] ** SHARP + np.maximum(piece[..., 1], 0.0) ** SHARP) ** (1 / SHARP)
 
 
@@ -94,18 +94,20 @@ class Pieces:
 
     @cached_property
     def longest(self) -> float:
-        """Return seconds of the layer that takes the longest."""
+        """Return the seconds of the layer that takes the longest."""
         return float(_took(np.diff(self.layers, axis=0)).max())
 
     @cached_property
     def lightest(self) -> Piece:
-        """Return elements of weights of experts and of others that so many layers have at least."""
+        """Return a lower bound of the elements of weights of experts and of others in so many
+        layers.
+        """
         each = np.sort(np.diff(self.layers, axis=0)[:, [EXPERTS, OTHERS]], axis=0)
         return np.concatenate((np.zeros((1, 2)), each.cumsum(0)))
 
     @cached_property
     def kept(self) -> float:
-        """Return bytes of a whole micro-batch."""
+        """Return the bytes of a whole micro-batch."""
         return float((self.first + self.layers[-1] + self.behind)[2])
 
     def held(self, cut: Cut, stops: npt.NDArray[np.int64] | None = None) -> Piece:
@@ -163,9 +165,7 @@ class Costs:
         self._words: dict[tuple[object, ...], Mapping[str, str]] = {}
 
     def ideal(self, run: RunConfig) -> float:
-        """Return seconds of a step whose pipeline never waits, and of which nothing is
-        done once.
-        """
+        """Return the seconds of a step whose pipeline never waits, without the work at its end."""
         p = run.parallel
         t = run.trainer
         return (
@@ -202,25 +202,20 @@ class Costs:
         return self.pieces(changed(run, NONE) if blocks else run)
 
     def once(self, run: RunConfig, flow: Flow) -> float:
-        """Return seconds of what is done once a step at least, where micro-batches flow so.
-
-        What is computed again hides more of it, and takes longer than that.
+        """Return a lower bound of the seconds at the end of each step, for a flow of
+        micro-batches.
         """
         grid = RankGrid.of(run)
         ends = done_once(run, grid, flow.least, self.device, self.reached, flow.computes, math.inf)
         return sum(ends.values()) / self.reached.speed
 
     def standing(self, run: RunConfig, flow: Flow) -> float:
-        """Return bytes of the rank that has the most, of which nothing moves in a step,
-        at least.
-        """
+        """Return a lower bound of the constant bytes of the rank with the most."""
         state = self._state(run)
         return max(state.bytes(experts, others) for _, experts, others in flow.ranks)
 
     def ends(self, run: RunConfig) -> tuple[float, float]:
-        """Return seconds of what is before the layers and behind them, by those of a layer in the
-        mean.
-        """
+        """Return the seconds of the parts before and after the layers, in those of a mean layer."""
         pieces = self.pieces(run)
         layer = float(_took(pieces.layers[-1])) / run.model.num_layers
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
@@ -240,7 +235,7 @@ class Costs:
 
     @staticmethod
     def key(run: RunConfig) -> tuple[object, ...]:
-        """Return all that decides the pieces of a layout."""
+        """Return the key of the pieces of a layout: all that decides them."""
         return _parts_key(run)
 
     def pieces(self, run: RunConfig) -> Pieces:
@@ -343,7 +338,7 @@ class Costs:
         )
 
     def _on_ranks(self, run: RunConfig, held: Piece) -> Piece:
-        """Return pieces of each pipeline rank, from those of stages."""
+        """Return the pieces of each pipeline rank, from those of stages."""
         p = run.parallel
         ranks: Piece = held.reshape(p.vpp, p.pp, held.shape[1]).sum(0)
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks

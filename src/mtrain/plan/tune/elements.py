@@ -18,12 +18,12 @@ FROZEN = 5
 
 
 def table(run: RunConfig) -> int:
-    """Return elements of the embedding on a rank."""
+    """Return the elements of the embedding on a rank."""
     return run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
 
 
 def elements(run: RunConfig, held: Stage) -> tuple[int, int, int]:
-    """Return elements of the weights of a stage on a rank, as in a piece."""
+    """Return the elements of the weights of a stage on a rank, as in a piece."""
     weights = stage_weights(run, held)
     frozen = sum(weight.numel for weight in weights if weight.frozen)
     experts = sum(weight.numel for weight in weights if weight.expert and not weight.frozen)
@@ -31,7 +31,7 @@ def elements(run: RunConfig, held: Stage) -> tuple[int, int, int]:
 
 
 def of_layers(run: RunConfig, graphs: Sequence[Graph]) -> list[tuple[float, ...]]:
-    """Return elements of each layer, as in a piece; those of one graph are alike, of groups of
+    """Return the elements of each layer, as in a piece; those of one graph are alike, of groups of
     layers there is the mean.
     """
     number = run.model.num_layers

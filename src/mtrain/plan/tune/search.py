@@ -112,11 +112,11 @@ class Task:
     """Bytes of a device; None: nobody knows."""
 
     def room(self) -> float:
-        """Return bytes that a layout may take."""
+        """Return the bytes that a layout may use."""
         return inf if self.holds is None else self.holds * (1 - SPARE)
 
     def planned(self, change: Mapping[str, Any]) -> Layout | None:
-        """Return the layout that is chosen so; None where a rule refuses it."""
+        """Return the planned layout of a change; None where a rule refuses it."""
         run = self.resolve(changed(self.raw, change))
         if any(found.severity == "error" for found in findings(run)):
             return None
@@ -166,7 +166,7 @@ class _Node:
 
     @property
     def change(self) -> Change:
-        """Return all that is chosen."""
+        """Return the changes of all that is chosen."""
         return {**self.chosen, **self.more}
 
 
@@ -188,8 +188,8 @@ class Search:
         """The fewest bytes of what did not fit, and of which layout."""
 
     def best(self, number: int = BEST) -> Found:
-        """Return the fastest layouts that fit, one of each family; where all that makes a family is
-        said, all that differ in more than what is computed again.
+        """Return the fastest layouts that fit, one of each family; where every key of a family is
+        set, all that differ in more than recomputation.
         """
         if (
             not self.space.wrong
@@ -250,14 +250,14 @@ class Search:
                     )
 
     def _begun(self, run: RunConfig) -> float:
-        """Return seconds of a step at least, in any pipeline."""
+        """Return a lower bound of the seconds of a step, in any pipeline."""
         return min(
             (self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf
         )
 
     def _even(self, run: RunConfig, pp: int, vpp: int) -> float:
-        """Return seconds of a step at least in any pipeline of `pp` ranks with so many virtual
-        stages.
+        """Return a lower bound of the seconds of a step in any pipeline of `pp` ranks with so many
+        virtual stages.
         """
         key = self.costs.key(run), pp
         if key not in self._evens:
@@ -267,8 +267,8 @@ class Search:
         return flow.seconds + flow.micro * (pp - 1) / vpp + once
 
     def _once(self, run: RunConfig, flow: Flow) -> float:
-        """Return seconds of what the state takes where it is gathered for each micro-batch or is in
-        host memory, because it does not fit otherwise.
+        """Return the seconds of the state where it is gathered for each micro-batch or is in host
+        memory, because it does not fit otherwise.
         """
         p = run.parallel
         if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
@@ -381,7 +381,9 @@ class Search:
 
 
 def _same(one: Layout, other: Layout) -> bool:
-    """Return whether two are one to the plan: as fast, with as much memory, on the same grid."""
+    """Return whether two layouts are equal to the plan: as fast, with as much memory, on the same
+    grid.
+    """
     close = abs(one.seconds / other.seconds - 1) < 1e-9 and one.memory.peak == other.memory.peak
     a = one.run.parallel
     b = other.run.parallel

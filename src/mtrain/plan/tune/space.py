@@ -84,7 +84,7 @@ def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
 
 
 def _copy(section: S, values: Mapping[str, Any]) -> S:
-    """Return as `model_copy` makes it, which takes ten times as long."""
+    """Return a copy as `model_copy` makes it, which takes ten times as long."""
     new = object.__new__(type(section))
     object.__setattr__(new, "__dict__", {**section.__dict__, **values})
     object.__setattr__(
@@ -123,7 +123,7 @@ class Space:
                 yield change
 
     def broken(self, axis: str, run: RunConfig) -> bool:
-        """Return whether a rule that reads an axis, and none of those behind it, refuses `run`."""
+        """Return whether a rule that reads an axis, and no later one, refuses `run`."""
         return any(self._refuses(rule, run) for rule in self._rules[axis])
 
     def _refuses(self, rule: Rule, run: RunConfig) -> bool:
@@ -156,7 +156,7 @@ class Space:
 
     @cached_property
     def wrong(self) -> bool:
-        """Return whether a rule that reads nothing of what is chosen refuses the run."""
+        """Return whether a rule that reads no chosen key refuses the run."""
         return any(
             found.severity == "error" for rule in self._rules[""] for found in rule(self.run)
         )
