@@ -13,8 +13,7 @@ from math import lcm
 from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.owners import owners
+from mtrain.layout.grid import RankGrid, owners
 from mtrain.layout.stages import held_stages
 from mtrain.models.weights import Weight
 from mtrain.plan.weights import Matrix, factor_bytes, matrices, stage_weights, update_of

@@ -22,9 +22,9 @@ from mtrain.mcore import linear
 from mtrain.mcore.megatron_fsdp import flat_buffers
 from mtrain.mcore.optimizer_state import inner_optimizers, offloading, state_shards
 from mtrain.mcore.shaped import shaped
-from mtrain.plan.portable import portable
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.schedule import most_in_flight
+from mtrain.plan.shrink import portable
 from mtrain.train import step as steps
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.dynamic import run_documents

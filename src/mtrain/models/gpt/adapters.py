@@ -11,7 +11,7 @@ from itertools import groupby
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.adapters import parts_of
+from mtrain.models.parts import parts_of
 from mtrain.models.weights import Weight, expert_tensors
 
 Size = tuple[int, int, int]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.schema.moe import MoEConfig, room_of
-from mtrain.models.adapters import beside_experts
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.parts import activation, column, row, weight_bytes
+from mtrain.models.parts import activation, beside_experts, column, row, weight_bytes
 from mtrain.models.rank import BLOCK, Rank
 
 PLACE = 4

@@ -3,7 +3,7 @@
 from mtrain.models.base import Family
 from mtrain.models.gpt.adapters import adapted
 from mtrain.models.hybrid import count
-from mtrain.models.hybrid.adapters import adapter_parameters
+from mtrain.models.hybrid.count import adapter_parameters
 from mtrain.models.hybrid.graph import stage
 from mtrain.models.hybrid.shrink import shrink
 from mtrain.models.hybrid.weights import apart, buffers, saved_as, stage_weights

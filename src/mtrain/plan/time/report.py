@@ -12,7 +12,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.sharded import FORWARD
-from mtrain.plan.time.step import StepTime, step_time
+from mtrain.plan.time.step import StepTime, step_time, unknown
 
 HOUR = 3600
 HOW = {
@@ -150,3 +150,35 @@ def _saving(run: RunConfig, save: float | None, training: float) -> float:
     every = c.save_interval
     times = (steps // every if every else 0) + _by_time(c.save_minutes, training)
     return save * (times + (c.save_final and (not every or steps % every > 0)))
+
+
+USUAL = 1000
+"""Steps where nobody knows how long one takes: Megatron-LM's own interval of evaluations."""
+
+
+def in_steps(run: RunConfig) -> RunConfig:
+    """Return the run with intervals in steps for those in minutes, by the predicted time of a step,
+    to two digits.
+    """
+    t = run.trainer
+    c = run.checkpoint
+    minutes = t.eval_minutes, c.save_minutes
+    if minutes == (None, None):
+        return run
+    seconds = None if unknown(run) else step_time(run).seconds
+    evaluated, saved = (_steps(m, seconds, t.steps) for m in minutes)
+    trainer = {"eval_interval": t.eval_interval or evaluated, "eval_minutes": None}
+    checkpoint = {"save_interval": c.save_interval or saved, "save_minutes": None}
+    return run.model_copy(
+        update={
+            "trainer": t.model_copy(update=trainer),
+            "checkpoint": c.model_copy(update=checkpoint),
+        }
+    )
+
+
+def _steps(minutes: float | None, seconds: float | None, most: int) -> int:
+    if minutes is None:
+        return 0
+    steps = USUAL if seconds is None else round(float(f"{60 * minutes / seconds:.2g}"))
+    return min(max(1, steps), most)

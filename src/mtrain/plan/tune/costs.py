@@ -34,9 +34,18 @@ from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
-from mtrain.plan.tune.elements import EXPERTS, FROZEN, OTHERS, column, elements, of_layers, table
 from mtrain.plan.tune.space import Change, changed
-from mtrain.plan.tune.state import State, state_of
+from mtrain.plan.tune.state import (
+    EXPERTS,
+    FROZEN,
+    OTHERS,
+    State,
+    column,
+    elements,
+    of_layers,
+    state_of,
+    table,
+)
 
 ONE_STAGE = {
     **{
