@@ -172,9 +172,8 @@ def owners(works: Sequence[int], ranks: int) -> list[int]:
     """
     loads = [0] * ranks
     found = [0] * len(works)
-    for place in sorted(
-        range(len(works)), key=lambda i: -works[i]
-    ):  # a stable order: the same on all
+    # The sort is stable, so all ranks come to the same assignment.
+    for place in sorted(range(len(works)), key=lambda i: -works[i]):
         found[place] = loads.index(min(loads))
         loads[found[place]] += works[place]
     return found

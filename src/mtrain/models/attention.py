@@ -299,7 +299,8 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     """Add unfused ring attention in fp32, one block of keys after another."""
-    b, (inner, steps) = r.samples, _around(r)
+    b = r.samples
+    inner, steps = _around(r)
     n = h.n // inner
     s = r.length * inner
     rows = b * n * s

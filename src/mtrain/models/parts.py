@@ -66,7 +66,7 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
     g.add(
         name, keeps, [product], exchanges=arrives, low=r.multiplies_low, factors=r.factors, **more
     )
-    beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
+    add_adapter(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return y
 
 
@@ -90,7 +90,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
         "works": whole + weight_bytes(r, product),
     }
     g.add(name, keeps, [product], exchanges=leaves, low=r.multiplies_low, factors=r.factors, **more)
-    beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
+    add_adapter(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
     return y
 
 
@@ -105,7 +105,7 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     y = Tensor(r.split_tokens * outputs * r.element)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "works": weight_bytes(r, product)}
     g.add(name, keeps, [product], low=r.multiplies_low, factors=r.factors, **more)
-    beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
+    add_adapter(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return y
 
 
@@ -320,7 +320,7 @@ def parts_of(layer: str, run: RunConfig) -> int:
     return {"qkv": 3, "fc1": 2 if run.model.gated else 1}.get(kind, 1)
 
 
-def beside(
+def add_adapter(
     g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]
 ) -> None:
     """Add the adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it
@@ -332,7 +332,9 @@ def beside(
     parts = parts_of(layer, r.run) if r.adapted else 0
     if not parts:
         return
-    peft, a, (inputs, outputs) = r.run.peft, r.element, sizes
+    peft = r.run.peft
+    a = r.element
+    inputs, outputs = sizes
     width = parts * (peft.r or 0)
     keeps = [x]
     if peft.dropout:  # each part has zeros of its own
@@ -349,7 +351,7 @@ def beside(
     g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * rows[1] * width * a)
 
 
-def beside_experts(
+def add_expert_adapters(
     g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
     """Add the adapters of the experts of this rank, `rows[1]` of them with `rows[0]` rows each, if

@@ -76,7 +76,8 @@ def _joined_qkv(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     each = model.num_attention_heads // model.query_groups
     parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest)
     cuts = (slice(each), slice(each, each + 1), slice(each + 1, None))
@@ -91,7 +92,8 @@ def _joined_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     each = model.num_attention_heads // model.query_groups
     groups = model.query_groups
     d = model.head_dim
@@ -120,7 +122,10 @@ def _joined_delta(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_delta(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), heads, begin, out = tensors, model.linear_attention.num_key_heads, 0, []
+    (fused,) = tensors
+    heads = model.linear_attention.num_key_heads
+    begin = 0
+    out = []
     for rows in _delta_rows(model):
         parts = []
         for each in rows:

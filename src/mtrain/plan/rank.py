@@ -17,7 +17,7 @@ from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, shared, size
-from mtrain.models.lives import Moment, Rises, backwards, forwards
+from mtrain.models.liveness import Moment, Rises, backwards, forwards
 from mtrain.models.parts import m_rows
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
@@ -63,8 +63,17 @@ transposed.
 """
 
 PARTS = (
-    *("weights", "gradients", "optimizer", "low_precision", "activations", "loss"),
-    *("recompute", "working", "communication", "context", "reserve"),
+    "weights",
+    "gradients",
+    "optimizer",
+    "low_precision",
+    "activations",
+    "loss",
+    "recompute",
+    "working",
+    "communication",
+    "context",
+    "reserve",
 )
 HOW = {
     "weights": "counted: every tensor, with the padding of megatron-core's buffers",
@@ -159,21 +168,19 @@ class StageMemory:
         peak = self._backward.peak
         most = self.in_flight[0] - sum(losses)
         highest = max(map(forwards, self.chunks), default=0)
-        return (
-            {
-                "activations": most,
-                "loss": sum(losses),
-                "recompute": 0,
-                "working": max(self._loss_work(), highest),
-            },
-            {
-                **{
-                    "activations": most + min(0, peak.held),
-                    "loss": sum(losses[1:]) + self._waiting(),
-                },
-                **{"recompute": max(0, peak.held), "working": peak.beside},
-            },
-        )
+        forward = {
+            "activations": most,
+            "loss": sum(losses),
+            "recompute": 0,
+            "working": max(self._loss_work(), highest),
+        }
+        backward = {
+            "activations": most + min(0, peak.held),
+            "loss": sum(losses[1:]) + self._waiting(),
+            "recompute": max(0, peak.held),
+            "working": peak.transient,
+        }
+        return forward, backward
 
     def _waiting(self) -> int:
         """Return the bytes of the gradient of a table that a chunk reads at both ends, which is

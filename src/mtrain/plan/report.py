@@ -74,7 +74,9 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
     for stage in stages:
         for weight in stage.states.weights:
             by_kind[weight.kind] += 0 if _again(stage, weight) else whole(run, weight)
-    total, (dense, experts), moe = parameters(run.model), adapter_parameters(run), run.model.moe
+    total = parameters(run.model)
+    dense, experts = adapter_parameters(run)
+    moe = run.model.moe
     visited = experts * moe.router_topk // moe.num_experts if moe is not None else 0
     return {
         "total": total + dense + experts,

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtrain.config.schema.moe import MoEConfig, room_of
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.parts import activation, beside_experts, column, row, weight_bytes
+from mtrain.models.parts import activation, add_expert_adapters, column, row, weight_bytes
 from mtrain.models.rank import BLOCK, Rank
 
 PLACE = 4
@@ -290,7 +290,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         factors=r.factors,
         **more,
     )
-    beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
+    add_expert_adapters(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     nothing = r.frozen or (again and _quantises_again(r))
@@ -310,7 +310,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         factors=r.factors,
         **more,
     )
-    beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
+    add_expert_adapters(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
         # of each row, for the gradient of its weight
         g.add("mlp.experts.bias", [Tensor(held * h * a)])

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from mtrain.config.resolve.stages import Stage
+from mtrain.models.gpt.attention import attention, rotates, windowed
 from mtrain.models.gpt.feed_forward import feed_forward, mixes
-from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
 from mtrain.models.parts import column, embedding, loss, norm, summed

@@ -19,7 +19,8 @@ from mtrain.config.schema.model import ModelConfig
 PREFIXES = re.compile(r"(?:model\.|module\.)+")
 """In front of all names, as wrappers of a model write them."""
 NO_WEIGHT = re.compile(
-    r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state|dataloader)\b.*"
+    r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state"
+    r"|dataloader)\b.*"
     r"|.*\b_extra_state\b.*"
 )
 """Names of what a checkpoint holds next to weights: optimizer, generators, TransformerEngine's

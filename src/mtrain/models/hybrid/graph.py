@@ -7,9 +7,9 @@ from math import lcm
 from typing import Any
 
 from mtrain.config.resolve.stages import Stage
+from mtrain.models.gpt.attention import attention
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
-from mtrain.models.gpt.mixers import attention
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.hybrid.config import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
 from mtrain.models.hybrid.count import channels, is_described, own, states

@@ -58,36 +58,28 @@ def _tower(r: Rank) -> Rank:
     """
     own = of(r.model)
     shape = {
-        **{
-            "num_layers": own.used_layers,
-            "hidden_size": own.vision_hidden_size,
-            "ffn_hidden_size": own.vision_ffn_hidden_size,
-        },
-        **{
-            "num_attention_heads": own.vision_heads,
-            "num_query_groups": own.vision_heads,
-            "kv_channels": own.head_dim,
-        },
-        **{
-            "normalization": "LayerNorm",
-            "norm_placement": "pre",
-            "parallel_residual": False,
-            "mla": None,
-            "moe": None,
-        },
-        **{
-            "layernorm_zero_centered_gamma": False,
-            "qk_layernorm": False,
-            "qk_l2_norm": False,
-            "window_size": None,
-        },
-        **{
-            "activation": own.vision_activation,
-            "add_bias_linear": True,
-            "position_embedding_type": "none",
-            "hidden_dropout": 0.0,
-        },
-        **{"attention_dropout": 0.0, "softmax_type": "vanilla", "attn_logit_softcapping": None},
+        "num_layers": own.used_layers,
+        "hidden_size": own.vision_hidden_size,
+        "ffn_hidden_size": own.vision_ffn_hidden_size,
+        "num_attention_heads": own.vision_heads,
+        "num_query_groups": own.vision_heads,
+        "kv_channels": own.head_dim,
+        "normalization": "LayerNorm",
+        "norm_placement": "pre",
+        "parallel_residual": False,
+        "mla": None,
+        "moe": None,
+        "layernorm_zero_centered_gamma": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "window_size": None,
+        "activation": own.vision_activation,
+        "add_bias_linear": True,
+        "position_embedding_type": "none",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "softmax_type": "vanilla",
+        "attn_logit_softcapping": None,
     }
     # where whole layers are computed again, each of the tower's is, by itself
     again = {"method": "uniform", "num_layers": 1, "distribute_saved_activations": False}

@@ -28,7 +28,8 @@ def _joined(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     halves = fused.reshape(model.num_attention_heads, 2, -1, *rest)
     return [halves[:, number].reshape(-1, *rest) for number in range(2)]
 

@@ -65,11 +65,8 @@ def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tup
     """Return the missing keys without which the time of a run on so many ranks is unknown."""
     found = [f"cluster.peak_tflops.{form}" for form in formats if form not in cluster.peak_tflops]
     found += ["cluster.memory_gbps"] if cluster.memory_gbps is None else []
-    found += (
-        ["cluster.operation_us"]
-        if facts_of(cluster.device).on_host and cluster.operation_us is None
-        else []
-    )
+    if facts_of(cluster.device).on_host and cluster.operation_us is None:
+        found.append("cluster.operation_us")
     if ranks > 1:
         found += [
             f"cluster.{key}"

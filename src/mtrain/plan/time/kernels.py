@@ -87,10 +87,8 @@ class Kernels:
         """Return the seconds of products whose result moves so many bytes an element; 0: it is
         written in the format of activations.
         """
-        low, (m, n, k) = (
-            one.low and self.recipe != self.format,
-            (max(1, size) for size in (m, n, k)),
-        )
+        low = one.low and self.recipe != self.format
+        m, n, k = (max(1, size) for size in (m, n, k))
         form = self.low_format if low else self.format
         peak = self.device.peaks[form]
         reached = self.reached.products[self.recipe if low else self.format]

@@ -46,11 +46,9 @@ def done_once(
         # with virtual stages, gradients of a chunk leave while the last micro-batches go through
         # the others
         window = min(computes, micro * (grid.pp if run.parallel.vpp > 1 else 1))
-        left = sent - (
-            min(window, sent) * reached.overlapped["dp"]
-            if run.parallel.overlap_grad_reduce
-            else 0.0
-        )
+        left = sent
+        if run.parallel.overlap_grad_reduce:
+            left -= min(window, sent) * reached.overlapped["dp"]
     update = _moved(run, shares) / (device.memory * reached.memory)
     return {"dp": left, "optimizer": update, "offload": _offloaded(run, shares)}
 

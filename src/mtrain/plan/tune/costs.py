@@ -24,7 +24,7 @@ from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.graph import Graph, kept
-from mtrain.models.lives import backwards
+from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import RESERVE, communication_bytes, context_bytes
@@ -48,12 +48,10 @@ from mtrain.plan.tune.state import (
 )
 
 ONE_STAGE = {
-    **{
-        "parallel.pp": 1,
-        "parallel.vpp": 1,
-        "parallel.layers_per_stage": None,
-        "parallel.pipeline_layout": None,
-    },
+    "parallel.pp": 1,
+    "parallel.vpp": 1,
+    "parallel.layers_per_stage": None,
+    "parallel.pipeline_layout": None,
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }

@@ -66,19 +66,13 @@ class Layout:
         out = ["".join([*axes, f"dp{p.dp}"]), f"micro-batch {self.run.trainer.micro}"]
         out += ["no sequence parallelism"] if p.tp > 1 and not p.sequence_parallel else []
         out += [p.fsdp] if p.fsdp != "none" else []
-        out += (
-            ["whole optimizer"]
-            if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1
-            else []
-        )
+        if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1:
+            out.append("whole optimizer")
         if again.granularity == "selective":
             out.append(f"recompute {'+'.join(again.modules or ('core_attn',))}")
         elif again.granularity == "full":
-            out.append(
-                f"recompute {again.num_layers} layers"
-                if again.method == "block"
-                else "recompute all layers"
-            )
+            which = str(again.num_layers) if again.method == "block" else "all"
+            out.append(f"recompute {which} layers")
         out += ["offloaded optimizer"] if self.run.optim.cpu_offload else []
         out += ["uneven stages"] if p.layers_per_stage is not None else []
         return ", ".join(out)

@@ -54,9 +54,9 @@ def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes
     """
     held = [0] * pp
     more = [first, *[0.0] * (pp - 2), last]
-    for _ in range(
-        layers
-    ):  # each to the rank with the least, of several to the last, whose micro-batches are few
+    for _ in range(layers):
+        # Each layer goes to the rank with the least work; of several, to the last one, which has
+        # the fewest micro-batches in flight.
         rank = min(range(pp), key=lambda r: (held[r] + more[r], -r))
         held[rank] += 1
     sizes = [0] * (pp * vpp)
@@ -88,8 +88,11 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "micro": ("trainer.micro_batch_size",),
     "pipeline": ("parallel.pp", "parallel.vpp", "parallel.layers_per_stage"),
     "state": (
-        *("parallel.distributed_optimizer", "parallel.fsdp", "parallel.overlap_grad_reduce"),
-        *("parallel.overlap_param_gather", "optim.cpu_offload"),
+        "parallel.distributed_optimizer",
+        "parallel.fsdp",
+        "parallel.overlap_grad_reduce",
+        "parallel.overlap_param_gather",
+        "optim.cpu_offload",
     ),
     "recompute": tuple(
         f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")
@@ -98,11 +101,10 @@ AXES: Mapping[str, tuple[str, ...]] = {
 """In the order in which they are chosen."""
 KEYS = tuple(key for keys in AXES.values() for key in keys)
 SPLIT = (
-    *("parallel.layers_per_stage", "parallel.pipeline_layout"),
-    *(
-        "parallel.account_for_embedding_in_pipeline_split",
-        "parallel.account_for_loss_in_pipeline_split",
-    ),
+    "parallel.layers_per_stage",
+    "parallel.pipeline_layout",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
 )
 """Keys that say how layers are split into stages; where one is set, stages are not split
 otherwise.
@@ -297,16 +299,12 @@ class Space:
             kinds.insert(1 if on_a_cpu(run) else 0, spread)
             other = "megatron" if "fsdp2" in OPTIMIZERS[run.optim.name].cannot else "fsdp2"
             for kind in self._of("parallel.fsdp", [other]):
-                kinds += (
-                    [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}]
-                    if kind != "none"
-                    else []
-                )
+                if kind != "none":
+                    kinds.append({"parallel.fsdp": kind, "parallel.distributed_optimizer": False})
         offloads = [0.0] if run.cluster.host_link_gbps is None else [0.0, 1.0]
         for kind in kinds:
-            for part in self._of(
-                "optim.cpu_offload", offloads if kind["parallel.fsdp"] == "none" else [0.0]
-            ):
+            parts = offloads if kind["parallel.fsdp"] == "none" else [0.0]
+            for part in self._of("optim.cpu_offload", parts):
                 yield {
                     **self._overlap(run, kind, replicated=p.dp * p.cp > 1),
                     "optim.cpu_offload": part,

@@ -20,7 +20,7 @@ class Moment(NamedTuple):
 
     held: int
     """Saved and recomputed tensors, relative to the start of the backward."""
-    beside: int
+    transient: int
     """Gradients that are alive, and the transient memory of an operation."""
 
 
@@ -56,7 +56,7 @@ class Gradients:
         gone = (self._of[t] for t in op.gives) if op.spent else ()
         return self.bytes + own - size(t for t in gone if self._users[t] == 1)
 
-    def behind(self, op: Op) -> None:
+    def advance(self, op: Op) -> None:
         """Advance past the backward of `op`."""
         handed = self._of[op.gives[0]] if op.passes else None
         for tensor in op.reads:
@@ -68,13 +68,13 @@ class Gradients:
             self.bytes -= 0 if self._users[owner] else owner.bytes
 
     def pin(self, tensor: Tensor) -> None:
-        """Keep the gradient of `tensor` until `let_go`."""
+        """Keep the gradient of `tensor` until `release`."""
         if tensor not in self._of:
             self._hold(tensor, tensor)
         owner = self._pinned[tensor] = self._of[tensor]
         self._users[owner] += 1
 
-    def let_go(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         """Release the gradient of `tensor`."""
         owner = self._pinned.pop(tensor)
         self._users[owner] -= 1
@@ -90,7 +90,7 @@ def backward(g: Graph) -> Iterator[Moment]:
     """Yield the moments of a backward, from the saved tensors before it; without those of a
     loss.
     """
-    first, made = _lives(g)
+    first, made = _last_uses(g)
     freed: dict[int, list[Tensor]] = {}
     for tensor, number in first.items():
         freed.setdefault(number, []).append(tensor)
@@ -112,17 +112,17 @@ def backward(g: Graph) -> Iterator[Moment]:
             for tensor in outputs[block.begin]:
                 gradients.pin(tensor)
         yield Moment(held, gradients.around(op) + op.works + given)
-        gradients.behind(op)
+        gradients.advance(op)
         if not op.name.endswith("loss"):
             held -= size(freed.get(number, ()))
         if number in outputs:
             given = 0
             for tensor in outputs[number]:
-                gradients.let_go(tensor)
+                gradients.release(tensor)
     yield Moment(held, gradients.bytes)
 
 
-def _lives(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
+def _last_uses(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
     """Return for each tensor the last operation whose backward needs it; and the tensors that are
     recomputed, by operation.
     """
@@ -201,7 +201,7 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
             known[id(graph)] = rises(graph)
         found = known[id(graph)]
         most = max(most, now + found.most)
-        peak = max(peak, Moment(now + found.peak.held, found.peak.beside), key=sum)
+        peak = max(peak, Moment(now + found.peak.held, found.peak.transient), key=sum)
         now += found.end
     return Rises(now, most, peak)
 
