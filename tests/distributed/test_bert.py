@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.parallel import RecomputeConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import HybridConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

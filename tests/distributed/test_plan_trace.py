@@ -21,10 +21,10 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import RankGrid
-from mtrain.models.lives import Moment, Rises
+from mtrain.models.liveness import Moment, Rises
 from mtrain.plan import rank
-from mtrain.plan.portable import portable
 from mtrain.plan.rank import stage_memories
+from mtrain.plan.shrink import portable
 from tests.distributed.test_plan_kept import KEPT, planned
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks

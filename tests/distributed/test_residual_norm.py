@@ -9,8 +9,8 @@ import pytest
 import torch
 from mtrain_kernels.norm import reference
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors

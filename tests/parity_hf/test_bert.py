@@ -146,12 +146,12 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
 def _batches(run: Path) -> list[dict[str, Tensor]]:
     """What is learned in each step, whole."""
     from mtrain.data.batch import GlobalBatches
-    from mtrain.models.bert.form import form
+    from mtrain.models.bert.data import collator
     from mtrain.train.assemble import splits_of
 
     found = _loaded(run)
     splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
     return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
 
 

@@ -212,12 +212,12 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
 def _batches(run: Path) -> list[dict[str, Tensor]]:
     """What is learned in each step, whole."""
     from mtrain.data.batch import GlobalBatches
-    from mtrain.models.gpt.form import form
+    from mtrain.models.gpt.data import collator
     from mtrain.train.assemble import splits_of
 
     found = _loaded(run)
     splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
     return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
 
 
@@ -280,7 +280,7 @@ def _as_theirs(
     name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
-    from mtrain.models.hybrid import HYBRID
+    from mtrain.models.hybrid.family import FAMILY as HYBRID
     from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model

@@ -12,15 +12,15 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.bert import BertConfig
 from mtrain.config.compose.composer import compose
-from mtrain.config.families import ONLY
+from mtrain.config.families import limits
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
 from mtrain.models.bert import count
-from mtrain.models.bert.form import form
+from mtrain.models.bert.config import BertConfig
+from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -48,7 +48,7 @@ def _batches(
     model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**(IDS | bert))})
     run = run.model_copy(update={"model": model})
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
-    made = form(run, splits, part)
+    made = collator(run, splits, part)
     return GlobalBatches(getattr(splits, part), batch, micro, 0, 1, made)
 
 
@@ -113,7 +113,7 @@ def test_bert_foreign_half_comes_from_same_epoch() -> None:
     )
     numbers = np.arange(300, 360)
     source = _Numbered()
-    made: Any = form(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
+    made: Any = collator(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
     batch = made(torch.from_numpy(source.batch(numbers)), numbers)
     first = batch["labels"][:, 1]
     second = batch["labels"][:, -2]
@@ -204,7 +204,7 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", ODD)
 def test_bert_unsupported_is_refused(key: str) -> None:
-    assert {only.key for only in ONLY["bert"]} == ODD.keys()
+    assert {limit.key for limit in limits("bert")} == ODD.keys()
     run = apply(compose(["model=bert_tiny", "parallel=single", "cluster=cpu"]).run, {key: ODD[key]})
     assert ("MT248", key) in {(p.code, p.path) for p in errors(run)}
 

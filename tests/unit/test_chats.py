@@ -291,10 +291,10 @@ def test_chats_packed_equal_separate(home: Path) -> None:
             sample.tokens[sample.tokens != NOTHING],
             np.flatnonzero(sample.learned),
         ]
-    form = of_chats(packed)
+    collator = of_chats(packed)
     for n in range(len(packed)):
         sample = packed.sample(n)
-        batch = form(torch.from_numpy(packed.batch([n])), np.array([n]))
+        batch = collator(torch.from_numpy(packed.batch([n])), np.array([n]))
         bounds = batch["cu_seqlens"].tolist()
         assert bounds[-1] == LENGTH
         assert all(start % 4 == 0 for start in bounds)

@@ -13,7 +13,7 @@ import pytest
 from mtrain.cli.setup import Loaded, load
 from mtrain.config.resolve.rates import rate as rate_of
 from mtrain.config.resolve.resolution import Machine
-from mtrain.plan.time.intervals import in_steps
+from mtrain.plan.time.report import in_steps
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
 

@@ -13,7 +13,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.resolve.watch import watched
-from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
+from mtrain.config.rules import Answers, all_rules, findings, findings_and_reads, value_at
 from mtrain.errors import ConfigError
 from tests.support.catalogue import accepted, validated
 from tests.support.configs import LAPTOP
@@ -52,7 +52,7 @@ def test_findings_watched_reads_keep_findings() -> None:
 
 def test_findings_reads_of_rules_are_keys() -> None:
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             reads: set[str] = set()
             list(rule(watched(run, reads)))
             keys = run.flat()
@@ -69,7 +69,7 @@ def test_findings_only_disk_rules_read_disk(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, name, touched)
     monkeypatch.setattr("builtins.open", touched)
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             if not rule.disk:
                 list(rule(run))
 

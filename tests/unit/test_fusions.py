@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtrain.config.engine.fusions import fusions
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.rules import apply
+from mtrain.models.hybrid.config import HybridConfig
 from tests.support.runs import tiny_run
 
 HYBRID = HybridConfig(pattern="M*", num_heads=8)

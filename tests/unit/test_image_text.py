@@ -15,15 +15,15 @@ import torch
 from PIL import Image
 
 from mtrain.config.disk.files import records_of
-from mtrain.config.llava import LlavaConfig
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.images import MEAN, STD, inside, load
 from mtrain.data.records import IMAGE, NOTHING, encoded, parse
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError
-from mtrain.models.llava.form import _batch, _of_records, spread
+from mtrain.models.llava.config import LlavaConfig
+from mtrain.models.llava.data import _batch, _of_records, spread
 from tests.support.shapes import folder_of_shapes
 
 

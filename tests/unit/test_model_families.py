@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
+from mtrain.config import families
 from mtrain.config.machine import installed
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.models import registry
-from mtrain.models.gpt import GPT
+from mtrain.models.gpt.family import FAMILY as GPT
 from mtrain.plan import count
 from mtrain.plan.shrink import shrink
 from tests.support.configs import LAPTOP
@@ -46,12 +47,12 @@ def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int |
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
     """Installs a family; returns the groups whose entry points are looked for from then on."""
-    entry = EntryPoint("toy", value, registry.GROUP)
+    entry = EntryPoint("toy", value, families.GROUP)
     looked = list[str]()
 
     def entry_points(group: str) -> list[EntryPoint]:
         looked.append(group)
-        return [entry] if group == registry.GROUP else []
+        return [entry] if group == families.GROUP else []
 
     monkeypatch.setattr(installed, "entry_points", entry_points)
     monkeypatch.setattr(registry, "_load", functools.cache(registry._load.__wrapped__))
@@ -101,7 +102,7 @@ def test_families_plug_in_is_looked_up_once(
     run = tiny_run(model={"family": "toy"})
     for _ in range(3):
         count.flops_per_token(run.model, 8)
-    assert looked == [registry.GROUP]
+    assert looked == [families.GROUP]
 
 
 def test_families_build_uses_plug_in() -> None:

@@ -16,8 +16,7 @@ from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.machines import Machines, machines
+from mtrain.layout.grid import Machines, RankGrid, machines
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.timeline import kept_over_time, timeline
 from tests.support.commands import ROOT, mtrain

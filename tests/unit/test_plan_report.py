@@ -19,7 +19,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import Graph, Tensor
-from mtrain.models.lives import backwards
+from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan import fits

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import ValidationError
 
 from mtrain.config.compose.composer import compose
-from mtrain.config.families import ONLY
+from mtrain.config.families import configs
 from mtrain.config.messages.codes import OTHERS, codes, rules_of
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.resolve.watch import watched
-from mtrain.config.rules import RULES, apply
+from mtrain.config.rules import all_rules, apply
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.schema.run import GROUPS, RunConfig
@@ -63,7 +63,9 @@ NO_EXAMPLE = {
 """Codes of rules that no command line raises by itself."""
 SOFTER = {"MT432"}
 """Codes whose rule makes a warning of some findings itself."""
-CHANGES += [{"model.family": family} for family in ONLY]
+CHANGES += [{"model.family": family} for family in configs()]
+HYBRID = {"model.family": "hybrid", "model.hybrid": {"pattern": "M*M-", "num_heads": 8}}
+CHANGES += [HYBRID, {**HYBRID, "parallel.cp": 2}]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 
 
@@ -118,7 +120,7 @@ def test_rules_raised_codes_are_declared_once() -> None:
 
 
 def test_rules_codes_belong_to_rules_or_table() -> None:
-    of_rules = {code.code for rule in RULES for code in rule.codes}
+    of_rules = {code.code for rule in all_rules() for code in rule.codes}
     assert not of_rules & {code.code for code in OTHERS}
     for code in of_rules:
         assert len({id(c) for rule in rules_of(code) for c in rule.codes if c.code == code}) == 1
@@ -135,7 +137,7 @@ def test_rules_made_rules_are_run() -> None:
 
 def test_rules_codes_have_example_or_reason() -> None:
     """That an example raises its code is tested with `explain`, which shows it."""
-    assert {code.code for rule in RULES for code in rule.codes if not code.example} == set(
+    assert {code.code for rule in all_rules() for code in rule.codes if not code.example} == set(
         NO_EXAMPLE
     )
 
@@ -238,7 +240,7 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
 ) -> None:
     read: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in configurations:
-        for asked in RULES:
+        for asked in all_rules():
             reads: set[str] = set()
             severities = {code.code: code.severity for code in asked.codes}
             for found in asked(watched(run, reads)):
@@ -249,7 +251,7 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
                 f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
             )
             read[asked.file, asked.name] |= {key.removesuffix(".") for key in reads}
-    for asked in RULES:
+    for asked in all_rules():
         stale = {
             key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))
         }

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.cli.setup import load
-from mtrain.config.t5 import T5Config, lengths, padded, spans
 from mtrain.errors import ConfigError
-from mtrain.models.t5.form import Spans
+from mtrain.models.t5.config import T5Config, lengths, padded, spans
+from mtrain.models.t5.data import Spans
 
 TOKENS = 64
 FIRST = 999

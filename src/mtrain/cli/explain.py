@@ -66,7 +66,7 @@ def run(words: list[str], *, as_json: bool) -> int:
         return 0
     word = words[0].partition("=")[0]
     rest = words[1:]
-    if _CODE.match(word):
+    if _CODE.match(word) or _is_code(word):
         facts = _code(word.upper())
     elif field_of(word) is None:
         raise ConfigError([_unknown(word)])
@@ -78,6 +78,13 @@ def run(words: list[str], *, as_json: bool) -> int:
     return 0
 
 
+def _is_code(word: str) -> bool:
+    """Return whether a word is a code, also of a plug-in."""
+    from mtrain.config.messages.codes import codes
+
+    return field_of(word) is None and word.upper() in codes()
+
+
 def _unknown(word: str) -> Problem:
     near, why = suggest(word)
     rule = "there is no such key, group or code" + (f"; {why}" if why else "")
@@ -87,13 +94,13 @@ def _unknown(word: str) -> Problem:
 
 def _contents() -> dict[str, Any]:
     """What can be explained."""
-    from mtrain.config.messages.codes import FAMILIES, codes
+    from mtrain.config.messages.codes import codes, kinds
 
     return {
         "groups": groups(),
         "codes": {
             words: [code for code in codes() if code.startswith(begin)]
-            for begin, words in FAMILIES.items()
+            for begin, words in kinds().items()
         },
     }
 
@@ -114,7 +121,8 @@ def _code(code: str) -> dict[str, Any]:
     from mtrain.config.messages.codes import codes, family, rules_of
 
     if code not in codes():
-        near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
+        shipped = [known for known in codes() if known.startswith("MT")]
+        near = sorted(shipped, key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     known = codes()[code]

@@ -219,7 +219,7 @@ def batches(
     `validation`, as the model's family learns from them. What is evaluated is averaged over tokens,
     and each sample counts once.
     """
-    form = imported(family_of(run.model).form)(run, splits, part)
+    collator = imported(family_of(run.model).collator)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
@@ -230,7 +230,7 @@ def batches(
     samples = getattr(splits, part)
     size = run.trainer.batch
     samples = samples if limit is None else evaluated(samples, limit)
-    return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
+    return GlobalBatches(samples, size, micro, *share, collator, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

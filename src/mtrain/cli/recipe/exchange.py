@@ -23,7 +23,7 @@ from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
-from mtrain.plan.time.intervals import in_steps
+from mtrain.plan.time.report import in_steps
 from mtrain.recipes.delta import delta, left_open, recipe_text
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.huggingface.importer import import_config

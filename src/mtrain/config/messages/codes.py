@@ -7,8 +7,10 @@ from __future__ import annotations
 from functools import cache
 
 from mtrain.config.compose.paths import program
+from mtrain.config.families import configs, ships
 from mtrain.config.messages.runtime_codes import OF_WORK
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
+from mtrain.config.rules.families import code_prefix
 from mtrain.config.rules.rule import Code, Rule
 
 FAMILIES = {
@@ -321,22 +323,28 @@ imports.
 @cache
 def codes() -> dict[str, Code]:
     """Return every code in order."""
-    known = {
-        code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))
-    }
+    of_rules = (code for rule in all_rules() for code in rule.codes)
+    known = {code.code: code for code in (*OTHERS, *of_rules)}
     return dict(sorted(known.items()))
 
 
+@cache
+def kinds() -> dict[str, str]:
+    """Return the beginning of a code -> its subject: `FAMILIES`, and the families of plug-ins."""
+    added = {code_prefix(name): f"the model family {name}" for name in configs() if not ships(name)}
+    return FAMILIES | added
+
+
 def family(code: str) -> str:
-    """Return the subject of a code."""
-    return next((words for begin, words in FAMILIES.items() if code.startswith(begin)), "")
+    """Return the subject of a code, by its beginning."""
+    return next((words for begin, words in kinds().items() if code.startswith(begin)), "")
 
 
 def rules_of(code: str) -> list[Rule]:
     """Return the rules that raise a code."""
-    return [rule for rule in RULES if code in {c.code for c in rule.codes}]
+    return [rule for rule in all_rules() if code in {c.code for c in rule.codes}]
 
 
 def validating(key: str) -> list[str]:
-    """Return the codes of the rules that read `key`."""
-    return sorted({code.code for rule in RULES if key in rule.reads for code in rule.codes})
+    """Return codes of the rules that read `key`."""
+    return sorted({code.code for rule in all_rules() if key in rule.reads for code in rule.codes})

@@ -10,7 +10,6 @@ from mtrain.config.engine import core_fields
 from mtrain.config.engine import fields as facts
 from mtrain.config.engine.core_fields import feeds
 from mtrain.config.engine.fields import FIELD_VERSIONS
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.dsa import SparseAttentionConfig
@@ -20,6 +19,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import HybridConfig
 
 HEAD = """# Keys and fields
 

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 
 OF_A_BLOCK = 2
 """The letters of one layer of such a transformer: attention, then MLP or experts."""

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from mtrain.config.engine.kernels import OPERATIONS
-from mtrain.config.hybrid import MAMBA
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
@@ -20,6 +19,7 @@ from mtrain.config.resolve.condition import condition
 from mtrain.config.schema.peft import TARGETS
 from mtrain.config.schema.precision import LOW_PRECISION
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA
 
 
 @dataclass(frozen=True)

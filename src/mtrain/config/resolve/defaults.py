@@ -20,8 +20,8 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.resolve.fine_tuning import CHATS, nearest
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
+from mtrain.models.t5.config import lengths, padded, spans
 
 Filled = Mapping[str, tuple[Any, str]]
 """Dotted key -> its value, and the reason as printed after `resolved from`."""

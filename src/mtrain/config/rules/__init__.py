@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,19 +18,15 @@ from mtrain.config.messages.suggestions import NOTHING, with_choices
 from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import (
     batch,
-    bert,
     chats,
     corpus,
     data,
     dsa,
     engines,
     experts,
-    families,
     graphs,
-    hybrid,
     layout,
     linear_attention,
-    llava,
     mixing,
     model,
     mup,
@@ -43,10 +40,10 @@ from mtrain.config.rules import (
     routing,
     sharding,
     storage,
-    t5,
     tokenizers,
     unused,
 )
+from mtrain.config.rules.families import rules_of_families
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related
 from mtrain.config.rules.rule import Rule
@@ -64,10 +61,6 @@ _MODULES = (
     mup,
     linear_attention,
     dsa,
-    families,
-    bert,
-    llava,
-    hybrid,
     rotary,
     data,
     mixing,
@@ -79,13 +72,18 @@ _MODULES = (
     optim,
     peft,
     storage,
-    t5,
     graphs,
     offload,
     unused,
     engines,
 )
-RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Return every rule: those of this package, then those of the families of models."""
+    return (*(rule for module in _MODULES for rule in module.RULES), *rules_of_families())
+
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
@@ -163,15 +161,15 @@ def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding
     differs in a few keys.
     """
     answers = answers or Answers()
-    for rule in RULES:
+    for rule in all_rules():
         yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
 def findings_and_reads(
     run: RunConfig, answers: Answers
 ) -> Iterator[tuple[Finding, frozenset[str]]]:
-    """Yield the same findings, each with the keys that its rule had read by then."""
-    for rule in RULES:
+    """Yield the same, each with the keys that its rule had read until then."""
+    for rule in all_rules():
         yield from answers.of(rule, run) if rule.disk else _said(rule, run)
 
 

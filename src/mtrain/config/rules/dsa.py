@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.families import SPARSE_ATTENTION
+from mtrain.config.families import Limit
 from mtrain.config.rules.families import beyond
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.quantized import FORMATS, without_low_precision
@@ -15,6 +15,46 @@ SECTION = "model.dsa"
 NONE: Change = {SECTION: None}
 CORE = "core_attn"
 TINY = "model=deepseek_v3_2_tiny"
+_CHOSEN = "sparse attention is not proven with it"
+_ALL_PAIRS = "an indexer chooses keys by a mask of each pair in a sequence"
+_ON_ONE_RANK = f"{_ALL_PAIRS} that one rank has whole"
+SPARSE_ATTENTION: tuple[Limit, ...] = (
+    Limit("model.add_bias_linear", (False,), "megatron-core has it without biases since 0.19"),
+    Limit("model.softmax_type", ("vanilla",), _CHOSEN),
+    Limit("model.attn_logit_softcapping", (None,), _CHOSEN),
+    Limit("model.attention_dropout", (0.0,), _CHOSEN),
+    Limit(
+        "model.window_size",
+        (None,),
+        "an indexer chooses keys, not their distance",
+        (("model.window_attn_skip_freq", None),),
+    ),
+    Limit("parallel.cp", (1,), _ON_ONE_RANK, (("parallel.ranks", None),)),
+    Limit("parallel.hybrid_context_parallel", (False,), _ON_ONE_RANK),
+    Limit(
+        "parallel.fsdp",
+        ("none",),
+        "an indexer is not proven with FSDP's weights; parallel.distributed_optimizer=true shards"
+        " the state",
+        (("parallel.fsdp_sharding", None), ("parallel.hsdp_replicas", 1)),
+    ),
+    Limit("data.packed", (False,), f"{_ALL_PAIRS}, and knows no documents in it"),
+    Limit(
+        "trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"
+    ),
+    Limit(
+        "parallel.activation_offload.modules",
+        (None,),
+        "what an indexer keeps is not tried in host memory",
+    ),
+    Limit(
+        "peft.kind",
+        (None,),
+        "an indexer would stay as it is, and the attention that it was taught would not",
+        tuple((f"peft.{key}", None) for key in ("r", "alpha", "target")),
+    ),
+)
+"""What `model.dsa` is limited to."""
 
 
 @rule(
@@ -58,14 +98,14 @@ def indexer_inputs(run: RunConfig) -> Iterator[Finding]:
         "Set it to what is proven, or take model.dsa away.",
         example=f"{TINY} data.packed=true",
     ),
-    reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
+    reads=" ".join((SECTION, *(limit.key for limit in SPARSE_ATTENTION))),
 )
 def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
     """Sparse attention is limited to the combinations that are proven."""
     if run.model.dsa is not None:
-        for only, fixes in beyond(run, SPARSE_ATTENTION):
+        for limit, fixes in beyond(run, SPARSE_ATTENTION):
             yield Finding(
-                "MT452", only.key, f"{SECTION}: {only.why}", (*fixes, NONE), also=(SECTION,)
+                "MT452", limit.key, f"{SECTION}: {limit.why}", (*fixes, NONE), also=(SECTION,)
             )
 
 

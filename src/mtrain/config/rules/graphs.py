@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import DELTA, MAMBA, MLP, SOFTMAX
 from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.moe import room_of
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import DELTA, MAMBA, MLP, SOFTMAX
 
 NONE: Change = {
     "trainer.cuda_graph_impl": "none",

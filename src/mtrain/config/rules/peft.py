@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.optim import another_optimizer
@@ -14,6 +13,7 @@ from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.peft import MIXERS, PeftConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import ATTENTION, MAMBA, MLP, SOFTMAX
 
 ADAPTER_CONFIG = "adapter_config.json"
 OFF: tuple[Change, ...] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.engine.kernels import OURS
-from mtrain.config.hybrid import MAMBA
 from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.resolve.conditional import QUANTIZED
 from mtrain.config.rules.finding import Change, Finding, multiples
@@ -13,6 +12,7 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import key_effect_rule
 from mtrain.config.schema.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA
 
 # Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
 GENERATIONS: dict[str, tuple[int, int]] = {

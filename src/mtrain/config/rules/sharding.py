@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import MAMBA, MLP, SOFTMAX
 from mtrain.config.resolve.stages import stages, uneven
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import UNUSED
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA, MLP, SOFTMAX
 
 NO_CONTEXT: Change = {
     "parallel.cp": 1,

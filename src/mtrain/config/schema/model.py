@@ -1,13 +1,11 @@
 """`model`: the shape of the network. Keys carry megatron-core's names."""
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.bert import BertConfig
-from mtrain.config.hybrid import DELTA, HybridConfig
-from mtrain.config.llava import LlavaConfig
+from mtrain.config.families import with_sections
 from mtrain.config.schema.base import (
     MOST,
     NAME,
@@ -27,7 +25,12 @@ from mtrain.config.schema.mla import MLAConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
 from mtrain.config.schema.rope_scaling import RopeScalingConfig
-from mtrain.config.t5 import T5Config
+
+if TYPE_CHECKING:
+    from mtrain.models.bert.config import BertConfig
+    from mtrain.models.hybrid.config import HybridConfig
+    from mtrain.models.llava.config import LlavaConfig
+    from mtrain.models.t5.config import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
@@ -47,6 +50,7 @@ class PublishedConfig(Section):
     """The source of these figures."""
 
 
+@with_sections
 class ModelConfig(Section):
     """`model`: a transformer, decoder-only unless `family` names another."""
 
@@ -418,16 +422,14 @@ class ModelConfig(Section):
     """Rates, deviations and factors by width (muP); null: those that do not depend on width."""
     linear_attention: LinearAttentionConfig | None = None
     """Layers that are gated delta nets; null: every layer has softmax attention."""
-    bert: BertConfig | None = None
-    """The keys of the family bert; null: another family."""
-    t5: T5Config | None = None
-    """The keys of an encoder-decoder, the family t5; null: another family."""
-    llava: LlavaConfig | None = None
-    """Vision tower and projector of the family llava; null: another family."""
-    hybrid: HybridConfig | None = None
-    """Layers of the family hybrid, and its Mamba-2 mixers; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
+
+    if TYPE_CHECKING:  # `with_sections` adds these, and those of plug-ins
+        bert: BertConfig | None
+        t5: T5Config | None
+        llava: LlavaConfig | None
+        hybrid: HybridConfig | None
 
     @property
     def gated(self) -> bool:
@@ -489,7 +491,7 @@ class ModelConfig(Section):
     def is_linear(self, index: int) -> bool:
         """Return whether layer `index` (from 0) is a gated delta net."""
         if self.hybrid is not None:
-            return self.linear_attention is not None and self.hybrid.kind(index) == DELTA
+            return self.linear_attention is not None and self.hybrid.is_delta(index)
         return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
 
     @property

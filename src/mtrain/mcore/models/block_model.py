@@ -15,7 +15,6 @@ from typing import Any
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from mtrain.config.hybrid import DELTA, EXPERTS, SOFTMAX
 from mtrain.config.resolve.blocks import OF_A_BLOCK
 from mtrain.mcore import api
 from mtrain.mcore.layers.attention_spec import is_rms
@@ -28,6 +27,7 @@ from mtrain.mcore.models.hybrid_model import (
     pattern_layers,
     stack_submodules,
 )
+from mtrain.models.hybrid.config import DELTA, EXPERTS, SOFTMAX
 
 
 class BlockLayer(PatternLayer):

@@ -26,10 +26,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.mcore.layers.backend import Provider
 from mtrain.mcore.layers.decoder_layer import DecoderLayer, DecoderLayerSubmodules
 from mtrain.mcore.layers.portable import gelu_tanh
+from mtrain.models.llava.config import LlavaConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,

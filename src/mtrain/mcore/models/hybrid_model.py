@@ -21,15 +21,28 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config.engine import release
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SOFTMAX, SPARSE
 from mtrain.mcore import api
 from mtrain.mcore.layers.attention_spec import attention_spec
 from mtrain.mcore.layers.backend import mlp_spec
-from mtrain.mcore.layers.decoder_layer import DecoderLayer, DecoderLayerSubmodules, leave_in_bf16
+from mtrain.mcore.layers.decoder_layer import (
+    DecoderLayer,
+    DecoderLayerSubmodules,
+    leave_in_bf16,
+)
 from mtrain.mcore.layers.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 from mtrain.mcore.layers.operands import feed_norm
 from mtrain.mcore.layers.portable import chosen
 from mtrain.mcore.models.language_model import SummedLosses
+from mtrain.models.hybrid.config import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    MLP,
+    SOFTMAX,
+    SPARSE,
+)
 
 UNIFIED = release.at_least(0, 19)
 """Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which

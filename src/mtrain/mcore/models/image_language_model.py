@@ -16,10 +16,10 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.mcore.layers.backend import Provider
 from mtrain.mcore.models.clip import Projector, VisionTower, projector_config, vision_config
 from mtrain.mcore.models.language_model import LanguageModel
+from mtrain.models.llava.config import LlavaConfig
 
 
 class ImageLanguageModel(LanguageModel):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.layout.owners import owners
+from mtrain.layout.grid import owners
 from mtrain.mcore.adapter.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line

@@ -13,8 +13,8 @@ BIAS_COLUMNS = 8
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: before the layers, each layer, behind
-    them.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()

@@ -21,7 +21,7 @@ from mtrain.mcore.models.language_model import LanguageModel
 
 
 def embedding_scale(model: ModelConfig) -> float | None:
-    """What the embeddings of tokens are multiplied by; None: nothing."""
+    """Return the factor on the embeddings of tokens; None: no factor."""
     by_width = model.hidden_size**0.5 if model.scale_embedding else None
     if model.mup is None or model.mup.embedding_mult == 1:
         return by_width

@@ -61,7 +61,7 @@ def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
     }
 
     def queries_smaller(rows: torch.Tensor) -> torch.Tensor:
-        """Of queries, keys and values, which take turns head by head."""
+        """Return the factors of queries, keys and values, which are interleaved by head."""
         return torch.where(rows // head % 3 == 0, head**-0.5, 1.0)
 
     for name, parameter in made.named_parameters():

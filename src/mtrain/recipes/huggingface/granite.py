@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.hf_hybrid import BASE, NO_BOUND, OF_BOTH, WORDS, own
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.models.hybrid.hf_config import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.families import COMMON
 from mtrain.recipes.huggingface.readers import mixtral_experts

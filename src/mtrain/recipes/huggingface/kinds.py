@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mtrain.config import families
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes import hf_llava
-from mtrain.recipes.hf_bert import BERT, MEGATRON_BERT
-from mtrain.recipes.hf_hybrid import MAMBA2, NEMOTRON_H
-from mtrain.recipes.hf_t5 import T5
 from mtrain.recipes.huggingface import deepseek_v32, nemotron, qwen3_next
 from mtrain.recipes.huggingface.config_file import Kind
 from mtrain.recipes.huggingface.families import FAMILIES
@@ -46,6 +43,15 @@ def _mistral(model: ModelConfig) -> str:
     return DECODERS["mistral"] if model.window_attn_skip_freq is None else "MinistralForCausalLM"
 
 
+def _of_families() -> dict[str, Kind]:
+    """Return the kinds of `config.json` in the folder of each family, by `model_type`."""
+    found: dict[str, Kind] = {}
+    for name in families.configs():
+        if families.has(name, "hf_config"):
+            found |= families.part(name, "hf_config", "KINDS", dict)
+    return found
+
+
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
     "mistral": Kind(FAMILIES["mistral"], WRITERS["mistral"], _mistral),
@@ -54,12 +60,7 @@ KINDS: dict[str, Kind] = {
     ),
     "qwen3_next": Kind(qwen3_next.QWEN3_NEXT, qwen3_next.writes, _always("Qwen3NextForCausalLM")),
     "nemotron": Kind(nemotron.READS, nemotron.writes, _always("NemotronForCausalLM")),
-    "bert": BERT,
-    "megatron-bert": MEGATRON_BERT,
-    "t5": T5,
-    "mamba2": MAMBA2,
-    "nemotron_h": NEMOTRON_H,
+    **_of_families(),
     "granitemoehybrid": GRANITE,
-    "llava": Kind(hf_llava.READS, hf_llava.writes, _always("LlavaForConditionalGeneration")),
 }
 """`model_type` -> its rules to read and write it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 from mtrain.recipes.megatron.entries import spelled
 

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.bert import BertConfig
+from mtrain.config.rules.families import of_family
 from mtrain.config.rules.finding import Change, Finding
-from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.rule import Code
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 
 FEWEST_IDS = 1024
 """Of a tokenizer that is worth training."""
 IDS = ("mask_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+OWN_IDS = [f"model.bert.{name}" for name in IDS]
 
 
-def _own(run: RunConfig) -> BertConfig | None:
-    """The section of the family, where the model is of it."""
-    return run.model.bert if run.model.family == "bert" else None
-
-
-@rule(
+@of_family(
+    "bert",
     Code("MT250", example="model=bert_tiny model.bert.mask_token_id=70000"),
-    reads=" ".join(("model.family", "model.vocab_size", *(f"model.bert.{name}" for name in IDS))),
+    reads=" ".join(("model.vocab_size", *OWN_IDS)),
 )
-def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
+def special_tokens_are_ids_of_their_own(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
     """Each special token is a token of the vocabulary, and no two are the same."""
-    b = _own(run)
     vocab = run.model.vocab_size
     taken = dict[int, str]()
-    if b is None:
-        return
     for name in IDS:
         token = getattr(b, name)
         if token is None:
@@ -49,18 +44,15 @@ def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
         taken.setdefault(token, path)
 
 
-@rule(
+@of_family(
+    "bert",
     Code("MT251", example="model=bert_tiny data.seq_length=4"),
     reads=(
-        "model.family data.seq_length model.bert.next_sentence model.bert.cls_token_id"
-        " model.bert.sep_token_id"
+        "data.seq_length model.bert.next_sentence model.bert.cls_token_id model.bert.sep_token_id"
     ),
 )
-def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
-    """A sample has text beside its special tokens, in each of its sentences."""
-    b = _own(run)
-    if b is None:
-        return
+def special_tokens_leave_room_for_text(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
+    """A sample has text next to its special tokens, in each of its sentences."""
     least = b.added() + (4 if b.next_sentence else 2)
     if run.data.length < least:
         rule = (
@@ -71,14 +63,14 @@ def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT251", "data.seq_length", rule, fixes)
 
 
-@rule(
+@of_family(
+    "bert",
     Code("MT252", example="model=bert_tiny model.bert.type_vocab_size=1"),
-    reads="model.family model.bert.type_vocab_size model.bert.next_sentence",
+    reads="model.bert.type_vocab_size model.bert.next_sentence",
 )
-def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
-    """Two sentences are told apart by two kinds of tokens."""
-    b = _own(run)
-    if b is not None and b.next_sentence and b.type_vocab_size < 2:
+def two_sentences_have_two_kinds(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
+    """Two sentences have two kinds of tokens."""
+    if b.next_sentence and b.type_vocab_size < 2:
         rule = "next_sentence has a sentence of kind 0 and one of kind 1"
         fixes: tuple[Change, ...] = (
             {"model.bert.type_vocab_size": 2},
@@ -87,7 +79,8 @@ def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT252", "model.bert.type_vocab_size", rule, fixes)
 
 
-@rule(
+@of_family(
+    "bert",
     Code(
         "MT253",
         severity="warning",
@@ -95,25 +88,18 @@ def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=" ".join(
         (
-            *(
-                "model.family",
-                "data.kind",
-                "data.tokenizer",
-                "data.tokenizer_vocab_size",
-                "model.vocab_size",
-            ),
-            *(f"model.bert.{name}" for name in IDS),
+            "data.kind data.tokenizer data.tokenizer_vocab_size model.vocab_size",
+            *OWN_IDS,
         )
     ),
 )
-def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
+def special_tokens_are_no_text(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
     """The ids of a tokenizer that is trained here are all of text: a special token is
     another one.
     """
-    b = _own(run)
     d = run.data
     vocab = run.model.vocab_size
-    if b is None or d.kind != "text" or d.tokenizer is not None:
+    if d.kind != "text" or d.tokenizer is not None:
         return
     lowest = min(b.special_ids)
     for last, name in enumerate(IDS, 1):

@@ -1,12 +1,12 @@
-"""`model.bert`: what an encoder that is trained on masked tokens (BERT, Devlin et al.
-
-2018) has beside its layers.
+"""`model.bert`: the keys of an encoder that is trained on masked tokens (BERT, Devlin et al. 2018),
+and its limits.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config.families import NO_ADAPTERS, FamilyConfig, Limit, absent
 from mtrain.config.schema.base import Effect, Key, NonNegativeInt, Section, Width
 
 
@@ -53,11 +53,57 @@ class BertConfig(Section):
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Return tokens that are never chosen."""
+        """Return the tokens that are never chosen."""
         named = (self.mask_token_id, self.cls_token_id, self.sep_token_id, self.pad_token_id)
         return tuple(token for token in named if token is not None)
 
     def added(self) -> int:
-        """Special tokens that a sample has beside its text."""
+        """Return the number of special tokens in a sample."""
         sentences = 2 if self.next_sentence else 1
         return (self.cls_token_id is not None) + sentences * (self.sep_token_id is not None)
+
+
+_NOT_BERT = "is no part of BERT"
+_WHOLE = "a token of an encoder sees all others, and samples are whole windows"
+LIMITS = (
+    Limit(
+        "model.norm_placement",
+        ("post_residual", "pre"),
+        "BERT has its norms on the sum with the residual stream, and Megatron's BERT before"
+        " attention and MLP",
+    ),
+    Limit("model.normalization", ("LayerNorm",), "BERT's norms have a mean and a bias"),
+    Limit("model.activation", ("gelu", "gelu_tanh"), "BERT's MLP and its head have a gelu"),
+    Limit(
+        "model.position_embedding_type",
+        ("learned_absolute",),
+        "BERT adds an embedding of each position",
+    ),
+    Limit("model.add_bias_linear", (True,), "every linear layer of BERT has a bias"),
+    Limit(
+        "model.tie_word_embeddings", (True,), "BERT's output layer shares the embedding's weights"
+    ),
+    *absent(None, "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling", _NOT_BERT),
+    *absent(None, "rope_scaling_factor window_size linear_attention mup softmax_scale", _NOT_BERT),
+    *absent(None, "attn_logit_softcapping final_logit_softcapping", _NOT_BERT),
+    *absent(False, "parallel_residual add_qkv_bias qk_layernorm qk_l2_norm", _NOT_BERT),
+    *absent(
+        False, "scale_embedding layernorm_zero_centered_gamma attention_output_gate", _NOT_BERT
+    ),
+    *absent("vanilla", "softmax_type", _NOT_BERT),
+    NO_ADAPTERS,
+    Limit(
+        "parallel.cp",
+        (1,),
+        "the sequence of an encoder is not sharded over ranks: its first token is pooled",
+    ),
+    Limit("parallel.hybrid_context_parallel", (False,), _WHOLE),
+    Limit("data.packed", (False,), _WHOLE),
+    Limit("trainer.sample_tokens", (0,), "it continues no text"),
+)
+
+CONFIG = FamilyConfig(
+    section=BertConfig,
+    about="The family bert: masked tokens, token types and heads; null: another family.",
+    limits=LIMITS,
+)

@@ -1,9 +1,9 @@
-"""What is alive at each moment of a micro-batch's forward and backward, from the operations of its
-graphs.
+"""Liveness: the tensors that are alive at each moment of a micro-batch's forward and backward, from
+the operations of its graphs.
 
-At an operation there is what autograd keeps, what was made again, the gradients of tensors between
-the operation that made them and those that read them, and what the operation itself needs for a
-moment.
+At an operation these are the tensors that autograd keeps, those that were recomputed, the gradients
+of tensors between the operation that made them and those that read them, and the operation's own
+transient memory.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ class Moment(NamedTuple):
     """Bytes in a backward."""
 
     held: int
-    """More or less than it began with that autograd keeps, or that was made again."""
-    beside: int
-    """Gradients on their way, and what an operation needs for a moment."""
+    """Saved and recomputed tensors, relative to the start of the backward."""
+    transient: int
+    """Gradients that are alive, and the transient memory of an operation."""
 
 
 class Rises(NamedTuple):
-    """Of a whole backward."""
+    """The peaks of a whole backward."""
 
     end: int
-    """Bytes more or less than it began with."""
+    """Bytes at the end, relative to the start."""
     most: int
-    """The most that is held on the way."""
+    """The highest `held` of its moments."""
     peak: Moment
-    """Where there is the most of all."""
+    """The moment with the highest sum."""
 
 
 class Gradients:
-    """Those that are alive between two operations of a backward."""
+    """The gradients that are alive between two operations of a backward."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._of: dict[Tensor, Tensor] = {}
-        """Of what, and the one whose memory it is."""
+        """Tensor -> the tensor whose memory its gradient uses."""
         self._users: Counter[Tensor] = Counter()
         self._pinned: dict[Tensor, Tensor] = {}
 
     def around(self, op: Op) -> int:
-        """Return bytes while the backward of `op` has made its own."""
+        """Return the bytes after the backward of `op` made its gradients, before it releases
+        any.
+        """
         for tensor in op.gives:
             if tensor not in self._of:
                 self._hold(tensor, tensor)
@@ -54,8 +56,8 @@ class Gradients:
         gone = (self._of[t] for t in op.gives) if op.spent else ()
         return self.bytes + own - size(t for t in gone if self._users[t] == 1)
 
-    def behind(self, op: Op) -> None:
-        """It is done."""
+    def advance(self, op: Op) -> None:
+        """Advance past the backward of `op`."""
         handed = self._of[op.gives[0]] if op.passes else None
         for tensor in op.reads:
             if tensor not in self._of and not tensor.constant:  # else it is added to
@@ -66,14 +68,14 @@ class Gradients:
             self.bytes -= 0 if self._users[owner] else owner.bytes
 
     def pin(self, tensor: Tensor) -> None:
-        """That of `tensor` stays until it is let go."""
+        """Keep the gradient of `tensor` until `release`."""
         if tensor not in self._of:
             self._hold(tensor, tensor)
         owner = self._pinned[tensor] = self._of[tensor]
         self._users[owner] += 1
 
-    def let_go(self, tensor: Tensor) -> None:
-        """It need not stay."""
+    def release(self, tensor: Tensor) -> None:
+        """Release the gradient of `tensor`."""
         owner = self._pinned.pop(tensor)
         self._users[owner] -= 1
         self.bytes -= 0 if self._users[owner] else owner.bytes
@@ -85,8 +87,10 @@ class Gradients:
 
 
 def backward(g: Graph) -> Iterator[Moment]:
-    """Of a backward, step by step, from what was kept before it; without what a loss keeps."""
-    first, made = _lives(g)
+    """Yield the moments of a backward, from the saved tensors before it; without those of a
+    loss.
+    """
+    first, made = _last_uses(g)
     freed: dict[int, list[Tensor]] = {}
     for tensor, number in first.items():
         freed.setdefault(number, []).append(tensor)
@@ -108,19 +112,19 @@ def backward(g: Graph) -> Iterator[Moment]:
             for tensor in outputs[block.begin]:
                 gradients.pin(tensor)
         yield Moment(held, gradients.around(op) + op.works + given)
-        gradients.behind(op)
+        gradients.advance(op)
         if not op.name.endswith("loss"):
             held -= size(freed.get(number, ()))
         if number in outputs:
             given = 0
             for tensor in outputs[number]:
-                gradients.let_go(tensor)
+                gradients.release(tensor)
     yield Moment(held, gradients.bytes)
 
 
-def _lives(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
-    """Of each tensor the operation whose backward is the last that needs it; and what is made
-    again, and where.
+def _last_uses(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
+    """Return for each tensor the last operation whose backward needs it; and the tensors that are
+    recomputed, by operation.
     """
     kept = g.kept()
     first = dict[Tensor, int]()
@@ -137,7 +141,7 @@ def _lives(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
 
 
 def _outputs(g: Graph, block: Block) -> list[Tensor]:
-    """What operations that are computed again give to others."""
+    """Return the outputs of recomputed operations that others read."""
     inside = g.ops[block.begin : block.end]
     read = {tensor for op in inside for tensor in op.reads}
     behind = {tensor for op in g.ops[block.end :] for tensor in op.reads}
@@ -147,13 +151,13 @@ def _outputs(g: Graph, block: Block) -> list[Tensor]:
 
 
 def forward(g: Graph) -> int:
-    """Of a forward, at its highest: bytes more than what is kept of all of it, 0 at least."""
+    """Return the peak transient bytes of a forward, on top of all its saved tensors; at least 0."""
     return _forward(g, Block(0, len(g.ops)), g.kept())
 
 
 def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
-    """Of some operations: what is there for a moment, less what is kept of those that come after
-    it.
+    """Return the peak transient bytes of a block's forward, minus the tensors saved by later
+    operations.
     """
     ops = g.ops[block.begin : block.end]
     last = {memory(t): number for number, op in enumerate(ops) for t in (*op.reads, *op.gives)}
@@ -177,7 +181,7 @@ def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
 
 
 def rises(g: Graph) -> Rises:
-    """What a backward comes to, beside what it began with."""
+    """Return the peaks of a backward, on top of its start."""
     end = most = 0
     peak = Moment(0, 0)
     for moment in backward(g):
@@ -188,7 +192,7 @@ def rises(g: Graph) -> Rises:
 
 
 def backwards(graphs: Sequence[Graph]) -> Rises:
-    """What backwards come to, from the last graph to the first."""
+    """Return the peaks of several backwards, from the last graph to the first."""
     known: dict[int, Rises] = {}
     now = most = 0
     peak = Moment(0, 0)
@@ -197,14 +201,14 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
             known[id(graph)] = rises(graph)
         found = known[id(graph)]
         most = max(most, now + found.most)
-        peak = max(peak, Moment(now + found.peak.held, found.peak.beside), key=sum)
+        peak = max(peak, Moment(now + found.peak.held, found.peak.transient), key=sum)
         now += found.end
     return Rises(now, most, peak)
 
 
 def forwards(graphs: Sequence[Graph]) -> int:
-    """Return the most bytes, beside what is kept of all of them, that forwards come to, from the
-    first graph to the last.
+    """Return the peak bytes of several forwards, from the first graph to the last, on top of all
+    their saved tensors.
     """
     known: dict[int, tuple[int, int]] = {}
     behind = most = 0

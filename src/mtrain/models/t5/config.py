@@ -1,9 +1,10 @@
-"""`model.t5`: what an encoder-decoder in the manner of T5 has beside the keys of every model."""
+"""`model.t5`: the keys of an encoder-decoder in the manner of T5, and its limits."""
 
 from typing import Annotated
 
 from pydantic import Field
 
+from mtrain.config.families import NO_ADAPTERS, FamilyConfig, Limit, absent
 from mtrain.config.schema.base import (
     Effect,
     Key,
@@ -74,13 +75,13 @@ class T5Config(Section):
 
 
 def spans(t: T5Config, tokens: int) -> tuple[int, int]:
-    """Of a sample of so many tokens, at least 2: how many are left out, and in how many spans."""
+    """Return how many of a sample's tokens, at least 2, are left out, and in how many spans."""
     noise = min(max(round(tokens * t.noise_density), 1), tokens - 1)
     return noise, min(max(round(noise / t.mean_noise_span_length), 1), tokens - noise)
 
 
 def lengths(t: T5Config, tokens: int) -> tuple[int, int]:
-    """What encoder and decoder need for a sample of so many tokens, without padding."""
+    """Return the lengths of encoder and decoder for a sample of so many tokens, without padding."""
     noise, parts = spans(t, tokens)
     return tokens - noise + parts + 1, noise + parts + 1
 
@@ -88,3 +89,48 @@ def lengths(t: T5Config, tokens: int) -> tuple[int, int]:
 def padded(length: int) -> int:
     """Return the least multiple of 8 that holds `length`."""
     return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+_NOT_T5 = "is no part of T5"
+_STAGES = (
+    "megatron-core hands one tensor on from stage to stage, and every layer of a decoder needs that"
+    " of the encoder too"
+)
+_DRAWN = "model.t5.initializer_factor says how T5's weights are drawn"
+_WHOLE_PAIRS = "biases by distance and cross attention are made for whole sequences"
+_UNTRIED = "encoder-decoders have weights in 16 or 32 bits"
+LIMITS = (
+    Limit("model.normalization", ("RMSNorm",), "T5's norms have neither a mean nor a bias"),
+    Limit("model.norm_placement", ("pre",), "T5 has its norms before attention and MLP"),
+    Limit("model.position_embedding_type", ("relative",), "T5 has a bias of attention by distance"),
+    Limit("model.softmax_type", ("vanilla",), _NOT_T5),
+    Limit("model.init_method_std", (0.02,), _DRAWN),
+    Limit("model.embedding_init_method_std", (None,), _DRAWN),
+    *absent(False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias", _NOT_T5),
+    *absent(False, "add_mlp_bias qk_layernorm qk_l2_norm scale_embedding", _NOT_T5),
+    *absent(None, "num_query_groups moe mla mtp_num_layers rope_scaling", _NOT_T5),
+    *absent(None, "rope_scaling_factor window_size linear_attention mup", _NOT_T5),
+    *absent(False, "attention_output_gate", _NOT_T5),
+    *absent(None, "attn_logit_softcapping final_logit_softcapping", _NOT_T5),
+    NO_ADAPTERS,
+    Limit("parallel.pp", (1,), _STAGES),
+    Limit("parallel.vpp", (1,), _STAGES),
+    Limit("parallel.cp", (1,), _WHOLE_PAIRS),
+    Limit("parallel.hybrid_context_parallel", (False,), _WHOLE_PAIRS),
+    Limit(
+        "parallel.recompute.method",
+        ("uniform", None),
+        "biases by distance are of all layers: all are computed again",
+    ),
+    Limit("precision.fp8", (None,), _UNTRIED),
+    Limit("precision.fp4", (None,), _UNTRIED),
+    Limit("data.packed", (False,), "spans are left out of whole windows"),
+    Limit("data.eod_mask_loss", (False,), "every token that is left out counts"),
+    Limit("trainer.sample_tokens", (0,), "it continues no text"),
+)
+
+CONFIG = FamilyConfig(
+    section=T5Config,
+    about="The family t5: an encoder-decoder that fills in spans; null: another family.",
+    limits=LIMITS,
+)

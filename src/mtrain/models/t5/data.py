@@ -1,11 +1,10 @@
-"""What an encoder-decoder learns from samples: to fill in spans that were left out, which is span
-corruption (arXiv:1910.10683, 3.1.4).
+"""The objective of an encoder-decoder: span corruption (arXiv:1910.10683, 3.1.4).
 
-Of a sample of n tokens as many as `model.t5.noise_density` says are left out, in spans of a mean
-length. The encoder reads the sample with a sentinel in place of each span; the decoder predicts
-each sentinel and the tokens of its span. Both end with `end_id`. How many tokens and spans are left
-out does not depend on the sample, so that both lengths are fixed; which ones is drawn from the
-seed, the split and the number of the sample alone.
+The share `model.t5.noise_density` of a sample's tokens is left out, in spans of a mean length. The
+encoder reads the sample with a sentinel in place of each span; the decoder predicts each sentinel
+and the tokens of its span. Both end with `end_id`. The number of tokens and spans that are left out
+does not depend on the sample, so both lengths are fixed; which ones depends only on the seed, the
+split and the number of the sample.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import T5Config, lengths, spans
 from mtrain.data import Splits
-from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.permute import keys, mix64
+from mtrain.models.t5.config import T5Config, lengths, spans
 from mtrain.models.t5.count import section
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -33,7 +32,7 @@ class SpanBatch(MicroBatch):
     """bool [b, t]: False where that is padding."""
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     t = section(run.model)
     first = run.model.vocab_size - 1 if t.first_sentinel is None else t.first_sentinel
@@ -80,8 +79,8 @@ class Spans:
         )
 
     def noisy(self, number: int) -> np.ndarray:
-        """Which tokens of a sample are left out: bool [tokens], a function of the number of the
-        sample.
+        """Return which tokens of a sample are left out, bool [tokens], as a function of the
+        sample's number.
 
         Tokens that stay and tokens that are left out take turns, both in as many parts as there are
         spans, and every way to cut them is as likely as any other.
@@ -94,8 +93,8 @@ class Spans:
         return np.repeat(np.tile([False, True], self.spans), lengths)
 
     def split(self, window: np.ndarray, noisy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the encoder reads of a sample and what the decoder predicts, int64,
-        without padding.
+        """Return the encoder's input and the decoder's labels of a sample, int64, without
+        padding.
         """
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 
@@ -111,7 +110,7 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Return lengths of `count` parts of len(words) + 1 things in a row, each at least one;
+    """Return the lengths of `count` parts of len(words) + 1 things in a row, each at least one;
     int64 [count].
     """
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config.families import NO_ADAPTERS, NO_NORMS_ON_SUMS, FamilyConfig, Limit
 from mtrain.config.schema.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
 
 Frozen = Literal["vision", "projector", "language"]
@@ -47,7 +48,7 @@ class LlavaConfig(Section):
         default=(), strict=False
     )
     """Parts whose weights stay as they are, without gradient and optimizer state: [vision,
-    language] where the projector alone is trained (LLaVA's first stage), [vision] in its second.
+    language] where only the projector is trained (LLaVA's first stage), [vision] in its second.
     """
 
     @property
@@ -57,21 +58,21 @@ class LlavaConfig(Section):
 
     @property
     def used_layers(self) -> int:
-        """Return layers of the vision tower in front of its features."""
+        """Return the layers of the vision tower up to its features."""
         if self.feature_layer >= 0:
             return self.feature_layer
         return self.vision_layers + 1 + self.feature_layer
 
     @property
     def unused_layers(self) -> int:
-        """Return layers behind them."""
+        """Return the layers after the features."""
         return self.vision_layers - self.used_layers
 
     # the tower's attention in the words of `model`, by which its weights are rearranged
 
     @property
     def num_attention_heads(self) -> int:
-        """Return heads of the vision tower."""
+        """Return the heads of the vision tower."""
         return self.vision_heads
 
     @property
@@ -81,5 +82,45 @@ class LlavaConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """Return width of one of its heads."""
+        """Return the width of one of its heads."""
         return self.vision_hidden_size // self.vision_heads
+
+
+_LLAMA = "LLaVA-1.5's language model is a Llama"
+_IMAGES = "the sequence is not sharded over ranks: an image may lie in the parts of two"
+LIMITS = (
+    NO_NORMS_ON_SUMS,
+    NO_ADAPTERS,
+    Limit("model.moe", (None,), f"{_LLAMA}, without experts"),
+    Limit("model.mla", (None,), f"{_LLAMA}, without MLA"),
+    Limit("model.linear_attention", (None,), f"{_LLAMA}, with softmax attention"),
+    Limit("model.mup", (None,), f"{_LLAMA}, and a vision tower has a width of its own"),
+    Limit("model.attention_output_gate", (False,), f"{_LLAMA}, whose attention has no gate"),
+    Limit(
+        "model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"
+    ),
+    Limit(
+        "model.scale_embedding",
+        (False,),
+        f"{_LLAMA}; the scale would not be that of patch features",
+    ),
+    Limit("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),
+    Limit("parallel.cp", (1,), _IMAGES),
+    Limit("parallel.hybrid_context_parallel", (False,), _IMAGES),
+    Limit(
+        "parallel.fsdp",
+        ("none",),
+        "weights that are not trained, such as those of layers behind the features, cannot be"
+        " sharded by FSDP; parallel.distributed_optimizer=true shards the state of the others",
+        (("parallel.fsdp_sharding", None),),
+    ),
+    Limit("data.packed", (False,), "a sample is one text with its images, and is padded"),
+    Limit("data.eod_mask_loss", (False,), "a sample is one text, and nothing follows its end"),
+    Limit("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
+)
+
+CONFIG = FamilyConfig(
+    section=LlavaConfig,
+    about="The family llava: vision tower and projector; null: another family.",
+    limits=LIMITS,
+)

@@ -1,17 +1,17 @@
-"""What a decoder-only transformer learns from samples: the next token, over documents apart where
-they are packed, and of chats what is learned of them.
+"""The objective of a decoder-only transformer: the next token, within documents where they are
+packed, and of chats the parts that are trained.
 """
 
 from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
-from mtrain.data.batch import Form, Packing, next_token
+from mtrain.data.batch import Collator, Packing, next_token
 from mtrain.data.chat_batch import of_chats, of_documents
 from mtrain.data.fim import FillInTheMiddle
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     source = getattr(splits, part)
     data = run.data

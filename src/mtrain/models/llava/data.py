@@ -1,6 +1,4 @@
-"""What LLaVA learns from a sample: the next token of a text, from images and the tokens
-before it.
-"""
+"""The objective of LLaVA: the next token of a text, from images and the tokens before it."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ from typing import cast
 import numpy as np
 import torch
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
-from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.records import IMAGE, NOTHING
 from mtrain.errors import CorruptData
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.count import of
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits, with `images` float32 [images, 3, size,
     size].
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.recipes.huggingface.classes import class_of
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.families import FAMILIES
 from mtrain.recipes.huggingface.writers import WRITERS
 
@@ -100,7 +100,7 @@ def _merge(f: ConfigFile, key: str, inner: ConfigFile) -> None:
 
 
 def language(f: ConfigFile) -> None:
-    """The language model, a Llama. Its embeddings are tied where either object says so."""
+    """Read the language model, a Llama. Its embeddings are tied where either object says so."""
     text = _inner(f, "text_config", _TEXT, "llama", {})
     for more in _TEXT.more:
         more(text)
@@ -114,7 +114,7 @@ def language(f: ConfigFile) -> None:
 
 
 def tower(f: ConfigFile) -> None:
-    """The vision tower, CLIP's."""
+    """Read the vision tower, CLIP's."""
     vision = _inner(f, "vision_config", _VISION, "clip_vision_model", _TOWER)
     _activation(vision, "hidden_act", "model.llava.vision_activation")
     vision.must("num_channels", (3,), f"{_NUMBERS}images have three channels")
@@ -128,7 +128,7 @@ def tower(f: ConfigFile) -> None:
 
 
 def join(f: ConfigFile) -> None:
-    """Which features are taken, how they are projected, and where they stand."""
+    """Read which features are taken, how they are projected, and where they stand."""
     layer = f.get("vision_feature_layer")
     if isinstance(layer, list) and len(layer) == 1:
         layer = layer[0]
@@ -170,7 +170,7 @@ READS = Family(
 
 
 def writes(m: ModelConfig) -> Json:
-    """What such a file says of a model, beyond the keys that are copied."""
+    """Return the keys of a `config.json` for a model, without those that are copied."""
     own = m.llava
     if own is None:
         raise ValueError("the model has no vision tower")
@@ -195,3 +195,6 @@ def writes(m: ModelConfig) -> Json:
 
 def _word(activation: str) -> Any:
     return next(theirs for theirs, ours in _PROJECTOR_WORDS.items() if ours == activation)
+
+
+KINDS = {"llava": Kind(READS, writes, lambda model: "LlavaForConditionalGeneration")}

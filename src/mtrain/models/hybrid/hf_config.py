@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP, HybridConfig
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.families import COMMON
 
@@ -78,7 +78,7 @@ def _mamba2(f: ConfigFile) -> None:
         f.refuse(
             "time_step_limit",
             "not supported",
-            "changes the numbers: time steps have a lower bound alone",
+            "changes the numbers: time steps have only a lower bound",
         )
     if width != heads * f.number("head_dim"):
         f.refuse(
@@ -128,7 +128,7 @@ MAMBA2_READS = Family(
 
 
 def _pattern(f: ConfigFile) -> str:
-    """Return the letters of all layers, from either way to say them."""
+    """Return the letters of all layers, from either spelling."""
     said = f.get("hybrid_override_pattern")
     listed = f.get("layers_block_type")
     f.read.add("num_hidden_layers")
@@ -357,5 +357,7 @@ def _writes_nemotron(m: ModelConfig) -> Json:
     }
 
 
-MAMBA2 = Kind(MAMBA2_READS, _writes_mamba2, lambda model: "Mamba2ForCausalLM")
-NEMOTRON_H = Kind(NEMOTRON_READS, _writes_nemotron, lambda model: "NemotronHForCausalLM")
+KINDS = {
+    "mamba2": Kind(MAMBA2_READS, _writes_mamba2, lambda model: "Mamba2ForCausalLM"),
+    "nemotron_h": Kind(NEMOTRON_READS, _writes_nemotron, lambda model: "NemotronHForCausalLM"),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.t5 import T5Config
+from mtrain.models.t5.config import T5Config
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 
@@ -69,8 +69,8 @@ def _activation(f: ConfigFile) -> None:
 
 
 def _ends(f: ConfigFile) -> None:
-    """Whether embeddings are tied, and whether logits are scaled: transformers scales unless a file
-    says untied.
+    """Read whether embeddings are tied and logits scaled: transformers scales unless a file says
+    untied.
 
     A file of transformers 5 says tied in any case; its weights decide.
     """
@@ -130,7 +130,7 @@ _READS = Family(
 
 
 def _writes(m: ModelConfig) -> Json:
-    """What the `config.json` of T5 says of a model, beyond the keys that are copied.
+    """Return the keys of T5's `config.json` for a model, without those that are copied.
 
     Raises:
         ValueError: T5 cannot be so.
@@ -161,4 +161,4 @@ def _writes(m: ModelConfig) -> Json:
     }
 
 
-T5 = Kind(_READS, _writes, lambda model: "T5ForConditionalGeneration")
+KINDS = {"t5": Kind(_READS, _writes, lambda model: "T5ForConditionalGeneration")}

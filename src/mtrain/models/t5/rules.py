@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.rules.families import of_family
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
-from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.rule import Code
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import T5Config, lengths, spans
+from mtrain.models.t5.config import T5Config, lengths, spans
 
-FAMILY = "t5"
 TINY = "model=t5_tiny"
 
 
-def _section(run: RunConfig) -> T5Config | None:
-    return run.model.t5 if run.model.family == FAMILY else None
-
-
-@rule(
+@of_family(
+    "t5",
     Code("MT280", example=f"{TINY} model.t5.encoder_length=16"),
     reads=(
         "model.t5.encoder_length model.t5.decoder_length data.seq_length model.t5.noise_density"
-        " model.t5.mean_noise_span_length parallel.sequence_parallel parallel.tp model.family"
-        " model.t5"
+        " model.t5.mean_noise_span_length parallel.sequence_parallel parallel.tp"
     ),
 )
-def spans_fit_their_sequences(run: RunConfig) -> Iterator[Finding]:
+def spans_fit_their_sequences(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """What is left of a sample, and what is left out of it, fit the lengths of encoder
     and decoder.
     """
-    t = _section(run)
     tokens = run.data.length
     p = run.parallel
-    if t is None:
-        return
     given = (t.encoder_length, t.decoder_length)
     for key, said, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
         path = f"model.t5.{key}_length"
@@ -51,21 +44,19 @@ def spans_fit_their_sequences(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT280", path, rule, (*near, {"parallel.sequence_parallel": False}))
 
 
-@rule(
+@of_family(
+    "t5",
     Code("MT281", example=f"{TINY} model.t5.sentinels=2"),
     reads=(
         "model.t5.sentinels model.t5.first_sentinel model.t5.start_id model.t5.end_id"
         " model.vocab_size data.seq_length model.t5.noise_density model.t5.mean_noise_span_length"
-        " data.kind data.tokenizer data.tokenizer_vocab_size model.family model.t5"
+        " data.kind data.tokenizer data.tokenizer_vocab_size"
     ),
 )
-def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
+def sentinels_stand_for_spans(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """Every span of a sample has a token id of its own, which is no token of the text."""
-    t = _section(run)
     words = run.model.vocab_size
     tokens = run.data.length
-    if t is None:
-        return
     first = words - 1 if t.first_sentinel is None else t.first_sentinel
     last = first - t.sentinels + 1
     for name in ("start_id", "end_id"):
@@ -107,17 +98,14 @@ def sentinels_stand_for_spans(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT281", path, rule, ({path: last},))
 
 
-@rule(
+@of_family(
+    "t5",
     Code("MT282", example=f"{TINY} model.t5.relative_attention_distance=8"),
-    reads=(
-        "model.t5.relative_attention_distance model.t5.relative_attention_buckets model.family"
-        " model.t5"
-    ),
+    reads=("model.t5.relative_attention_distance model.t5.relative_attention_buckets"),
 )
-def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
+def distances_go_beyond_single_ones(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """Half of the groups are single distances, and the others lie between those and the longest."""
-    t = _section(run)
-    if t is not None and t.relative_attention_distance <= t.relative_attention_buckets // 2:
+    if t.relative_attention_distance <= t.relative_attention_buckets // 2:
         single = t.relative_attention_buckets // 2
         path = "model.t5.relative_attention_distance"
         rule = (
@@ -127,7 +115,8 @@ def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT282", path, rule, ({path: 4 * single}, {path: single + 1}))
 
 
-@rule(
+@of_family(
+    "t5",
     Code(
         "MT283",
         example=(
@@ -137,15 +126,14 @@ def distances_go_beyond_single_ones(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=(
         "parallel.recompute.num_layers parallel.recompute.granularity model.t5.decoder_layers"
-        " model.num_layers model.family model.t5"
+        " model.num_layers"
     ),
 )
-def groups_of_recomputed_layers_divide_both_stacks(run: RunConfig) -> Iterator[Finding]:
+def recomputed_groups_of_both_stacks(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """Layers are computed again in whole groups, in the decoder too."""
-    t = _section(run)
     again = run.parallel.recompute
     path = "parallel.recompute.num_layers"
-    if t is None or again.granularity != "full" or again.num_layers is None:
+    if again.granularity != "full" or again.num_layers is None:
         return
     encoder = run.model.num_layers
     decoder = t.decoder_layers or run.model.num_layers
@@ -164,5 +152,5 @@ RULES = (
     spans_fit_their_sequences,
     sentinels_stand_for_spans,
     distances_go_beyond_single_ones,
-    groups_of_recomputed_layers_divide_both_stacks,
+    recomputed_groups_of_both_stacks,
 )

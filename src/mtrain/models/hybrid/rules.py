@@ -7,7 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import (
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.rules.families import of_family
+from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.rules.sharding import NO_CONTEXT
+from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import (
     ABSENT,
     ATTENTION,
     DESCRIBED,
@@ -17,30 +23,20 @@ from mtrain.config.hybrid import (
     SOFTMAX,
     HybridConfig,
 )
-from mtrain.config.machine.devices import facts_of
-from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
-from mtrain.config.rules.rule import Code, rule
-from mtrain.config.rules.sharding import NO_CONTEXT
-from mtrain.config.schema.run import RunConfig
 
 TINY = "model=nemotron_h_tiny"
 PATTERN = "model.hybrid.pattern"
 
 
-def _own(run: RunConfig) -> HybridConfig | None:
-    """The section of the family, where the model is of it."""
-    return run.model.hybrid if run.model.family == "hybrid" else None
-
-
-@rule(
+@of_family(
+    "hybrid",
     Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MX*-"),
-    reads=f"model.family {PATTERN}",
+    reads=PATTERN,
 )
-def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
+def every_letter_is_a_layer(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """Each letter of a pattern is one of the layers that there are."""
-    h = _own(run)
-    wrong = sorted({kind for kind in h.pattern if kind not in KINDS}) if h is not None else []
-    if h is None or not wrong:
+    wrong = sorted({kind for kind in h.pattern if kind not in KINDS})
+    if not wrong:
         return
     known = ", ".join(f"{letter} {words}" for letter, words in KINDS.items())
     why = "; ".join(f"{letter}: {ABSENT.get(letter, 'no layer')}" for letter in wrong[:4])
@@ -50,22 +46,23 @@ def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT285", PATTERN, f"{why}; layers are {known}", fixes)
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT286", example=f"{TINY} model.num_layers=8"),
-    reads=f"model.family model.num_layers {PATTERN}",
+    reads=f"model.num_layers {PATTERN}",
 )
-def the_pattern_has_every_layer(run: RunConfig) -> Iterator[Finding]:
+def the_pattern_has_every_layer(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """The pattern has a letter for each layer."""
-    h = _own(run)
     layers = run.model.num_layers
-    if h is not None and len(h.pattern) != layers:
+    if len(h.pattern) != layers:
         rule = f"{len(h.pattern)} letters for model.num_layers {layers}"
         fixes: list[Change] = [{"model.num_layers": len(h.pattern)}]
         fixes += [{PATTERN: h.pattern[:layers]}] if len(h.pattern) > layers else []
         yield Finding("MT286", PATTERN, rule, tuple(fixes))
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT287", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=ME*-"),
     Code(
         "MT288",
@@ -80,14 +77,11 @@ def the_pattern_has_every_layer(run: RunConfig) -> Iterator[Finding]:
             "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}"
         ),
     ),
-    reads=f"model.family model.moe.first_dense_layers {PATTERN}",
+    reads=f"model.moe.first_dense_layers {PATTERN}",
 )
-def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
+def experts_are_where_the_pattern_has_them(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """Layers with experts need a section that describes them, and the section layers."""
-    h = _own(run)
     moe = run.model.moe
-    if h is None:
-        return
     has = EXPERTS in h.pattern
     if has and moe is None:
         dense: Change = {PATTERN: h.pattern.replace(EXPERTS, "-")}
@@ -114,7 +108,8 @@ SECTIONS_OF = {
 OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in paths)
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT269", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
     Code(
         "MT270",
@@ -126,15 +121,12 @@ OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in 
         "megatron-core builds one kind of softmax attention into a model.",
         example=f"{TINY} model.num_layers=4 model.hybrid.pattern=M+*- model.mla={{}}",
     ),
-    reads=f"model.family {PATTERN} {' '.join(OF_ATTENTION)}",
+    reads=f"{PATTERN} {' '.join(OF_ATTENTION)}",
 )
-def attention_is_described(run: RunConfig) -> Iterator[Finding]:
+def attention_is_described(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """Layers of MLA and gated delta nets need a section that describes them, and the section
     layers.
     """
-    h = _own(run)
-    if h is None:
-        return
     described = {
         path: getattr(run.model, path.removeprefix("model.")) is not None for path in OF_ATTENTION
     }
@@ -159,7 +151,7 @@ def attention_is_described(run: RunConfig) -> Iterator[Finding]:
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
         rule = (
-            f"{' beside '.join(several)}: megatron-core builds no model with several kinds of"
+            f"{' and '.join(several)}: megatron-core builds no model with several kinds of"
             " softmax attention"
         )
         yield Finding(
@@ -171,7 +163,9 @@ def attention_is_described(run: RunConfig) -> Iterator[Finding]:
 
 
 def _with_one(pattern: str, several: list[str], kind: str) -> Change:
-    """One kind of softmax attention in the place of several, and no section of the others."""
+    """Return the change to one kind of softmax attention in place of several, without the sections
+    of the others.
+    """
     for other in several:
         pattern = pattern.replace(other, kind)
     unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {
@@ -180,14 +174,14 @@ def _with_one(pattern: str, several: list[str], kind: str) -> Change:
     return {PATTERN: pattern, **dict.fromkeys(sorted(unused))}
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT298", example=f"{TINY} model.hybrid.num_heads=18"),
-    reads="model.family model.hybrid.num_heads model.hybrid.num_groups",
+    reads="model.hybrid.num_heads model.hybrid.num_groups",
 )
-def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
+def groups_divide_mamba_heads(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """Every group of a Mamba-2 mixer has as many heads."""
-    h = _own(run)
-    if h is not None and h.num_heads % h.num_groups:
+    if h.num_heads % h.num_groups:
         legal = divisors(h.num_heads)
         rule = f"{h.num_heads} heads do not divide into {h.num_groups} groups"
         rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
@@ -200,20 +194,20 @@ def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT298", "model.hybrid.num_heads", rule, (*near, *fewer))
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT299", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
     reads=(
-        "model.family parallel.tp model.hybrid.num_groups model.hybrid.num_heads parallel.ranks "
+        "parallel.tp model.hybrid.num_groups model.hybrid.num_heads parallel.ranks "
         "parallel.sequence_parallel"
     ),
 )
-def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
+def tp_divides_mamba_groups(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by
     itself.
     """
-    h = _own(run)
     tp = run.parallel.tp
-    if h is None or not (h.num_groups % tp or h.num_heads % tp):
+    if not (h.num_groups % tp or h.num_heads % tp):
         return
     legal = divisors(math.gcd(h.num_groups, h.num_heads))
     rule = f"{h.num_groups} groups of {h.num_heads} heads do not divide by tp {tp}"
@@ -227,26 +221,17 @@ def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT299", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
 
 
-@rule(
+@of_family(
+    "hybrid",
     Code("MT279", example=f"{TINY} parallel=cp3 data.seq_length=252"),
-    reads=(
-        "model.family parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads"
-        f" {PATTERN}"
-    ),
+    reads=(f"parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads {PATTERN}"),
 )
-def cp_divides_mamba_heads(run: RunConfig) -> Iterator[Finding]:
-    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of one
-    alone.
+def cp_divides_mamba_heads(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of a
+    single one.
     """
-    h = _own(run)
     p = run.parallel
-    if (
-        h is None
-        or p.cp == 1
-        or MAMBA not in h.pattern
-        or h.num_groups % p.tp
-        or h.num_heads % p.tp
-    ):
+    if p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:
         return
     heads = h.num_heads // p.tp
     groups = h.num_groups // p.tp

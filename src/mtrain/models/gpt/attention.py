@@ -8,15 +8,16 @@ from typing import Any
 
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
-from mtrain.models.gpt.indexer import indexer
 from mtrain.models.gpt.linear_attention import gated_delta_net
-from mtrain.models.graph import FP32, Graph, Tensor
+from mtrain.models.graph import FP32, Exchange, Graph, Product, Tensor
 from mtrain.models.parts import WRITTEN_OUT, column, norm, row, whole
 from mtrain.models.rank import Rank
 
 
 def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) -> Tensor:
-    """What a layer's attention adds to the residual stream, from its normed input."""
+    """Add the attention of a layer; return what it adds to the residual stream, from its normed
+    input.
+    """
     if r.model.is_linear(layer):
         return gated_delta_net(g, r, x)
     return (_latent if r.model.mla else _standard)(g, r, x, layer, causal)
@@ -96,7 +97,7 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
 
 
 def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
-    """Return a norm without weight, written out in fp32."""
+    """Add a norm without weight, unfused in fp32."""
     size = r.tokens * heads * r.model.head_dim
     y = Tensor(size * r.element)
     keeps = [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
@@ -105,10 +106,8 @@ def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
 
 
 def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) -> Tensor:
-    """Return rotary positions: tables of sines and cosines are kept, not what they are multiplied
-    with.
-    """
-    if r.plain("rope") and not r.wide:
+    """Add rotary positions: tables of sines and cosines are saved, not the operands."""
+    if r.words["rope"] == "reference" and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
     else:
         by_halves = r.words["rope"] == "cpu" and r.wide
@@ -132,10 +131,8 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Return elements that are read and written for a token and a head.
-
-    In one kernel a query is turned where it lies, and keys and values are taken from what both were
-    made in; else all are put together once more.
+    """Return the elements that rotary positions of latents read and write for a token and a
+    head.
     """
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     if r.plain("rope"):
@@ -190,3 +187,86 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     out = core_attention(g, r, heads)
     g.discard(q, k, v, when=again)
     return row(g, r, f"{place}.linear_proj", out, n * mla.v_head_dim, h)
+
+
+MOST_SCORES = 1 << 24
+"""As in `mtrain.mcore.sparse_index`: so many scores are held at once."""
+PASSES = 8
+"""Times that scores, or attention to be like, are read or written where a part of the queries is
+chosen for.
+"""
+
+
+def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
+    """Add the indexer, which reads the input of MLA and its normed latent queries; every
+    tensor-parallel rank computes all of it.
+    """
+    dsa = r.model.dsa
+    mla = r.model.mla
+    t = r.tokens
+    a = r.element
+    assert dsa is not None
+    assert mla is not None
+    heads = dsa.indexer_n_heads
+    width = dsa.indexer_head_dim
+    rank = mla.q_lora_rank or 0
+    hidden = r.model.hidden_size
+    exchanges = []
+    if r.layout.sequence_parallel:
+        x = Tensor(t * hidden * a)
+        latent = Tensor(t * rank * a)
+        exchanges = [Exchange("tp", "gather", x.bytes + latent.bytes)]
+    for name, source, inputs, outputs in (
+        ("linear_wq_b", latent, rank, heads * width),
+        ("linear_wk", x, hidden, width),
+        ("linear_weights_proj", x, hidden, heads),
+    ):
+        # what is read has no gradient, as what is multiplied with a frozen weight has a part of it
+        # only
+        g.add(
+            f"indexer.{name}",
+            [source],
+            [Product(t, outputs, inputs)],
+            exchanges=exchanges,
+            factors="frozen",
+        )
+        exchanges = []
+    wide = Tensor(t * width * FP32)
+    sizes = [t * FP32, t * FP32, *([] if r.wide else [width * FP32] * 2)]
+    g.add("indexer.k_norm", [wide, *map(Tensor, sizes)], moved=4 * wide.bytes)
+    tables = [Tensor(r.length * r.model.rotary_dim * a) for _ in range(4)]
+    g.add("indexer.rotary", tables, moved=2 * t * (heads + 1) * width * a)
+    _scores(g, r, h)
+
+
+def _scores(g: Graph, r: Rank, h: Heads) -> None:
+    """Choice, loss and its gradient, which is all that is kept."""
+    dsa = r.model.dsa
+    t = r.tokens
+    a = r.element
+    b = r.samples
+    s = r.length
+    assert dsa is not None
+    heads = dsa.indexer_n_heads
+    width = dsa.indexer_head_dim
+    gradient = [Tensor(t * size * a) for size in (heads * width, width, heads)]
+    pairs = Product(s, s, width, b * heads)
+    sums = [Exchange("tp", "reduce", b * s * s * FP32)] * (r.layout.tp > 1)
+    needs = PASSES // 2 * min(MOST_SCORES, b * s * s * max(heads, h.n)) * FP32
+    # a backward's products are made with the forward's: as many in all
+    g.add(
+        "indexer.scores",
+        gradient,
+        [pairs],
+        moved=PASSES * b * s * s * heads * FP32,
+        factors="activations",
+    )
+    target = Product(s, s, h.width, b * h.n)
+    g.add(
+        "indexer.loss",
+        [],
+        [target],
+        moved=PASSES * b * s * s * h.n * FP32,
+        exchanges=sums,
+        needs=needs,
+    )

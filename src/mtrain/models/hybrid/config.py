@@ -1,11 +1,10 @@
-"""`model.hybrid`: what a decoder of Mamba-2 layers, attention and MLPs has beside the keys of every
-model.
-"""
+"""`model.hybrid`: the keys of a decoder of Mamba-2 layers, attention and MLPs, and its limits."""
 
 from typing import Annotated
 
 from pydantic import Field
 
+from mtrain.config.families import FamilyConfig, Limit, absent
 from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
 MAMBA = "M"
@@ -94,8 +93,45 @@ class HybridConfig(Section):
     Granite 4 H Micro).
     """
 
+    def is_delta(self, index: int) -> bool:
+        """Return whether layer `index` (from 0) is a gated delta net."""
+        return self.kind(index) == DELTA
+
     def kind(self, index: int) -> str:
-        """Return the letter of layer `index` (from 0); empty behind the end of a pattern that is
-        too short.
+        """Return the letter of layer `index` (from 0); empty after the end of a pattern that is too
+        short.
         """
         return self.pattern[index : index + 1]
+
+
+_NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"
+_STATES = (
+    "mixers exchange their heads among the ranks of parallel.cp, not among those of each document"
+)
+LIMITS = (
+    Limit("model.norm_placement", ("pre",), "each layer of a hybrid has its norm in front"),
+    Limit(
+        "model.position_embedding_type",
+        ("none", "rope", "learned_absolute"),
+        "a bias of attention by distance is of the family t5",
+    ),
+    Limit("model.softmax_type", ("vanilla",), _NOT_HYBRID),
+    *absent(False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias", _NOT_HYBRID),
+    *absent(False, "add_mlp_bias scale_embedding qk_l2_norm rotary_interleaved", _NOT_HYBRID),
+    *absent(None, "mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq", _NOT_HYBRID),
+    *absent(None, "rotary_base_local window_size mup", _NOT_HYBRID),
+    *absent(None, "attn_logit_softcapping final_logit_softcapping", _NOT_HYBRID),
+    Limit("parallel.hybrid_context_parallel", (False,), _STATES),
+    Limit(
+        "precision.fp8_recipe",
+        (None, "tensorwise", "blockwise"),
+        "linear layers of hybrids are tried only with ours",
+    ),
+    Limit("precision.fp4", (None,), "hybrids have weights in 8, 16 or 32 bits"),
+)
+
+CONFIG = FamilyConfig(
+    section=HybridConfig,
+    about="The family hybrid: a pattern of layers, and Mamba-2 mixers; null: another family.",
+    limits=LIMITS,
+)

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 from mtrain.config.compose.paths import names_near, user_path
 from mtrain.config.disk.files import WHICH, records_of
-from mtrain.config.llava import LlavaConfig
+from mtrain.config.families import ships
+from mtrain.config.rules.families import of_family
 from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.llava.config import LlavaConfig
 
 
-def _own(run: RunConfig) -> LlavaConfig | None:
-    """The section of the family, where the model is of it."""
-    return run.model.llava if run.model.family == "llava" else None
-
-
-@rule(
+@of_family(
+    "llava",
     Code("MT271", example="model=llava_tiny model.llava.patch_size=64"),
     Code(
         "MT272",
@@ -30,15 +28,12 @@ def _own(run: RunConfig) -> LlavaConfig | None:
         example="model=llava_tiny model.llava.feature_layer=-9",
     ),
     reads=(
-        "model.family model.llava.patch_size model.llava.image_size model.llava.vision_heads "
+        "model.llava.patch_size model.llava.image_size model.llava.vision_heads "
         "model.llava.vision_hidden_size model.llava.feature_layer model.llava.vision_layers"
     ),
 )
-def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
+def tower_can_be_built(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """An image has a patch at least."""
-    own = _own(run)
-    if own is None:
-        return
     if own.patch_size > own.image_size:
         rule = f"an image of {own.image_size} pixels has no patch of {own.patch_size}"
         sizes = [n for n in divisors(own.image_size) if n < own.image_size][-2:]
@@ -69,15 +64,15 @@ def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT273", "model.llava.feature_layer", rule, fixes)
 
 
-@rule(
+@of_family(
+    "llava",
     Code("MT274", example="model=llava_tiny model.llava.image_token_id=5000"),
-    reads="model.family model.vocab_size model.llava.image_token_id",
+    reads="model.vocab_size model.llava.image_token_id",
 )
-def image_token_is_in_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
+def image_token_is_in_the_vocabulary(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """The token in whose place patches stand is one of the vocabulary."""
-    own = _own(run)
     vocab = run.model.vocab_size
-    if own is not None and own.image_token_id >= vocab:
+    if own.image_token_id >= vocab:
         rule = f"the vocabulary has ids 0 to {vocab - 1} (model.vocab_size {vocab})"
         fixes: tuple[Change, ...] = (
             {"model.llava.image_token_id": vocab - 1},
@@ -86,14 +81,14 @@ def image_token_is_in_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT274", "model.llava.image_token_id", rule, fixes)
 
 
-@rule(
+@of_family(
+    "llava",
     Code("MT275", example="model=llava_tiny model.llava.freeze=[vision,projector,language]"),
-    reads="model.family model.llava.freeze",
+    reads="model.llava.freeze",
 )
-def something_is_trained(run: RunConfig) -> Iterator[Finding]:
+def something_is_trained(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """A part of the model is trained."""
-    own = _own(run)
-    if own is not None and len(set(own.freeze)) == 3:
+    if len(set(own.freeze)) == 3:
         rule = "all three parts are frozen, and nothing is left to train"
         fixes: tuple[Change, ...] = (
             {"model.llava.freeze": ["vision", "language"]},
@@ -102,21 +97,20 @@ def something_is_trained(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT275", "model.llava.freeze", rule, fixes)
 
 
-@rule(
+@of_family(
+    "llava",
     Code(
         "MT276",
         example="model=llava_tiny model.hidden_size=192 model.llava.vision_heads=3 parallel=tp2",
     ),
     reads=(
-        "model.family parallel.tp model.hidden_size model.llava.vision_heads"
-        " model.llava.vision_ffn_hidden_size"
+        "parallel.tp model.hidden_size model.llava.vision_heads model.llava.vision_ffn_hidden_size"
     ),
 )
-def tower_divides_over_ranks(run: RunConfig) -> Iterator[Finding]:
+def tower_divides_over_ranks(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """Heads and MLP of the vision tower, and the projector, divide over tensor-parallel ranks."""
-    own = _own(run)
     tp = run.parallel.tp
-    if own is None or tp == 1:
+    if tp == 1:
         return
     for key, value in (
         ("model.llava.vision_heads", own.vision_heads),
@@ -169,7 +163,7 @@ def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
     """Images with texts are what LLaVA learns from, and no other family of those that ship."""
     family = run.model.family
     kind = run.data.kind
-    if kind == "image_text" and family in ("gpt", "bert", "t5", "hybrid"):
+    if kind == "image_text" and family != "llava" and ships(family):
         rule = f"a model of the family {family} reads no images"
         yield Finding("MT323", "data.kind", rule, hint="a model that does, as model=llava_tiny")
     if family == "llava" and kind not in ("image_text", "mock"):
@@ -177,14 +171,14 @@ def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT324", "data.kind", f"kind {kind} has no images", hint=hint)
 
 
-@rule(
+@of_family(
+    "llava",
     Code("MT325", example="model=llava_tiny data.seq_length=16"),
-    reads="model.family data.seq_length model.llava.image_size model.llava.patch_size",
+    reads="data.seq_length model.llava.image_size model.llava.patch_size",
 )
-def a_sample_holds_an_image(run: RunConfig) -> Iterator[Finding]:
+def a_sample_holds_an_image(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """A sample has room for an image and some text."""
-    own = _own(run)
-    if own is not None and run.data.length < own.image_tokens + 2:
+    if run.data.length < own.image_tokens + 2:
         rule = f"{run.data.length} tokens hold no image of {own.image_tokens} patches with text"
         length = -(-(own.image_tokens + 64) // 64) * 64
         yield Finding(
@@ -195,20 +189,18 @@ def a_sample_holds_an_image(run: RunConfig) -> Iterator[Finding]:
         )
 
 
-@rule(
+@of_family(
+    "llava",
     Code(
         "MT326",
         example="model=llava_tiny data=image_text data.path=images data.tokenizer_vocab_size=5000",
     ),
-    reads=(
-        "model.family data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id"
-    ),
+    reads=("data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id"),
 )
-def image_token_is_no_text(run: RunConfig) -> Iterator[Finding]:
+def image_token_is_no_text(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """No token of text has the id of the image token."""
-    own = _own(run)
     d = run.data
-    if own is None or d.kind != "image_text" or d.tokenizer is not None:
+    if d.kind != "image_text" or d.tokenizer is not None:
         return
     if d.tokenizer_vocab_size > own.image_token_id:
         rule = (

@@ -1,6 +1,4 @@
-"""What BERT learns from samples: the tokens that were masked (masked language modelling), and
-whether sentence B follows sentence A (next sentence prediction).
-"""
+"""The objective of BERT: masked language modelling and next sentence prediction."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ import hashlib
 import numpy as np
 import torch
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
-from mtrain.data.batch import Form, MicroBatch, Source
+from mtrain.data.batch import Collator, MicroBatch, Source
 from mtrain.data.permute import mix64
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.count import own
 
 MASKED = 0.8
@@ -29,8 +27,8 @@ A, and whose B.
 
 
 class Draws:
-    """Random numbers that are a function of a seed, a split, a sample's number and a position in it
-    alone.
+    """Random numbers that depend only on a seed, a split, a sample's number and a position in
+    it.
     """
 
     def __init__(self, seed: int, part: str) -> None:
@@ -49,7 +47,7 @@ class Draws:
         return (self.words(what, samples, positions) >> np.uint64(11)) * 2.0**-53
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
 
     2018, sections 3.1 and A.1.
@@ -91,8 +89,8 @@ def masked(
     never: tuple[int, ...],
     draws: Draws,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens [n, s] of the samples `numbers` as they are read, and which of them are chosen
-    and predicted.
+    """Return the tokens [n, s] of the samples `numbers` as they are read, and which of them are
+    chosen and predicted.
 
     Of each sample `masked_share` of its tokens is chosen, rounded, at least one; as many as there
     are where fewer are not in `never`. A chosen token is replaced by [MASK] in 80% of cases, by any

@@ -1,4 +1,4 @@
-"""What the `config.json` of a BERT, or of Megatron's, means, and what it says of one of ours."""
+"""Reader and writer of the `config.json` of BERT and Megatron's BERT."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _heads(f: ConfigFile) -> None:
 
 
 def _special_tokens(f: ConfigFile) -> None:
-    """No file says them; those of the published vocabularies, where they fit."""
+    """Set the special tokens of the published vocabularies where they fit; no file names them."""
     vocab = int(f.get("vocab_size"))
     pad = f.get("pad_token_id")
     published = vocab > MASK and pad not in (CLS, SEP, MASK)
@@ -146,5 +146,7 @@ def _class(kind: str) -> Callable[[ModelConfig], str]:
     return named
 
 
-BERT = Kind(READS, _writes, _class("bert"))
-MEGATRON_BERT = Kind(MEGATRON_READS, _writes, _class("megatron-bert"))
+KINDS = {
+    "bert": Kind(READS, _writes, _class("bert")),
+    "megatron-bert": Kind(MEGATRON_READS, _writes, _class("megatron-bert")),
+}
