@@ -182,12 +182,10 @@ def same_shape(d: Draft) -> str | None:
         "num_attention_heads",
         "num_query_groups",
     )
-    best: tuple[int, str] | None = None
+    distances: dict[str, int] = {}
     for choice in choices_of_group("model"):
         model = section("model", choice)
-        distance = sum(d[f"model.{key}"] != value for key, value in model if f"model.{key}" in d)
-        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (
-            best is None or distance < best[0]
-        ):
-            best = (distance, choice)
-    return best[1] if best is not None else None
+        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape):
+            known = [(f"model.{key}", value) for key, value in model]
+            distances[choice] = sum(d[key] != value for key, value in known if key in d)
+    return min(distances, key=distances.__getitem__, default=None)
