@@ -93,11 +93,8 @@ def _head(arguments: Arguments, draft: Draft) -> Draft:
 
 
 def _head_words(values: Values) -> list[str]:
-    return (
-        []
-        if values["model.kv_channels"] is None
-        else ["--kv-channels", str(values["model.kv_channels"])]
-    )
+    width = values["model.kv_channels"]
+    return [] if width is None else ["--kv-channels", str(width)]
 
 
 def _positions(arguments: Arguments, draft: Draft) -> Draft:
@@ -297,11 +294,8 @@ def _without_rotary(arguments: Arguments, draft: Draft) -> Draft:
 
 
 def _without_rotary_words(values: Values) -> list[str]:
-    return (
-        []
-        if values["model.no_rope_freq"] is None
-        else ["--no-rope-freq", str(values["model.no_rope_freq"])]
-    )
+    every = values["model.no_rope_freq"]
+    return [] if every is None else ["--no-rope-freq", str(every)]
 
 
 def _flex(arguments: Arguments, draft: Draft) -> Draft:

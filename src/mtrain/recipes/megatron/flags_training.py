@@ -310,12 +310,10 @@ def steps(
     def write(values: Values) -> list[str]:
         if values.get(key) is None:
             return []
+        if not values.get(RAMP):
+            return [flag, str(values[key])]
         plan = plan_of(values)[-1:] if at_the_end else plan_of(values)
-        return (
-            [samples, str(samples_of(plan, values[key]))]
-            if values.get(RAMP)
-            else [flag, str(values[key])]
-        )
+        return [samples, str(samples_of(plan, values[key]))]
 
     return Entry((flag, samples), (key,), read, write)
 
