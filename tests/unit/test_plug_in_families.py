@@ -107,9 +107,7 @@ def test_plug_in_family_keys_are_accepted(installed: Path) -> None:
         (("model=llama_tiny", "model.ring={}"), "has no effect without model.family=ring"),
     ],
 )
-def test_plug_in_family_rules_refuse(
-    installed: Path, argv: tuple[str, ...], quoted: str
-) -> None:
+def test_plug_in_family_rules_refuse(installed: Path, argv: tuple[str, ...], quoted: str) -> None:
     code, text = launch(installed, "check", *argv)
     assert code == 2
     assert re.search(quoted, text), text
