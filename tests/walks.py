@@ -134,9 +134,9 @@ def _chats() -> list[object]:
 
 
 def _hugging_face(folder: Path) -> None:
-    from tests.parity_hf import theirs
+    from tests.parity_hf import hf_reference
 
-    theirs.model(theirs.configuration("llama", MODEL), 1).save_pretrained(folder)
+    hf_reference.model(hf_reference.configuration("llama", MODEL), 1).save_pretrained(folder)
     folder_of(folder, "chatml")
 
 

@@ -421,7 +421,7 @@ FILES: tuple[Row, ...] = (
     recipe(0, "parallel:\r\n  tp: 0\r\n", 2, "MT014", "parallel.tp", "at least 1"),
     recipe(0, "optim: {eps: 1e-8}\nfoo: 1\n", 2, "MT012", "foo", "groups: model"),
 )
-MORE: tuple[Row, ...] = COMMAND_LINES + FILES
+OWN_ROWS: tuple[Row, ...] = COMMAND_LINES + FILES
 """All of them."""
 HARMLESS: tuple[Row, ...] = (
     fine(0, "trainer.train_iters=1_000"),

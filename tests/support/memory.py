@@ -1,24 +1,31 @@
-"""What autograd keeps between a forward and its backward: a job for `run_ranks` that
-measures it.
-"""
+"""Bytes of a real step: what autograd saves, and every storage that is alive."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any, cast
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mtrain.config.schema.run import RunConfig
 
 
 class Kept:
-    """Counts the storages that saved tensors hold, each once, without those that were there before.
+    """Counter of the storages that saved tensors hold, each once, without those that existed
+    before.
 
-    What FSDP gathers gives weights memory of their own for a while, and is a part of its own in the
-    plan: `gathered` says which these are at this moment.
+    FSDP gives gathered weights temporary memory, which the plan counts separately: `gathered`
+    returns these storages.
     """
 
     def __init__(
@@ -31,19 +38,21 @@ class Kept:
         self.most = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Called by autograd for a tensor that it saves."""
+        """Record a tensor that autograd saves."""
         saved = _Saved(self, tensor)
         self.most = max(self.most, self.now())
         return saved
 
     def now(self) -> int:
-        """Return bytes at this moment; a storage that was emptied since counts as what
-        it is now.
+        """Return the bytes at this moment; a storage that was emptied counts with its
+        present size.
         """
         return sum(found[1].nbytes() for found in self.live.values())
 
     def table(self) -> list[tuple[int, str, str, str]]:
-        """Of each storage: bytes, shape and dtype of a tensor in it, and the line that saved it."""
+        """Return for each storage: bytes, shape and dtype of a tensor in it, and the line that
+        saved it.
+        """
         return [(s.nbytes(), *words) for _, s, words in self.live.values()]
 
 
@@ -71,7 +80,7 @@ class _Saved:
 
 
 def _line() -> str:
-    frames = [f for f in traceback.extract_stack() if "kept.py" not in f.filename]
+    frames = [f for f in traceback.extract_stack() if "memory.py" not in f.filename]
     own = [
         f
         for f in frames
@@ -81,7 +90,7 @@ def _line() -> str:
 
 
 def _held(parts: Any) -> set[int]:
-    """Where the memory of parameters, buffers and gradients begins."""
+    """Return the addresses of the storages of parameters, buffers and gradients."""
     found: set[int] = set()
     for chunk in parts.state.chunks:
         for held in (*chunk.parameters(), *torch.nn.Module.buffers(chunk)):
@@ -95,7 +104,7 @@ def _held(parts: Any) -> set[int]:
 
 
 def _gathered(parts: Any) -> Callable[[], set[int]]:
-    """Where the memory of the weights that modules have begins, at the moment of a call."""
+    """Return a function that gives the addresses of the modules' present weights."""
     modules = [
         module for chunk in parts.state.chunks for module in chunk.modules() if module._parameters
     ]
@@ -110,8 +119,8 @@ def _gathered(parts: Any) -> Callable[[], set[int]]:
 
 
 def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
-    """Return a job of one rank: one step's forward and backward, and the most that was kept after
-    any forward.
+    """Run one step of a rank, forward and backward; return the most that was saved after any
+    forward.
     """
     from mtrain.mcore.layers import linear
     from mtrain.train.assemble import assemble, splits_of
@@ -171,7 +180,7 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
 
 
 def held(run: RunConfig) -> dict[str, Any]:
-    """Return a job of one rank: bytes of weights, gradients and optimizer state after a step, each
+    """Run a step on one rank; return the bytes of weights, gradients and optimizer state, each
     storage once.
     """
     from mtrain.train.assemble import assemble, splits_of
@@ -201,7 +210,7 @@ def _bytes(tensors: list[torch.Tensor], known: set[int]) -> int:
 
 
 def _states(optimizer: Any) -> list[torch.Tensor]:
-    """Main weights and moments with their scales; not the number of a step."""
+    """Return main weights and moments with their scales, without step numbers."""
     found: list[torch.Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
@@ -217,3 +226,105 @@ def _states(optimizer: Any) -> list[torch.Tensor]:
         for factors in getattr(part.optimizer, "factors", {}).values():  # of soap
             found += [t for t in tree_leaves(factors) if isinstance(t, torch.Tensor)]
     return found
+
+
+COLLECTIVE = (
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "all_reduce",
+)
+
+
+class Alive(TorchDispatchMode):
+    """Counter of storages from their first operation on, without the internal ones of
+    collectives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[int, Any]] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for found in tree_leaves((args, kwargs, out)):
+            if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor | DTensor):
+                self._see(found.untyped_storage())
+        return out
+
+    def _see(self, storage: Any) -> None:
+        key = storage._cdata
+        size = storage.nbytes()
+        before, seen = self.live.get(key) or (0, weakref.ref(storage, partial(self._gone, key)))
+        self.live[key] = size, seen
+        self.now += size - before
+        self.most = max(self.most, self.now)
+
+    def _gone(self, key: int, _: Any) -> None:
+        self.now -= self.live.pop(key)[0]
+
+    @contextmanager
+    def complete(self) -> Iterator[None]:
+        """Count resizes, and do not look into collectives."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+        real = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            out = real(storage, size)
+            if storage._cdata in self.live:
+                self._see(storage)
+            return out
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+            for name in (name for name in COLLECTIVE if hasattr(dist, name)):
+                stack.enter_context(mock.patch.object(dist, name, _unseen(getattr(dist, name))))
+            real_together = param_and_grad_buffer._coalescing_manager
+
+            @contextmanager
+            def together(*args: Any, **more: Any) -> Iterator[Any]:
+                manager = real_together(*args, **more)
+                yield manager.__enter__()
+                with _disable_current_modes():
+                    manager.__exit__(None, None, None)
+
+            stack.enter_context(
+                mock.patch.object(param_and_grad_buffer, "_coalescing_manager", together)
+            )
+            yield
+
+
+def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return call(*args, **kwargs)
+
+    return inner
+
+
+def alive(run: RunConfig) -> int:
+    """Run two steps on one rank; return the most bytes alive at once in the second."""
+    from mtrain.mcore.shaped import shaped
+    from mtrain.train.feed import to_device
+
+    from mtrain.train import step as steps
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.world.init import joined
+
+    seen = Alive()
+    with shaped(), joined(run) as world, seen.complete():
+        with seen:
+            parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            seen.most = 0
+            read = parts.train_data.microbatches(0, run.trainer.batch)
+            batches = [to_device(cast(steps.Batch, one), world) for one in read]
+            with seen:
+                steps.gradients(parts, batches)
+                steps.update(parts.state, run.optim.schedule_counts)
+    return seen.most
