@@ -25,7 +25,7 @@ from mtrain.models.liveness import Moment, Rises
 from mtrain.plan import rank
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.shrink import portable
-from tests.distributed.test_plan_kept import KEPT, planned
+from tests.distributed.test_plan_kept import KEPT, SHORT, planned
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.memory import alive, measured

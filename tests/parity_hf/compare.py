@@ -24,6 +24,7 @@ from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import to_ours, to_theirs
 from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.huggingface.importer import import_config
+from tests.parity_hf import hf_reference
 
 BATCH = 2
 PROMPT = 8
