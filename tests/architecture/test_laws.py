@@ -58,8 +58,8 @@ ONLY_IN = {
     "tokenizers": ("data/",),
 }
 TOP_LEVEL = {
-    *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs"),
-    *("launch.py", "conftest.py", "pyproject.toml", "constraints.txt", "Makefile"),
+    *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs", "examples"),
+    *("launch.py", "conftest.py", "pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }
 SPECIFICATIONS = "config/optimizers/"
@@ -135,7 +135,7 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         known = package_of(module) in {None, "__version__", *LAYERS}
         assert known, (
             f"{path}:{line}: {module} has no layer; give its package one here and in"
-            " docs/architecture.md"
+            " docs/concepts/architecture.md"
         )
         there = layer_of(module)
         below = BUILDERS if line in inside_functions(path) else here

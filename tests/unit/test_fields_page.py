@@ -1,4 +1,4 @@
-"""docs/fields.md is what `schema fields` prints, and speaks of every key."""
+"""docs/reference/fields.md is what `schema fields` prints, and describes every key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def test_the_committed_page_is_the_one_that_is_made(capsys: pytest.CaptureFixtur
     assert main(["schema", "fields"]) == 0
     made = capsys.readouterr().out
     assert made == page()
-    committed = (ROOT / "docs/fields.md").read_text()
-    assert committed == made, "make it again: python launch.py schema fields > docs/fields.md"
+    committed = (ROOT / "docs/reference/fields.md").read_text()
+    assert committed == made, (
+        "make it again: python launch.py schema fields > docs/reference/fields.md"
+    )
 
 
 def test_every_key_has_one_row_with_what_it_may_be_and_means() -> None:

@@ -1,5 +1,5 @@
-"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors; `schema fields`: the table of keys
-and fields.
+"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors; `schema fields`, `schema codes`:
+reference pages of the documentation.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.cli.options import read_options
 from mtrain.config.compose.paths import program
+from mtrain.config.messages.codes_page import codes_page
 from mtrain.config.messages.fields_page import page
 from mtrain.config.messages.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.messages.suggestions import near_choice
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say, say_page
 
 OUT = {"-o": "--output", "--output": "--output"}
-FIELDS = "fields"
-"""Not a schema but a page: every key, and the fields of megatron-core that it feeds."""
+PAGES = {"fields": page, "codes": codes_page}
+"""Words that print a page instead of a schema: every key with its fields, and every code."""
 MAX_OLD_BYTES = 1 << 22
 
 
@@ -31,13 +32,16 @@ def run(argv: list[str], *, debug: bool) -> int:
         BadEnvironment: the folder cannot be written.
     """
     options = read_options(argv, (), OUT)
-    if options.words == [FIELDS] and not options.values:
-        say_page(page())
+    if len(options.words) == 1 and options.words[0] in PAGES and not options.values:
+        say_page(PAGES[options.words[0]]())
         return 0
     for word in options.words:
         if word not in KINDS:
             near = near_choice(word, KINDS) or ["recipe"]
-            rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; alone: {FIELDS}"
+            rule = (
+                f"there is no schema of {word}; schemas: {', '.join(KINDS)}; pages, each as the"
+                f" only word: {', '.join(PAGES)}"
+            )
             raise ConfigError(
                 [Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")]
             )

@@ -1,7 +1,7 @@
 """Defaults of fine-tuning: published rates and batches by the size of the model, and steps by the
 number of chats.
 
-docs/defaults.md has the sources beside each other.
+docs/reference/defaults.md has the sources beside each other.
 """
 
 from __future__ import annotations
