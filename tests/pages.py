@@ -48,8 +48,8 @@ LEGEND_CHARACTER = 7.0
 
 
 def pages() -> list[Path]:
-    """Return README.md and every page of the documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return README.md, CONTRIBUTING.md and every page of the documentation."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def is_printed(command: str) -> bool:
