@@ -48,7 +48,9 @@ def _fix(code: Code) -> str:
         return code.help
     reads = dict.fromkeys(key for rule in rules_of(code.code) for key in rule.reads)
     keys = [f"`{key}`" for key in reads if section_of(key) is None][:MAX_KEYS]
-    return f"Change {' or '.join(keys)}." if keys else ""
+    if len(keys) < 2:
+        return f"Change {keys[0]}." if keys else ""
+    return f"Change {', '.join(keys[:-1])} or {keys[-1]}."
 
 
 def _cell(text: str) -> str:
