@@ -47,9 +47,9 @@ class Draws:
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
-    """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
+    """Return the micro-batches of `part` of the splits: see `masked`.
 
-    2018, sections 3.1 and A.1.
+    Source: Devlin et al. 2018, sections 3.1 and A.1.
     """
     bert = BertConfig.of(run.model)
     source = getattr(splits, part)

@@ -19,9 +19,8 @@ LENGTH_MULTIPLE = 8
 
 
 class T5Config(FamilySection):
-    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al.
-
-    2020, arXiv:1910.10683).
+    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al. 2020,
+    arXiv:1910.10683).
     """
 
     FAMILY: ClassVar[str] = "t5"
