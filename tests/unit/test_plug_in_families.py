@@ -127,6 +127,15 @@ def test_plug_in_code_of_other_name_is_refused(tmp_path: Path) -> None:
     assert "code MT101 of its rules is not RING and a number" in text
 
 
+def test_plug_in_named_like_a_key_is_refused(tmp_path: Path) -> None:
+    entry = FILES["ring-0.1.dist-info/entry_points.txt"].replace("ring =", "moe =")
+    site = write(tmp_path, {"ring-0.1.dist-info/entry_points.txt": entry})
+    assert launch(site, "check", "model=llama_tiny")[0] == 0
+    code, text = launch(site, "check", "model=llama_tiny", "model.family=moe")
+    assert code == 3
+    assert "model.moe is a key of every model. Use another name" in text
+
+
 def test_plug_in_that_is_broken_hinders_own_models(tmp_path: Path) -> None:
     site = write(tmp_path, {"ring_family/config.py": "import nowhere"})
     assert launch(site, "check", "model=llama_tiny")[0] == 0

@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, create_model
 
@@ -33,6 +33,20 @@ FIRST = "gpt"
 """The family of a model that names none."""
 
 Model = TypeVar("Model", bound=Section)
+
+
+class FamilySection(Section):
+    """The keys that a family adds, as `model.NAME`."""
+
+    FAMILY: ClassVar[str]
+    """Its name."""
+
+    @classmethod
+    def of(cls, model: Section) -> Self:
+        """Return the section of a model of the family, which always has it."""
+        section: Self | None = getattr(model, cls.FAMILY)
+        assert section is not None, f"a model of the family {cls.FAMILY} has its section"
+        return section
 
 
 @dataclass(frozen=True)

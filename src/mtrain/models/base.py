@@ -107,7 +107,7 @@ class Family:
     """
     active_parameters: Callable[[ModelConfig], int]
     """The parameters that one token visits."""
-    expert_parameters: Callable[[ModelConfig], int]
+    expert_parameters: Callable[[ModelConfig], int] = lambda model: 0
     """The parameters of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink

@@ -11,9 +11,10 @@ from typing import Any
 
 from mtrain.config import families
 from mtrain.config.machine import installed
+from mtrain.config.messages.keys import section_in
 from mtrain.config.rules.families import rules_of
 from mtrain.config.schema.model import ModelConfig
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import BadEnvironment, ConfigError, Problem
 from mtrain.models.base import Family
 
 
@@ -31,7 +32,8 @@ def family_of(model: ModelConfig) -> Family:
         BadEnvironment: a plug-in does not load.
     """
     family = _load(model.family)
-    own = family.name if hasattr(model, family.name) else None
+    config = families.configs().get(family.name)
+    own = family.name if config is not None and config.section is not None else None
     for section in (own, family.section):
         if section is not None and getattr(model, section, None) is None:
             path = f"model.{section}"
@@ -72,7 +74,11 @@ def probed(
 @cache
 def _load(name: str) -> Family:
     if name in families.packages():
-        families.config_of(name)
+        section = families.config_of(name).section
+        if section and section_in(ModelConfig.model_fields[name].annotation) is not section:
+            raise BadEnvironment(
+                f"model family {name!r}: model.{name} is a key of every model. Use another name"
+            )
         rules_of(name)
         return families.part(name, "family", "FAMILY", Family)
     entry = installed.found(families.GROUP).get(name)

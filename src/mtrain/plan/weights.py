@@ -82,7 +82,7 @@ def factor_bytes(how: Orthogonal | Rotated, one: Matrix) -> int:
 def shared_out(
     found: Mapping[Matrix, int], ranks: int, how: Orthogonal | Rotated
 ) -> set[frozenset[tuple[Matrix, int]]]:
-    """Return the work of each rank, as `layout.owners` assigns it; ranks with the same are one."""
+    """Return the work of each rank, as `owners` assigns it; ranks with the same are one."""
     if ranks == 1:
         return {frozenset(found.items())}
     loads = [(0, rank) for rank in range(ranks)]

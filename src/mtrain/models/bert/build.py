@@ -6,29 +6,26 @@ from typing import Any
 
 from mtrain.config.engine.fusions import sums_apart
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore import api as mcore
-from mtrain.mcore.adapter.op_overrides import override_operations
 from mtrain.mcore.layers import backend
 from mtrain.mcore.layers.recipe import recipe
 from mtrain.mcore.models.bert_model import BertModel
-from mtrain.models.bert.count import own
+from mtrain.models.bert.config import BertConfig
+from mtrain.models.gpt.build import arguments
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
     """Return the layers of one virtual pipeline stage of this rank, with embedding and heads where
     they belong to it.
     """
-    ps = mcore.parallel_state
     m = run.model
-    bert = own(run.model)
+    bert = BertConfig.of(run.model)
     provider = backend.provider(
         run.kernels,
         backend.Parts.of(m, attn_mask="no_mask"),
         norms_add=sums_apart(run) is None,
         fp8=recipe(run),
     )
-    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
-    override_operations(run.kernels, None)
+    shared = arguments(run, stage)
     return BertModel(
         config,
         backend.layer_spec(config, provider, vp_stage=stage),
@@ -40,9 +37,5 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
         head_activation=bert.head_activation or m.activation,
         next_sentence=bert.next_sentence,
         pad_token=bert.pad_token_id,
-        loss=run.kernels.loss,
-        loss_vocab_size=m.loss_vocab_size,
-        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        vp_stage=stage,
+        **shared,
     )

@@ -2,21 +2,23 @@
 and its limits.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mtrain.config.families import NO_ADAPTERS, FamilyConfig, Limit, absent
-from mtrain.config.schema.base import Effect, Key, NonNegativeInt, Section, Width
+from mtrain.config.families import NO_ADAPTERS, FamilyConfig, FamilySection, Limit, absent
+from mtrain.config.schema.base import Effect, Key, NonNegativeInt, Width
 
 
-class BertConfig(Section):
+class BertConfig(FamilySection):
     """`model.bert`: token types, heads and special tokens of the family bert.
 
     A share of each sample's tokens is chosen, and predicted from both sides: 80% of them are
     replaced by the mask token, 10% by any token, 10% stay. Which ones, is drawn anew for every
     sample number.
     """
+
+    FAMILY: ClassVar[str] = "bert"
 
     type_vocab_size: Annotated[Width, Key(hf="type_vocab_size")] = 2
     """Kinds of tokens that have an embedding of their own: sentence A is kind 0, sentence B kind 1.

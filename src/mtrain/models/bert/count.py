@@ -7,23 +7,21 @@ from mtrain.models.bert.config import BertConfig
 from mtrain.models.gpt.count import layer_parameters
 
 
-def own(model: ModelConfig) -> BertConfig:
-    """Return the section of the family's own keys, which is there."""
-    assert model.bert is not None, "a model of the family bert has the section model.bert"
-    return model.bert
-
-
 def parameters(model: ModelConfig) -> int:
     """Return the trainable parameters of the model as built, with the padded vocabulary; the tied
     weight once.
     """
     hidden = model.hidden_size
-    rows = model.padded_vocab_size + model.max_position_embeddings + own(model).type_vocab_size
+    rows = (
+        model.padded_vocab_size
+        + model.max_position_embeddings
+        + BertConfig.of(model).type_vocab_size
+    )
     # One norm is outside of the layers: on the embeddings, or behind the last layer where layers
     # begin with norms.
     outside = rows * hidden + 2 * hidden
     head = _square(hidden) + 2 * hidden + model.padded_vocab_size
-    pooled = _square(hidden) + 2 * hidden + 2 if own(model).next_sentence else 0
+    pooled = _square(hidden) + 2 * hidden + 2 if BertConfig.of(model).next_sentence else 0
     return outside + model.num_layers * layer_parameters(model, 0) + head + pooled
 
 

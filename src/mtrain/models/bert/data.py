@@ -12,7 +12,6 @@ from mtrain.data import Splits
 from mtrain.data.batch import Collator, MicroBatch, Source
 from mtrain.data.permute import mix64
 from mtrain.models.bert.config import BertConfig
-from mtrain.models.bert.count import own
 
 MASKED = 0.8
 RANDOM = 0.1
@@ -48,11 +47,11 @@ class Draws:
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
-    """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
+    """Return the micro-batches of `part` of the splits: see `masked`.
 
-    2018, sections 3.1 and A.1.
+    Source: Devlin et al. 2018, sections 3.1 and A.1.
     """
-    bert = own(run.model)
+    bert = BertConfig.of(run.model)
     source = getattr(splits, part)
     draws = Draws(run.trainer.seed, part)
     never = (*bert.special_ids, *(() if splits.masked_eod is None else (splits.masked_eod,)))

@@ -5,6 +5,7 @@ follows another.
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.base import Family
 from mtrain.models.bert import count
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.graph import stage
 from mtrain.models.bert.shrink import shrink
 from mtrain.models.bert.weights import stage_weights
@@ -27,10 +28,9 @@ FAMILY = Family(
     auto_class="AutoModelForMaskedLM",
     writes=False,
     predicts_all=False,
-    tokens_alone=lambda model: not count.own(model).next_sentence,
+    tokens_alone=lambda model: not BertConfig.of(model).next_sentence,
     parameters=count.parameters,
     active_parameters=count.parameters,
-    expert_parameters=lambda model: 0,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
     weights=stage_weights,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.models.bert.count import own
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.gpt.weights import layer
 from mtrain.models.weights import Weight, norm, square
 
@@ -21,7 +21,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
         for name, count in (
             ("position", m.max_position_embeddings),
-            ("tokentype", own(m).type_vocab_size),
+            ("tokentype", BertConfig.of(m).type_vocab_size),
         ):
             yield Weight(f"embedding.{name}_embeddings.weight", (count, h), "embedding", whole=True)
         if m.norm_placement == "post_residual":
@@ -37,7 +37,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     if apart:
         yield Weight("output_layer.weight", (rows, h), "output", shared=True)
     yield Weight("output_layer.bias", (rows,), "output")
-    if own(m).next_sentence:
+    if BertConfig.of(m).next_sentence:
         yield from square("pooler", "output", h)
         yield Weight("next_sentence.weight", (2, h), "output", whole=True)
         yield Weight("next_sentence.bias", (2,), "output", whole=True)

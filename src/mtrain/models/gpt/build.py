@@ -28,6 +28,23 @@ def embedding_scale(model: ModelConfig) -> float | None:
     return (by_width or 1.0) * model.mup.embedding_mult
 
 
+def arguments(run: RunConfig, stage: int | None) -> dict[str, Any]:
+    """Return the arguments of every family's chunk: its loss, and its place in the pipeline.
+
+    Also chooses the implementations of operations that megatron-core looks up in its modules.
+    """
+    ps = mcore.parallel_state
+    assert run.kernels.loss is not None, "a resolved run names the implementation of its loss"
+    override_operations(run.kernels, run.model.moe.group_score_topk if run.model.moe else None)
+    return {
+        "loss": run.kernels.loss,
+        "loss_vocab_size": run.model.loss_vocab_size,
+        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        "vp_stage": stage,
+    }
+
+
 def chunk(
     run: RunConfig,
     config: Any,
@@ -51,8 +68,6 @@ def chunk(
     provider = backend.provider(
         run.kernels, backend.Parts.of(m), packed=packed, fp8=recipe(run), **made
     )
-    assert run.kernels.loss is not None, "a resolved run says who makes its loss"
-    override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:
         multiply_turns(
             config,
@@ -70,13 +85,9 @@ def chunk(
         "rotary_base_local": m.rotary_base_local,
     }
     shared = {
-        "loss": run.kernels.loss,
-        "loss_vocab_size": m.loss_vocab_size,
         "features": features,
-        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         "parallel_output": True,
-        "vp_stage": stage,
+        **arguments(run, stage),
         **values(GPT_FIELDS, run),
     }
     if m.builder == "hybrid":

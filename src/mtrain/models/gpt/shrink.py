@@ -22,6 +22,11 @@ ranks of tp8.
 """
 
 
+def vocabulary(model: ModelConfig) -> int:
+    """Return the token ids of a small model, which has padding where the model has."""
+    return VOCAB if model.padded_vocab_size == model.vocab_size else PADDED
+
+
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
     """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
@@ -44,7 +49,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         "num_attention_heads": heads,
         "num_query_groups": groups if model.num_query_groups is not None else None,
         "kv_channels": HEAD,
-        "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
+        "vocab_size": vocabulary(model),
         "max_position_embeddings": max(seq_length, 64),
     }
     if model.num_query_groups is None:

@@ -1,11 +1,11 @@
 """`model.hybrid`: the keys of a decoder of Mamba-2 layers, attention and MLPs, and its limits."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from mtrain.config.families import FamilyConfig, Limit, absent
-from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
+from mtrain.config.families import FamilyConfig, FamilySection, Limit, absent
+from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Width
 
 MAMBA = "M"
 ATTENTION = "*"
@@ -41,13 +41,15 @@ ABSENT = {
 """Other letters that megatron-core reads -> why they are refused."""
 
 
-class HybridConfig(Section):
+class HybridConfig(FamilySection):
     """`model.hybrid`: which layer is of which kind, and the sizes of Mamba-2 mixers (Dao and Gu
     2024, arXiv:2405.21060).
 
     Each layer is one norm and one of: a Mamba-2 mixer, attention, MLA, sparse attention, a gated
     delta net, an MLP, experts.
     """
+
+    FAMILY: ClassVar[str] = "hybrid"
 
     pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
     """The kind of each layer, a letter for one: M Mamba-2, * attention, + MLA (of model.mla), D

@@ -27,12 +27,6 @@ from mtrain.models.hybrid.config import (
 )
 
 
-def own(model: ModelConfig) -> HybridConfig:
-    """Return the section of the family's own keys, which is there."""
-    assert model.hybrid is not None, "a model of the family hybrid has the section model.hybrid"
-    return model.hybrid
-
-
 def is_described(model: ModelConfig, kind: str) -> bool:
     """Return whether the model has the sections that describe a layer of this kind; a rule refuses
     others.
@@ -62,8 +56,8 @@ def parameters(model: ModelConfig) -> int:
     ends = (1 if model.tie_word_embeddings else 2) * table + _norm(model)
     if model.position_embedding_type == "learned_absolute":
         ends += model.max_position_embeddings * model.hidden_size
-    each = {kind: layer_parameters(model, kind) for kind in set(own(model).pattern)}
-    return ends + sum(each[kind] for kind in own(model).pattern)
+    each = {kind: layer_parameters(model, kind) for kind in set(HybridConfig.of(model).pattern)}
+    return ends + sum(each[kind] for kind in HybridConfig.of(model).pattern)
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -71,7 +65,7 @@ def active_parameters(model: ModelConfig) -> int:
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
-    return parameters(model) - own(model).pattern.count(EXPERTS) * idle * _mlp(
+    return parameters(model) - HybridConfig.of(model).pattern.count(EXPERTS) * idle * _mlp(
         model, model.moe.ffn_hidden_size
     )
 
@@ -81,7 +75,7 @@ def expert_parameters(model: ModelConfig) -> int:
     if model.moe is None:
         return 0
     return (
-        own(model).pattern.count(EXPERTS)
+        HybridConfig.of(model).pattern.count(EXPERTS)
         * model.moe.num_experts
         * _mlp(model, model.moe.ffn_hidden_size)
     )
@@ -106,8 +100,8 @@ def _norm(model: ModelConfig) -> int:
 
 
 def _mamba(model: ModelConfig) -> int:
-    h = own(model)
-    mixed = channels(own(model)) + 2 * states(own(model))
+    h = HybridConfig.of(model)
+    mixed = channels(HybridConfig.of(model)) + 2 * states(HybridConfig.of(model))
     linear = model.hidden_size * (channels(h) + mixed + h.num_heads + channels(h))
     return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.num_heads
 
@@ -137,7 +131,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     of each head, and each channel with its state twice.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
     """
-    h = own(model)
+    h = HybridConfig.of(model)
     table = model.padded_vocab_size * model.hidden_size
     weights = active_parameters(model) - (0 if model.tie_word_embeddings else table)
     if model.position_embedding_type == "learned_absolute":
@@ -165,7 +159,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
     """
     target = peft.target or ()
     moe = model.moe
-    pattern = own(model).pattern
+    pattern = HybridConfig.of(model).pattern
     shared = moe.shared_expert_intermediate_size if moe is not None else None
     layers: dict[str, list[Size]] = {
         MAMBA: [size for name, size in _mixer(model) if name in target],
@@ -185,7 +179,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
 
 
 def _mixer(model: ModelConfig) -> list[tuple[str, Size]]:
-    h = own(model)
+    h = HybridConfig.of(model)
     rows = 2 * channels(h) + 2 * states(h) + h.num_heads
     return [
         ("in_proj", (model.hidden_size, rows, 1)),

@@ -3,6 +3,7 @@
 from mtrain.models.base import Family
 from mtrain.models.gpt.adapters import adapted
 from mtrain.models.hybrid import count
+from mtrain.models.hybrid.config import HybridConfig
 from mtrain.models.hybrid.count import adapter_parameters
 from mtrain.models.hybrid.graph import stage
 from mtrain.models.hybrid.shrink import shrink
@@ -18,7 +19,7 @@ FAMILY = Family(
     expert_parameters=count.expert_parameters,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
-    fewest_layers=lambda model: max(2, len(set(count.own(model).pattern))),
+    fewest_layers=lambda model: max(2, len(set(HybridConfig.of(model).pattern))),
     weights=stage_weights,
     buffers=buffers,
     saved_as=saved_as,

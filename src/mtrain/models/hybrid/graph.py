@@ -11,8 +11,8 @@ from mtrain.models.gpt.attention import attention
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.hybrid.config import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
-from mtrain.models.hybrid.count import channels, is_described, own, states
+from mtrain.models.hybrid.config import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX, HybridConfig
+from mtrain.models.hybrid.count import channels, is_described, states
 from mtrain.models.parts import column, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
 
@@ -31,7 +31,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
             "rotary_pos_emb",
             [Tensor(r.positions * r.model.rotary_dim * FP32, shared=not r.run.data.packed)],
         )
-    layers = stack(r, held.layers, add_layer, own(r.model).kind)
+    layers = stack(r, held.layers, add_layer, HybridConfig.of(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
     return [first, *layers, last]
@@ -40,7 +40,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
     m = r.model
-    kind = own(r.model).kind(index)
+    kind = HybridConfig.of(r.model).kind(index)
     again = r.recomputes("layernorm") and kind != MAMBA
     with g.recomputed("norm", x, when=again, discarded=True):
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
@@ -61,7 +61,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 
 def _mixer(g: Graph, r: Rank, x: Tensor) -> Tensor:
-    h = own(r.model)
+    h = HybridConfig.of(r.model)
     tp = r.layout.tp
     cp = r.layout.cp
     m = r.model
@@ -110,7 +110,7 @@ def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: in
 
 def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
     """Add the convolution of each channel over its last tokens, and its SiLU."""
-    taps = own(r.model).conv_kernel
+    taps = HybridConfig.of(r.model).conv_kernel
     size = r.tokens * mixed * FP32
     y = Tensor(r.tokens * mixed * r.element)
     moved = 2 * r.tokens * mixed * r.element
@@ -135,7 +135,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
     """Add the scan of all heads, chunk by chunk: a kernel saves its inputs, plain torch every
     product's operands.
     """
-    h = own(r.model)
+    h = HybridConfig.of(r.model)
     b = r.samples
     p = h.head_dim
     s = h.state_dim
@@ -200,7 +200,7 @@ def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tens
     """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
     y = Tensor(r.tokens * width * r.element)
     size = r.tokens * width * FP32
-    groups = own(r.model).num_groups // r.layout.tp
+    groups = HybridConfig.of(r.model).num_groups // r.layout.tp
     gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
     kept = [
         *gate,

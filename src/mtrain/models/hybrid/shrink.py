@@ -9,11 +9,10 @@ from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.models.gpt.shrink import HEAD
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
-from mtrain.models.hybrid.config import KINDS
-from mtrain.models.hybrid.count import own
+from mtrain.models.hybrid.config import KINDS, HybridConfig
 
-HEAD = 16
 STATE = 16
 CHUNK = 8
 
@@ -25,7 +24,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     heads that tp and cp split, several heads of a group where there were several, and several
     chunks in a sequence.
     """
-    hybrid = own(model)
+    hybrid = HybridConfig.of(model)
     small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
     own_groups = 2 if hybrid.num_groups >= 2 * p.tp else 1
     each = 2 if hybrid.num_heads > hybrid.num_groups else 1

@@ -11,8 +11,17 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.gpt.weights import attention, gated_delta_net, latent, mixture
-from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
-from mtrain.models.hybrid.count import channels, is_described, own, states
+from mtrain.models.hybrid.config import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    MLP,
+    SPARSE,
+    HybridConfig,
+)
+from mtrain.models.hybrid.count import channels, is_described, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
 FUSED = {
@@ -48,7 +57,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
                 whole=True,
             )
     for number, index in enumerate(held.layers):
-        yield from _layer(m, p, f"decoder.layers.{number}", own(m).kind(index))
+        yield from _layer(m, p, f"decoder.layers.{number}", HybridConfig.of(m).kind(index))
     if held.loss:
         yield from norm(m, "decoder.final_norm", h)
         if not (m.tie_word_embeddings and held.embedding):
@@ -59,7 +68,7 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
     """Yield the biases that balance routers, which the optimizer does not move."""
     if m.moe is None or not m.moe.router_enable_expert_bias:
         return
-    for index, kind in enumerate(own(m).pattern):
+    for index, kind in enumerate(HybridConfig.of(m).pattern):
         if kind == EXPERTS:
             yield Weight(
                 f"decoder.layers.{index}.mlp.router.expert_bias",
@@ -79,7 +88,7 @@ def saved_as(m: ModelConfig, name: str) -> str:
         return name
     if ".experts." in inner:
         return one_name(name)
-    mine, theirs = _NORMS.get(own(m).kind(int(number)), ("", ""))
+    mine, theirs = _NORMS.get(HybridConfig.of(m).kind(int(number)), ("", ""))
     if mine and inner.startswith(mine):
         return f"{layer}.layers.{number}.{theirs}{inner.removeprefix(mine)}"
     return name
@@ -101,7 +110,7 @@ def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
     """Return the rows of each named part of the first linear layer of a mixer, or of its
     convolution.
     """
-    h = own(m)
+    h = HybridConfig.of(m)
     rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.num_heads}
     return [rows[name] for name in names]
 
@@ -129,7 +138,7 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
 
 
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    h = own(m)
+    h = HybridConfig.of(m)
     heads = h.num_heads // p.tp
     width = channels(h) // p.tp
     mixed = (channels(h) + 2 * states(h)) // p.tp

@@ -12,13 +12,13 @@ from mtrain.mcore.layers import backend
 from mtrain.mcore.layers.recipe import recipe
 from mtrain.mcore.models.image_language_model import ImageLanguageModel
 from mtrain.models.gpt.build import chunk as language_chunk
-from mtrain.models.llava.count import of
+from mtrain.models.llava.config import LlavaConfig
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
     """Return the layers of one pipeline stage of this rank."""
     provider = backend.provider(run.kernels, fp8=recipe(run), operands=operands_apart(run) is None)
-    more = {"own": of(run.model), "provider": provider}
+    more = {"own": LlavaConfig.of(run.model), "provider": provider}
     built: ImageLanguageModel = language_chunk(
         run, config, stage, kind=ImageLanguageModel, more=more
     )

@@ -2,20 +2,22 @@
 `model` itself.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mtrain.config.families import NO_ADAPTERS, NO_NORMS_ON_SUMS, FamilyConfig, Limit
-from mtrain.config.schema.base import Effect, Key, NonNegativeInt, PositiveFloat, Section, Width
+from mtrain.config.families import NO_ADAPTERS, NO_NORMS_ON_SUMS, FamilyConfig, FamilySection, Limit
+from mtrain.config.schema.base import Effect, Key, NonNegativeInt, PositiveFloat, Width
 
 Frozen = Literal["vision", "projector", "language"]
 
 
-class LlavaConfig(Section):
+class LlavaConfig(FamilySection):
     """`model.llava`: images for a language model (LLaVA-1.5): a CLIP vision transformer, whose
     patch features go through a projector and stand in the text as the embeddings of image tokens.
     """
+
+    FAMILY: ClassVar[str] = "llava"
 
     image_size: Annotated[Width, Key(unit="pixels")] = 336
     """Height and width of an image."""

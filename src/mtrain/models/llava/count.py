@@ -7,20 +7,18 @@ from mtrain.models.gpt import count as language
 from mtrain.models.llava.config import LlavaConfig
 
 
-def of(model: ModelConfig) -> LlavaConfig:
-    """Return the section `model.llava`, which every model of the family has."""
-    assert model.llava is not None
-    return model.llava
-
-
 def parameters(model: ModelConfig) -> int:
     """Return all parameters, frozen ones and those of the layers behind the features included."""
-    return language.parameters(model) + vision_parameters(of(model)) + projector_parameters(model)
+    return (
+        language.parameters(model)
+        + vision_parameters(LlavaConfig.of(model))
+        + projector_parameters(model)
+    )
 
 
 def frozen_parameters(model: ModelConfig) -> int:
     """Return the parameters that have neither gradient nor optimizer state."""
-    own = of(model)
+    own = LlavaConfig.of(model)
     parts = {
         "vision": vision_parameters(own),
         "projector": projector_parameters(model),
@@ -51,7 +49,7 @@ def unused_parameters(own: LlavaConfig) -> int:
 
 def projector_parameters(model: ModelConfig) -> int:
     """Return the parameters of the projector's two layers."""
-    own = of(model)
+    own = LlavaConfig.of(model)
     h = model.hidden_size
     return own.vision_hidden_size * h + h * h + (2 * h if own.projector_bias else 0)
 
@@ -70,7 +68,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     products of an image, over the tokens of a sample. A frozen part has no weight gradients, and
     what is in front of every trained part no backward at all.
     """
-    own = of(model)
+    own = LlavaConfig.of(model)
     frozen = set(own.freeze)
     text = language.flops_per_token(model, seq_length, causal=causal)
     if "language" in frozen:  # a third of what its weights take; attention between tokens has none

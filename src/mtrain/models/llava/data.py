@@ -16,7 +16,6 @@ from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.records import IMAGE, NOTHING
 from mtrain.errors import CorruptData
 from mtrain.models.llava.config import LlavaConfig
-from mtrain.models.llava.count import of
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
@@ -25,7 +24,7 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
 
     The loss counts for text that is learned; never for an image or for padding.
     """
-    own = of(run.model)
+    own = LlavaConfig.of(run.model)
     source = getattr(splits, part)
     if isinstance(source, ImageTextSamples):
         return lambda windows, numbers: _of_records(own, source, windows, numbers)
@@ -111,7 +110,7 @@ def probe(
     """Return an image of noise behind the first token, for a comparison of logits with those of
     transformers.
     """
-    own = of(model)
+    own = LlavaConfig.of(model)
     text = [i if i != own.image_token_id else (i + 1) % model.vocab_size for i in ids]
     room = max(1, model.max_position_embeddings - own.image_tokens)
     mixed = [text[0], *[own.image_token_id] * own.image_tokens, *text[1:room]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mtrain.config.resolve.stages import Stage
 from mtrain.models.gpt import graph as language
 from mtrain.models.graph import MASK, Graph, Tensor
-from mtrain.models.llava.count import of
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.parts import column, norm, row
 from mtrain.models.rank import Rank
 
@@ -18,7 +18,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     """Return the graphs of a (virtual) stage on one micro-batch, whose samples have one image
     each.
     """
-    own = of(r.model)
+    own = LlavaConfig.of(r.model)
     frozen = set(own.freeze)
     graphs = language.stage(replace(r, frozen="language" in frozen), held)
     if not held.embedding:
@@ -56,7 +56,7 @@ def _tower(r: Rank) -> Rank:
     """Return the rank's view for the vision tower: whole images, each a sequence of patches and the
     class token.
     """
-    own = of(r.model)
+    own = LlavaConfig.of(r.model)
     shape = {
         "num_layers": own.used_layers,
         "hidden_size": own.vision_hidden_size,
@@ -103,7 +103,7 @@ def _patches(tower: Rank) -> Rank:
 
 
 def _project(g: Graph, tower: Rank, r: Rank) -> None:
-    own = of(r.model)
+    own = LlavaConfig.of(r.model)
     h = r.model.hidden_size
     rows = _patches(tower)
     # the class token is left out of a view

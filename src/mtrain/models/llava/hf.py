@@ -12,7 +12,6 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt.hf import LLAMA
 from mtrain.models.gpt.hf_files import COMPUTED
 from mtrain.models.llava.config import LlavaConfig
-from mtrain.models.llava.count import of
 from mtrain.models.table import QKV, SAME, Copy, Entry, Operation, Table
 
 Rename = Callable[[str], str]
@@ -61,7 +60,7 @@ def _table(model: ModelConfig, rename: Rename, vision: str, projector: str) -> T
     def named(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         return tuple(replace(entry, theirs=tuple(map(rename, entry.theirs))) for entry in entries)
 
-    more = (*_tower(vision, of(model)), *_projector(projector))
+    more = (*_tower(vision, LlavaConfig.of(model)), *_projector(projector))
     return replace(
         LLAMA,
         once=(*named(LLAMA.once), *more),

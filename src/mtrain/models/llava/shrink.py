@@ -8,7 +8,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import HEAD
 from mtrain.models.gpt.shrink import shrink as shrink_language
-from mtrain.models.llava.count import of
+from mtrain.models.llava.config import LlavaConfig
 
 PATCH = 4
 
@@ -20,7 +20,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     A layer of the vision tower stays behind the features where there was one. What is frozen stays
     frozen.
     """
-    own = of(model)
+    own = LlavaConfig.of(model)
     language = shrink_language(model, p, layers=layers, seq_length=seq_length)
     behind = min(1, own.unused_layers)
     heads = max(2, p.tp)

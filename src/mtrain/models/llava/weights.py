@@ -12,13 +12,12 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt import weights as language
 from mtrain.models.llava.config import LlavaConfig
-from mtrain.models.llava.count import of
 from mtrain.models.weights import Weight, column, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
     """Yield the weights of a (virtual) stage."""
-    own = of(m)
+    own = LlavaConfig.of(m)
     frozen = set(own.freeze)
     for weight in language.stage_weights(m, p, held):
         yield replace(weight, frozen="language" in frozen)

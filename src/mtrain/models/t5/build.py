@@ -13,7 +13,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.adapter.op_overrides import override_operations
 from mtrain.mcore.layers import backend
 from mtrain.mcore.models.encoder_decoder import EncoderDecoder
-from mtrain.models.t5.count import decoder_layers, section
+from mtrain.models.t5.config import T5Config
+from mtrain.models.t5.count import decoder_layers
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
@@ -21,7 +22,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
     stages.
     """
     m = run.model
-    t = section(m)
+    t = T5Config.of(m)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, None)
     made = EncoderDecoder(
@@ -45,7 +46,7 @@ def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
     """Note on each matrix how it is drawn: as in Mesh TensorFlow's T5, and the head of v1.1 as any
     other layer.
     """
-    factor = section(m).initializer_factor
+    factor = T5Config.of(m).initializer_factor
     width = m.hidden_size
     head = m.head_dim
     inputs = {

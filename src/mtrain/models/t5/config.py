@@ -1,17 +1,16 @@
 """`model.t5`: the keys of an encoder-decoder in the manner of T5, and its limits."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from mtrain.config.families import NO_ADAPTERS, FamilyConfig, Limit, absent
+from mtrain.config.families import NO_ADAPTERS, FamilyConfig, FamilySection, Limit, absent
 from mtrain.config.schema.base import (
     Effect,
     Key,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
     Width,
 )
 
@@ -19,11 +18,12 @@ LENGTH_MULTIPLE = 8
 """Encoder and decoder sequences are padded to a multiple of this, the same for every layout."""
 
 
-class T5Config(Section):
-    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al.
-
-    2020, arXiv:1910.10683).
+class T5Config(FamilySection):
+    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al. 2020,
+    arXiv:1910.10683).
     """
+
+    FAMILY: ClassVar[str] = "t5"
 
     decoder_layers: Annotated[Width | None, Key(hf="num_decoder_layers")] = None
     """Layers of the decoder; null: as many as model.num_layers, which are those of the encoder."""

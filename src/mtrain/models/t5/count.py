@@ -10,7 +10,7 @@ def parameters(model: ModelConfig) -> int:
     """Return the trainable parameters of the model as built, with the padded vocabulary; each
     shared weight once.
     """
-    t = section(model)
+    t = T5Config.of(model)
     hidden = model.hidden_size
     tables = model.padded_vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
     biases = 2 * t.relative_attention_buckets * model.num_attention_heads
@@ -25,13 +25,7 @@ def parameters(model: ModelConfig) -> int:
 
 def decoder_layers(model: ModelConfig) -> int:
     """Return the layers of the decoder."""
-    return section(model).decoder_layers or model.num_layers
-
-
-def section(model: ModelConfig) -> T5Config:
-    """`model.t5`, which the family needs."""
-    assert model.t5 is not None, "the family t5 has its section"
-    return model.t5
+    return T5Config.of(model).decoder_layers or model.num_layers
 
 
 def _attention(model: ModelConfig) -> int:
@@ -55,7 +49,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     per layer, head width, query and key for attention; of the decoder's own, half of the keys if
     `causal`.
     """
-    t = section(model)
+    t = T5Config.of(model)
     hidden = model.hidden_size
     needed = lengths(t, seq_length)
     read = t.encoder_length or padded(needed[0])

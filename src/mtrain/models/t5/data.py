@@ -17,7 +17,6 @@ from mtrain.data import Splits
 from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.permute import keys, mix64
 from mtrain.models.t5.config import T5Config, lengths, spans
-from mtrain.models.t5.count import section
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 """The step of splitmix64, which sets the words of one sample apart."""
@@ -34,7 +33,7 @@ class SpanBatch(MicroBatch):
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
-    t = section(run.model)
+    t = T5Config.of(run.model)
     first = run.model.vocab_size - 1 if t.first_sentinel is None else t.first_sentinel
     return Spans(t, run.data.length, first, run.trainer.seed, part)
 

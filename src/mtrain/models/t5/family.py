@@ -19,7 +19,6 @@ FAMILY = Family(
     predicts_all=False,
     parameters=count.parameters,
     active_parameters=count.parameters,
-    expert_parameters=lambda model: 0,
     flops_per_token=count.flops_per_token,
     shrink=shrink,
     weights=stage_weights,

@@ -12,15 +12,15 @@ from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
-from mtrain.models.t5.config import lengths
-from mtrain.models.t5.count import decoder_layers, section
+from mtrain.models.t5.config import T5Config, lengths
+from mtrain.models.t5.count import decoder_layers
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
     """Return the graphs of the one stage on one micro-batch: before the layers, each layer, after
     them.
     """
-    t = section(r.model)
+    t = T5Config.of(r.model)
     needed = lengths(t, r.run.data.length)
     reads = replace(r, length=t.encoder_length or needed[0])
     writes = replace(r, length=t.decoder_length or needed[1])

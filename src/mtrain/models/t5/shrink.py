@@ -6,17 +6,9 @@ import math
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.models.t5.config import LENGTH_MULTIPLE, lengths
-from mtrain.models.t5.count import section
+from mtrain.models.gpt.shrink import FFN, HEAD, HIDDEN, vocabulary
+from mtrain.models.t5.config import LENGTH_MULTIPLE, T5Config, lengths
 
-HEAD = 16
-HIDDEN = 64
-FFN = 128
-VOCAB = 512
-PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
-ranks of tp8.
-"""
 SENTINELS = 16
 
 
@@ -27,7 +19,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     Norm, activation, gate, tying, buckets and noise stay as they were; encoder and decoder are as
     long as samples of `seq_length` need, in parts that tp shards.
     """
-    t = section(model)
+    t = T5Config.of(model)
     wide = max(1, p.tp // 4)
     deep = layers + 1 if t.decoder_layers not in (None, model.num_layers) else None
     ids = {"sentinels": SENTINELS, "first_sentinel": None, "start_id": 0, "end_id": 1}
@@ -41,7 +33,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
             "ffn_hidden_size": FFN * wide,
             "num_attention_heads": max(p.tp, 2),
             "kv_channels": HEAD,
-            "vocab_size": VOCAB if model.padded_vocab_size == model.vocab_size else PADDED,
+            "vocab_size": vocabulary(model),
             "max_position_embeddings": max(seq_length, 64),
             "t5": t.model_copy(update={"decoder_layers": deep, **ids, **filled}),
         }

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.models.t5.count import decoder_layers, section
+from mtrain.models.t5.config import T5Config
+from mtrain.models.t5.count import decoder_layers
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
 
@@ -16,7 +17,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding")
-    table = (section(m).relative_attention_buckets, m.num_attention_heads)
+    table = (T5Config.of(m).relative_attention_buckets, m.num_attention_heads)
     for stack in ("encoder", "decoder"):
         yield Weight(
             f"{stack}_relative_pos_emb.relative_attention_bias.weight",

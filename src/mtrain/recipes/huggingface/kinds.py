@@ -48,7 +48,8 @@ def _of_families() -> dict[str, Kind]:
     found: dict[str, Kind] = {}
     for name in families.configs():
         if families.has(name, "hf_config"):
-            found |= families.part(name, "hf_config", "KINDS", dict)
+            own = families.part(name, "hf_config", "KINDS", dict)
+            found |= {kind: own[kind] for kind in own if kind not in (*found, *DECODERS)}
     return found
 
 
