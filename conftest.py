@@ -1,5 +1,5 @@
-"""Which tests run: what of many cases or of a product is `full`, and the parts of a run that is too
-long for one.
+"""Selection of tests: cases of samples and products beyond the needed ones are `full`, and `--part`
+runs a part of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.covering import cover
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--part`."""
+    """Add the option `--part`."""
     parser.addoption(
         "--part", default="1/1", help="K/N: one of N parts of the cases; all N have each case once"
     )
@@ -23,17 +23,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what a product does without, then leave out the cases of other parts.
+    """Mark the cases that samples and products do not need, then drop the cases of other parts.
 
     Raises:
         pytest.UsageError: `--part` is not K/N with K from 1 to N.
     """
     _mark_samples(items)
     _mark_products(items)
-    said = config.getoption("--part")
-    part, _, parts = (int(word) if word.isdigit() else 0 for word in said.partition("/"))
+    option = config.getoption("--part")
+    part, _, parts = (int(word) if word.isdigit() else 0 for word in option.partition("/"))
     if not 1 <= part <= parts:
-        raise pytest.UsageError(f"--part {said}: K/N with K from 1 to N")
+        raise pytest.UsageError(f"--part {option}: K/N with K from 1 to N")
     others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part - 1]
     if others:
         config.hook.pytest_deselected(items=others)
@@ -42,10 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_samples(items: list[pytest.Item]) -> None:
-    """A test marked `sampled` keeps each third of its cases that are not `full`; with `sampled(n)`,
-    each n-th.
+    """Keep each third of the cases that are not `full` of a test marked `sampled`, or each n-th of
+    one marked `sampled(n)`.
     """
-    if os.environ.get("MTRAIN_TWO_ENGINES"):  # what is full is not run on the other release
+    if os.environ.get("MTRAIN_TWO_ENGINES"):  # the other release runs no case that is full
         return
     seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
     for item in items:
@@ -54,6 +54,7 @@ def _mark_samples(items: list[pytest.Item]) -> None:
             marker is None
             or not isinstance(item, pytest.Function)
             or item.get_closest_marker("full")
+            or item.get_closest_marker("engine")
         ):
             continue
         name = (item.path, item.cls, item.originalname)
@@ -63,8 +64,8 @@ def _mark_samples(items: list[pytest.Item]) -> None:
 
 
 def _mark_products(items: list[pytest.Item]) -> None:
-    """A test marked `covering` keeps cases enough for every pair of values; with `covering(1)`, for
-    every value.
+    """Keep enough cases of a test marked `covering` for every pair of values, or of one marked
+    `covering(1)` for every value.
     """
     cases = defaultdict(list)
     for item in items:

@@ -23,8 +23,6 @@ from mtrain.convert.inspect import held, totals
 from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import CorruptData
 
-pytestmark = pytest.mark.full
-
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -118,6 +116,7 @@ def _headers() -> Iterator[tuple[str, bytes]]:
 HEADERS = dict(_headers())
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", HEADERS)
 def test_convert_hostile_header_is_refused_by_file_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / WEIGHTS
@@ -153,6 +152,7 @@ INDEXES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", INDEXES)
 def test_convert_hostile_index_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(_file(json.dumps(GOOD).encode()))
@@ -161,6 +161,7 @@ def test_convert_hostile_index_is_refused(name: str, tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
+@pytest.mark.full
 def test_convert_hostile_pipe_is_not_awaited(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / WEIGHTS)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}}))
@@ -168,6 +169,7 @@ def test_convert_hostile_pipe_is_not_awaited(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text", ["", "{", "[" * 100_000, '{"weight_map": {"a": "x", "a": "y"}}', "\ud800"], ids=range(5)
 )
@@ -212,6 +214,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_convert_hostile_config_is_refused_without_output(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,6 +229,7 @@ def test_convert_hostile_config_is_refused_without_output(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.full
 def test_convert_hostile_file_is_written_in_order_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
     with Writer(path, ["x", "y"]) as writer:
@@ -257,6 +261,7 @@ def test_convert_hostile_file_is_written_in_order_and_whole(tmp_path: Path) -> N
         assert sorted(file.keys()) == ["x", "y"]
 
 
+@pytest.mark.full
 def test_convert_hostile_low_rank_mxfp4_is_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

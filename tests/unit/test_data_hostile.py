@@ -24,8 +24,6 @@ from tests.support.covering import some
 from tests.support.token_corpora import MAKERS, documents, jsonl
 from tests.unit.test_data_tokenize import as_arrow, as_parquet, as_tar, as_zst, lines
 
-pytestmark = pytest.mark.full
-
 NOT_OURS = re.compile(r"unexpected [A-Z]\w+:")
 Case = tuple[str, bytes]
 """Name of a file, and what is in it."""
@@ -192,6 +190,7 @@ def written(path: Path, data: bytes) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", some(SOURCES, ["jsonl", "tar", "arrow"]))
 @pytest.mark.parametrize("many", [3, pytest.param(25, marks=pytest.mark.full)])
 def test_data_hostile_changed_inputs_are_refused_or_skipped(
@@ -236,6 +235,7 @@ def test_data_hostile_archives_write_and_follow_nothing(
     assert not Path("/tmp/mtrain-escaped.txt").exists()
 
 
+@pytest.mark.full
 def test_data_hostile_non_record_lines_are_skipped(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +258,7 @@ def test_data_hostile_non_record_lines_are_skipped(
     assert json.loads(Path(f"{out}.manifest.json").read_text())["documents"] == 1
 
 
+@pytest.mark.full
 def test_data_hostile_non_tokenizers_are_refused(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +316,7 @@ def test_data_hostile_bomb_takes_no_memory(place: Path) -> None:
         assert 10 << 10 < grown < 400 << 10, f"{name}: {grown} KiB"
 
 
+@pytest.mark.full
 def test_data_hostile_pipe_is_never_opened(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(place / "p.jsonl")
     words = [f"out={place / 'out/o'}", f"tokenizer={place / 'good/tokenizer.json'}"]

@@ -16,8 +16,6 @@ import pytest
 from mtrain.cli.main import main
 from tests.support import hostile_torch_dist as hostile
 
-pytestmark = pytest.mark.full
-
 NOWHERE = Path("canary")
 MOST_BYTES = 50 << 20
 """Of Python's memory, for files of at most 4 MiB."""
@@ -77,6 +75,7 @@ def test_megatron_hostile_sound_checkpoint_is_read(good: Path) -> None:
         assert reader.names == {hostile.NAME, hostile.OTHER}
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.pickles(NOWHERE))
 def test_megatron_hostile_pickle_is_refused_without_effect(
@@ -91,6 +90,7 @@ def test_megatron_hostile_pickle_is_refused_without_effect(
     assert not canary.exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.METADATA)
 def test_megatron_hostile_lying_metadata_is_refused(
@@ -100,6 +100,7 @@ def test_megatron_hostile_lying_metadata_is_refused(
     assert str(copy) in refused(copy, capsys)
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.FOLDERS)
 def test_megatron_hostile_outside_folder_is_refused(
@@ -109,6 +110,7 @@ def test_megatron_hostile_outside_folder_is_refused(
     assert str(copy.parent) in refused(copy.parent, capsys)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.items(NOWHERE))
 def test_megatron_hostile_non_tensor_bytes_are_refused(
@@ -128,6 +130,7 @@ def test_megatron_hostile_non_tensor_bytes_are_refused(
     assert not canary.exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("measured")
 def test_megatron_hostile_gigabyte_directory_is_not_read(copy: Path) -> None:
     from mtrain.convert.megatron.checkpoint import open_weights
@@ -147,6 +150,7 @@ def test_megatron_hostile_gigabyte_directory_is_not_read(copy: Path) -> None:
         TorchDistReader(open_weights(copy)).tensor(hostile.OTHER)
 
 
+@pytest.mark.full
 def test_megatron_hostile_import_writes_nothing(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +162,7 @@ def test_megatron_hostile_import_writes_nothing(
     assert sorted(p.name for p in copy.parent.parent.iterdir()) == [copy.parent.name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["calls os.system", "code as a state", "a text of exabytes", "nothing"]
 )

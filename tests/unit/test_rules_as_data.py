@@ -154,7 +154,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     ]
     out += [apply(tiny(), change) for change in CHANGES]
     random_ = random.Random(3)
-    for _ in range(500):
+    for _ in range(150):
         several: dict[str, Any] = {}
         for change in random_.sample(CHANGES, random_.choice([2, 2, 3, 4])):
             several |= change

@@ -17,8 +17,6 @@ import pytest
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData
 
-pytestmark = pytest.mark.full
-
 MODEL: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 GOOD: dict[str, Any] = {
     "version": "1.0",
@@ -107,6 +105,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", TEXTS)
 def test_tokenizer_hostile_file_is_refused_by_name(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -142,6 +141,7 @@ FILES: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_tokenizer_hostile_non_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
     kind, make = FILES[name]
@@ -150,6 +150,7 @@ def test_tokenizer_hostile_non_tokenizer_is_refused(name: str, tmp_path: Path) -
         Tokenizer(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -178,6 +179,7 @@ def test_tokenizer_hostile_text_is_encoded_whole(changes: dict[str, Any], tmp_pa
     assert Tokenizer(tmp_path / "tokenizer.json").encode("abababb") == [2, 2, 2, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text",
     [
