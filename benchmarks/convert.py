@@ -35,7 +35,7 @@ def make(model: str, out: Path) -> int:
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.huggingface.model import tables
-    from mtrain.convert.match import shapes_of_theirs, written
+    from mtrain.convert.match import export_match, shapes_of_theirs
 
     run = resolve(
         compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50)
@@ -45,7 +45,7 @@ def make(model: str, out: Path) -> int:
     ours = model_boxes(run)
     shapes = {
         n: s
-        for step in written(table, run.model, ours).steps
+        for step in export_match(table, run.model, ours).steps
         for n, s in shapes_of_theirs(step, run.model, ours).items()
     }
     out.mkdir()

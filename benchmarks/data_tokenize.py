@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from mtrain.data import bpe
-from mtrain.data.indexed import write_index
+from mtrain.data.store.indexed import write_index
+from mtrain.data.text import bpe
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 VOCAB = 32000

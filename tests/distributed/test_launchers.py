@@ -216,7 +216,7 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
     waiting = tmp_path / "waiting"
 
     def patch() -> None:
-        from mtrain.data import tokenize
+        from mtrain.data.text import tokenize
         from mtrain.world import join, rendezvous
 
         join.IMPORT_FACTOR = rendezvous.IMPORT_FACTOR = 1

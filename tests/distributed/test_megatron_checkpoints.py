@@ -258,11 +258,11 @@ def test_a_layer_is_read_without_the_others(
 
 def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.megatron.checkpoint import give_megatron
+    from mtrain.convert.megatron.checkpoint import export_checkpoint
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
-        give_megatron(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
+        export_checkpoint(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_every_sample_is_read_once_and_in_order_whatever_the_sizes(
 
 
 def test_a_step_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="a step of 6 samples is no multiple of 4"):
+    with pytest.raises(ValueError, match="a step of 6 samples is not a multiple of 4"):
         GlobalBatches(Nothing(), 8, 2, 0, 2).numbers(0, 6)
 
 

@@ -132,7 +132,7 @@ def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ou
 
 
 def test_a_tokenizer_that_is_a_pipe_is_named(odd: Path) -> None:
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text.tokenizer import Tokenizer
 
     with pytest.raises(ConfigError, match=r"MT603.*is a named pipe"):
         Tokenizer("pipe.json")

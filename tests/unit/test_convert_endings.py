@@ -124,7 +124,7 @@ def test_after_an_error_nothing_that_waits_is_begun(monkeypatch: pytest.MonkeyPa
 
     threading.Timer(0.1, gate.set).start()
     with pytest.raises(OSError, match="No space left"):
-        list(prefetch.ahead(work, range(10), lambda _: 1))
+        list(prefetch.prefetched(work, range(10), lambda _: 1))
     assert len(begun) <= 2
 
 
@@ -141,7 +141,7 @@ def test_results_come_in_order_and_within_bounds_of_memory(monkeypatch: pytest.M
         assert sum(held) - max(held) <= 100
         return -number
 
-    for number, result in prefetch.ahead(work, range(10), sizes.__getitem__):
+    for number, result in prefetch.prefetched(work, range(10), sizes.__getitem__):
         assert result == -number
         taken.append(number)
     assert taken == list(range(10))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mtrain.data.ahead import Ahead
+from mtrain.data.prefetch import Prefetcher
 from mtrain.errors import CorruptData
 from tests.support.patience import patient
 
@@ -36,7 +36,7 @@ def eventually(condition: object) -> bool:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_values_are_those_of_their_keys_also_where_another_key_was_expected(depth: int) -> None:
-    ahead = Ahead(lambda key: key * key, following, depth)
+    ahead = Prefetcher(lambda key: key * key, following, depth)
     assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [
         0,
         1,
@@ -61,7 +61,7 @@ def test_so_many_are_read_ahead_and_none_behind_the_last() -> None:
         read.append(key)
         return key
 
-    ahead = Ahead(note, following, 2)
+    ahead = Prefetcher(note, following, 2)
     ahead.take(0)
     assert eventually(lambda: read == [0, 1, 2])
     time.sleep(0.05)
@@ -78,7 +78,7 @@ def test_an_error_is_raised_where_its_value_is_taken_and_those_before_are_not_lo
             raise CorruptData("corpus.bin: offset 7: token id -1")
         return key
 
-    ahead = Ahead(read, following, 3)
+    ahead = Prefetcher(read, following, 3)
     assert [ahead.take(0), ahead.take(1)] == [0, 1]
     with pytest.raises(CorruptData, match="offset 7"):
         ahead.take(2)
@@ -87,7 +87,7 @@ def test_an_error_is_raised_where_its_value_is_taken_and_those_before_are_not_lo
 
 
 def test_a_forgotten_reader_leaves_no_thread() -> None:
-    ahead = Ahead(lambda key: key, following, 2)
+    ahead = Prefetcher(lambda key: key, following, 2)
     ahead.take(0)
     assert threads() == 1
     del ahead
@@ -98,9 +98,9 @@ def test_a_forgotten_reader_leaves_no_thread() -> None:
 def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mtrain.data.ahead.CLOSING_S", 0.1)
+    monkeypatch.setattr("mtrain.data.prefetch.CLOSING_S", 0.1)
     held = threading.Event()
-    ahead = Ahead(lambda key: key if key < 1 else held.wait(), following, 2)
+    ahead = Prefetcher(lambda key: key if key < 1 else held.wait(), following, 2)
     assert ahead.take(0) == 0
     ahead.close()
     assert threads() == 1, "the read is still held"

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from mtrain.config.schema.trainer import DataConfig
-from mtrain.data import cache, open_splits, prepare, verify
-from mtrain.data.corpus import TextCorpus, cut, open_corpus
-from mtrain.data.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.samples import entropy_nats
-from mtrain.data.text import Tokenizer
+from mtrain.data import open_splits, prepare, verify
+from mtrain.data.samples.token_stream import entropy_nats
+from mtrain.data.store import cache
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
+from mtrain.data.text.files import TextCorpus, cut, open_corpus
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
 from tests.support.patience import patient
@@ -153,7 +154,7 @@ def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past = time.time() - 3600
-    monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+    monkeypatch.setattr("mtrain.data.text.tokenize.SETTLED_NS", -(10**18))
     first = prepare(config(folder))
     monkeypatch.setattr(TextCorpus, "_read", lambda *_: pytest.fail("a file was read"))
     assert prepare(config(folder)) == first
@@ -212,8 +213,8 @@ def test_verify_finds_a_flipped_bit(folder: Path) -> None:
 
 BUILDER = """
 import json, os, sys, time
-import mtrain.data.tokenize as t
-from mtrain.data import bpe
+import mtrain.data.text.tokenize as t
+from mtrain.data.text import bpe
 from mtrain.config.schema.trainer import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
@@ -278,7 +279,7 @@ def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
 FORKING = """
 import os, signal, sys
 from mtrain.config.schema.trainer import DataConfig
-from mtrain.data.tokenize import prepare
+from mtrain.data.text.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
 first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
                  for size in (300, 400))
@@ -303,7 +304,7 @@ def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -
 def test_files_that_change_while_they_are_read_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.data import bpe
+    from mtrain.data.text import bpe
 
     train = bpe.train
 
@@ -379,7 +380,7 @@ def test_a_corpus_in_a_cache_that_can_only_be_read_is_read(
     settled: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if settled:
-        monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+        monkeypatch.setattr("mtrain.data.text.tokenize.SETTLED_NS", -(10**18))
     with tempfile.TemporaryDirectory() as home:
         os.chmod(home, 0o755)
         data = config(Path(shutil.copytree(folder, f"{home}/text")))
@@ -462,7 +463,7 @@ def test_a_tokenizer_beyond_the_size_limit_is_not_read(
 ) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{" + b" " * 2000)
-    monkeypatch.setattr("mtrain.data.text.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("mtrain.data.text.tokenizer.LIMIT_BYTES", 1000)
     with pytest.raises(CorruptData, match=r"2\.0 KiB; a tokenizer may have 1000 B"):
         Tokenizer(path)
 
@@ -532,7 +533,7 @@ def test_a_corpus_that_a_process_reads_is_never_removed(
 ) -> None:
     place = shelf(1, 0)
     reading = (
-        "import sys, time; from pathlib import Path; from mtrain.data import cache\n"
+        "import sys, time; from pathlib import Path; from mtrain.data.store import cache\n"
         "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(10_000)"
     )
     with subprocess.Popen(

@@ -20,9 +20,11 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, journal, of_gigatoken, units
-from mtrain.data.preprocess.encoder import OtherIds
-from mtrain.data.preprocess.sentences import splitter
+from mtrain.data.preprocess import build, journal
+from mtrain.data.preprocess.encoders import gigatoken
+from mtrain.data.preprocess.encoders.base import OtherIds
+from mtrain.data.preprocess.inputs import units
+from mtrain.data.preprocess.inputs.sentences import splitter
 from tests.support.covering import some
 from tests.support.token_corpora import (
     MAKERS,
@@ -366,9 +368,9 @@ def test_what_cannot_be_is_refused_with_a_fix(
 def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(of_gigatoken, "find_spec", lambda _: object())
+    monkeypatch.setattr(gigatoken, "find_spec", lambda _: object())
     encoder: Any = SimpleNamespace(spec=SimpleNamespace(plain=True), file="tokenizer.json")
-    assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
+    assert gigatoken.gigatoken_packer(encoder, "H", "{}") == (None, "")
 
 
 def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
@@ -384,9 +386,9 @@ def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
     assert tokenize(*words, f"out={tmp_path / 'fast'}") == 0
     assert "by gigatoken" in capfd.readouterr().out
     assert same_files(tmp_path / "fast", tmp_path / "plain")
-    pack = of_gigatoken.OfGigatoken.pack
+    pack = gigatoken.GigatokenPacker.pack
     for name, wrong in (
-        ("on-the-sample", of_gigatoken.SAMPLE[0]),
+        ("on-the-sample", gigatoken.SAMPLE[0]),
         ("later", "the one with other ids"),
     ):
 
@@ -397,7 +399,7 @@ def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
                 )
             return pack(self, texts)
 
-        monkeypatch.setattr(of_gigatoken.OfGigatoken, "pack", other)
+        monkeypatch.setattr(gigatoken.GigatokenPacker, "pack", other)
         assert tokenize(*words, f"out={tmp_path / name}") == 0
         said = capfd.readouterr()
         assert "gigatoken gives other ids than tokenizers" in said.err

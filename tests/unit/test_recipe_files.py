@@ -441,7 +441,7 @@ def test_a_lock_knows_every_file_that_it_was_made_from(
 
 
 def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Path) -> None:
-    from mtrain.data.indexed import IndexedWriter
+    from mtrain.data.store.indexed import IndexedWriter
 
     def write(last: int) -> None:
         with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:

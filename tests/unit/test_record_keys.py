@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.data import records
-from mtrain.data.messages import chat, pair
+from mtrain.data.chats.messages import parse_chat, parse_pair
+from mtrain.data.image_text import records
 from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
 from tests.support.commands import mtrain
@@ -170,7 +170,7 @@ def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], previe
         (
             [{"messages": turns("q", "a"), "prompt": "another"}],
             (),
-            "its prompt is none of its messages",
+            "its prompt is not one of its messages",
         ),
         (
             [
@@ -215,10 +215,10 @@ def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
     message = {**turns("q", "a")[1], "channel": "final"}
     values = {"messages": [*turns("q"), message]}
     with pytest.raises(CorruptData, match="an unknown key: channel"):
-        chat(values, Keys(template=CHATML))
-    made = chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
+        parse_chat(values, Keys(template=CHATML))
+    made = parse_chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
     assert made.messages[1]["channel"] == "final"
-    assert not set(FLAGS) & chat({"messages": corrected(weight=0)}).messages[1].keys(), (
+    assert not set(FLAGS) & parse_chat({"messages": corrected(weight=0)}).messages[1].keys(), (
         "templates see no flags"
     )
 
@@ -344,8 +344,8 @@ def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     values = {"messages": [*turns("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
     with pytest.raises(CorruptData, match="does not read its tool_calls"):
-        chat(values, Keys(template=template_of("llama3", marked=False)))
-    assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
+        parse_chat(values, Keys(template=template_of("llama3", marked=False)))
+    assert parse_chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "refusal"])
@@ -403,12 +403,12 @@ def test_a_key_that_is_ignored_says_nothing_of_what_is_learned(preview: Preview)
 
 def test_pairs_have_the_same_keys_as_chats() -> None:
     values = {"prompt": "q", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]}
-    assert pair(values)[0].turns == [1]
+    assert parse_pair(values)[0].turns == [1]
     with pytest.raises(CorruptData, match="an unknown key: margin"):
-        pair({**values, "margin": 0.3})
+        parse_pair({**values, "margin": 0.3})
     with pytest.raises(CorruptData, match="its weight is"):
-        pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
-    assert pair({**values, "score_chosen": 3.5})[1].turns == [1]
+        parse_pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
+    assert parse_pair({**values, "score_chosen": 3.5})[1].turns == [1]
 
 
 def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
@@ -418,7 +418,7 @@ def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
         line = {"id": 1, "image": "a.png", "conversations": said, **more}
         return [
             piece.text
-            for piece in records.parse(json.dumps(line).encode()).pieces
+            for piece in records.parse_record(json.dumps(line).encode()).pieces
             if getattr(piece, "learned", 0)
         ]
 
@@ -435,5 +435,5 @@ def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
             parsed(**wrong)
     scored = {"text": "a", "weight": 2.5}
     with pytest.raises(CorruptData, match=r"data\.ignored_keys=\[weight\]"):
-        records.parse(json.dumps(scored).encode())
-    assert records.parse(json.dumps(scored).encode(), frozenset({"weight"})).pieces
+        records.parse_record(json.dumps(scored).encode())
+    assert records.parse_record(json.dumps(scored).encode(), frozenset({"weight"})).pieces

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.ahead import Ahead
 from mtrain.data.batch import GlobalBatches
+from mtrain.data.prefetch import Prefetcher
 from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
@@ -87,7 +87,7 @@ class Feed:
         self._world = world
         self._needs = needs
         ready = _Ready(data, world, needs, ring)
-        self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
+        self._ahead = Prefetcher(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
         """How long the last step waited for its samples to be read."""
 

@@ -12,8 +12,8 @@ import torch
 from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
-from mtrain.data.batch import Form, MicroBatch, Source
-from mtrain.data.permute import mix64
+from mtrain.data.batch import Collator, MicroBatch, Source
+from mtrain.data.samples.permutation import mix64
 from mtrain.models.bert.count import own
 
 MASKED = 0.8
@@ -49,7 +49,7 @@ class Draws:
         return (self.words(what, samples, positions) >> np.uint64(11)) * 2.0**-53
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def form(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
 
     2018, sections 3.1 and A.1.

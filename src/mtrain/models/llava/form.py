@@ -15,13 +15,13 @@ from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
-from mtrain.data.batch import Form, MicroBatch
-from mtrain.data.records import IMAGE, NOTHING
+from mtrain.data.batch import Collator, MicroBatch
+from mtrain.data.image_text.records import IMAGE, NOTHING
 from mtrain.errors import CorruptData
 from mtrain.models.llava.count import of
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def form(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits, with `images` float32 [images, 3, size,
     size].
 

@@ -16,8 +16,8 @@ import torch
 from mtrain.config.schema.run import RunConfig
 from mtrain.config.t5 import T5Config, lengths, spans
 from mtrain.data import Splits
-from mtrain.data.batch import Form, MicroBatch
-from mtrain.data.permute import keys, mix64
+from mtrain.data.batch import Collator, MicroBatch
+from mtrain.data.samples.permutation import keys, mix64
 from mtrain.models.t5.count import section
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -33,7 +33,7 @@ class SpanBatch(MicroBatch):
     """bool [b, t]: False where that is padding."""
 
 
-def form(run: RunConfig, splits: Splits, part: str) -> Form:
+def form(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     t = section(run.model)
     first = run.model.vocab_size - 1 if t.first_sentinel is None else t.first_sentinel
