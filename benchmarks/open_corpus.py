@@ -1,4 +1,4 @@
-"""How long a corpus of very many documents takes to open, and to give the first global batch.
+"""Time to open a corpus of very many documents, and to read its first global batch.
 
     python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder
     FOLDER] [--out FILE]

@@ -117,5 +117,5 @@ def test_a_document_that_sees_another_is_found(
             "cu_seqlens": torch.cat([bounds[:1], bounds[2:]]) if len(bounds) > 2 else bounds,
         }
 
-    monkeypatch.setattr(batches, "batch_of", merged)
+    monkeypatch.setattr(batches, "collate", merged)
     assert apart(alone("token"), computed(run_with(prefix, 2048), tmp_path)) > 1e-4

@@ -13,7 +13,7 @@ OF_FAMILIES = (
         for family in ("gpt", "bert", "t5", "llava")
         for part in ("build", "form")
     ),
-    *("models.hybrid.build", "data.chat_batch"),
+    *("models.hybrid.build", "data.batch"),
 )
 """What a rank imports once it knows its model."""
 
