@@ -1,5 +1,5 @@
-"""How long `check` and a run of one step take, as whole processes, beside `import megatron.core` at
-the same time.
+"""Times of `check` and of a run of one step, as whole processes, relative to `import
+megatron.core`.
 
     python benchmarks/check_time.py [--rounds 3] [--out FILE] [RECIPE ...]
 

@@ -1,6 +1,6 @@
-"""Conversion beside the disk: `convert import` and `export` of a folder of made-up weights, against
-writing as many bytes through the page cache; wall seconds, seconds of processors, rates as a share
-of the raw one, and the largest memory of each command.
+"""Conversion against the disk: `convert import` and `export` of synthetic weights, and a raw write
+of as many bytes through the page cache: wall and CPU seconds, rates as a share of the raw one, and
+the peak memory of each command.
 
     python benchmarks/convert.py --model llama32_1b --out benchmarks/results/convert_cpu.json
 """
@@ -35,7 +35,7 @@ def make(model: str, out: Path) -> int:
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.huggingface.model import tables
-    from mtrain.convert.match import shapes_of_theirs, written
+    from mtrain.convert.match import export_match, shapes_of_theirs
 
     run = resolve(
         compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50)
@@ -45,7 +45,7 @@ def make(model: str, out: Path) -> int:
     ours = model_boxes(run)
     shapes = {
         n: s
-        for step in written(table, run.model, ours).steps
+        for step in export_match(table, run.model, ours).steps
         for n, s in shapes_of_theirs(step, run.model, ours).items()
     }
     out.mkdir()
@@ -61,9 +61,7 @@ def make(model: str, out: Path) -> int:
 
 
 def raw(path: Path, size: int) -> tuple[float, float]:
-    """Seconds, and seconds of processors, to write so many bytes to a file and wait for
-    the disk.
-    """
+    """Write `size` bytes to a file and wait for the disk; return wall and CPU seconds."""
     block = BLOCK.tobytes()
     begin = time.perf_counter()
     before = time.process_time()
@@ -78,7 +76,7 @@ def raw(path: Path, size: int) -> tuple[float, float]:
 
 
 def command(*words: object) -> tuple[float, float, float]:
-    """Wall seconds, seconds of processors, and MiB of the largest process of a conversion."""
+    """Run a conversion; return wall and CPU seconds, and MiB of its largest process."""
     begin = time.perf_counter()
     done = subprocess.Popen(
         [sys.executable, str(LAUNCH), "convert", *map(str, words)], stdout=subprocess.DEVNULL

@@ -1,10 +1,9 @@
-"""`data tokenize` beside megatron-core's builder, driven document by document with the same
-tokenizer, in one run.
+"""`data tokenize` against megatron-core's builder with the same tokenizer, document by document.
 
-MB of JSONL a second and per second of processor time, ratios, and the largest memory of all
-processes; and an `.idx` of many documents beside the writer of megatron-core. Documents are pieces
-of the text files and sources of this Python installation. The builder and each engine take turns,
-and the best of each counts. Our tokens are to begin with those of the builder.
+It prints MB of JSONL per second and per CPU second, ratios, and the peak memory of all processes;
+and the time of an `.idx` of many documents against megatron-core's writer. Documents are pieces of
+the text files and sources of this Python installation. The builder and each engine take turns, and
+the best round of each counts. Our tokens must begin with those of the builder.
 
     python benchmarks/data_tokenize.py --out benchmarks/results/data_tokenize_cpu.json
     python benchmarks/data_tokenize.py --mb 2000 --rounds 1 --engines tokenizers
@@ -31,8 +30,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from mtrain.data import bpe
-from mtrain.data.indexed import write_index
+from mtrain.data.store.indexed import write_index
+from mtrain.data.text import bpe
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 VOCAB = 32000
@@ -79,7 +78,7 @@ def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]
 
 
 def with_builder(source: Path, tokenizer: Path, prefix: Path) -> dict[str, float]:
-    """Rate of megatron-core's builder, a document at a time; what is imported is not counted."""
+    """Return the rate of megatron-core's builder, a document at a time, without imports."""
     import tokenizers
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -105,7 +104,7 @@ def _rates(source: Path, seconds: float, cpu_seconds: float) -> dict[str, float]
 
 
 def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
-    """The largest memory of a process and its children, shared pages counted once each."""
+    """Append the memory of a process and its children to `found`, with shared pages once."""
     while process.poll() is None:
         total = 0
         try:
@@ -121,7 +120,7 @@ def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
 
 
 def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, Any]:
-    """Rate of the whole command, its start included, and its memory."""
+    """Return the rate of the whole command, with its start, and its memory."""
     words = [
         "data",
         "tokenize",

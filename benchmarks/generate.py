@@ -1,12 +1,11 @@
-"""Tokens a second with keys and values kept, and with everything read again for each token, in one
-run.
+"""Tokens per second with a KV cache, and without one, in one run.
 
     python benchmarks/generate.py [--prompt 8] [--tokens 512] [--threads 2] [--rows 1 8] [--out
     FILE] [OVERRIDES ...]
 
 Both take the most likely token after a prompt, on one rank, with one model of random weights; the
-tokens are compared. The one without a cache is measured on one row alone. Seconds of the CPU are
-what a busy machine disturbs least; with several threads they count waiting too.
+tokens are compared. Without a cache, only one row is measured. CPU seconds are what a busy machine
+disturbs least; with several threads they include waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ from train_step import MODEL, circumstances
 WORDS = [
     "model=llama_tiny",
     *(f"model.{key}={value}" for key, value in MODEL.items()),
-    *("parallel=single", "data=mock", "data.seq_length=1024", "precision=fp32"),
+    "parallel=single",
+    "data=mock",
+    "data.seq_length=1024",
+    "precision=fp32",
 ]
 AGAIN = "no cache, 1 row"
 

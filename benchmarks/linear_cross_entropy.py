@@ -1,4 +1,4 @@
-"""Linear layer and cross entropy in parts beside plain torch with all logits at once: seconds, and
+"""Linear layer and cross entropy in parts against plain torch with all logits at once: seconds, and
 peak memory.
 
     python benchmarks/linear_cross_entropy.py [--rounds 15] [--threads 2] [--out FILE]
@@ -88,7 +88,7 @@ def contenders(dtype: str, tokens: int, hidden: int, vocab: int) -> dict[str, Ca
 
 
 def measured(dtype: str, shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Ratios of both clocks and peaks of memory."""
+    """Return the ratios of both clocks and the peaks of memory."""
     ways = contenders(dtype, *shape)
     clocks = {"wall": time.perf_counter, "cpu": time.process_time}
     seconds: dict[str, dict[str, list[float]]] = {c: {name: [] for name in ways} for c in clocks}
@@ -138,7 +138,7 @@ def _peak_of(name: str, dtype: str, shape: tuple[int, int, int]) -> float:
 
 
 def peak(once: Callable[[], None]) -> float:
-    """MiB that this process holds more at its highest in the call than before it (Linux)."""
+    """Return the MiB by which the peak of this process in the call exceeds its size before."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     before = _mib("VmRSS")
     once()

@@ -1,4 +1,4 @@
-"""How long a corpus of very many documents takes to open, and to give the first global batch.
+"""Time to open a corpus of very many documents, and to read its first global batch.
 
     python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder
     FOLDER] [--out FILE]
@@ -68,7 +68,7 @@ def make(prefix: Path, documents: int, tokens: int) -> None:
     """Write the corpus; its index last."""
     import numpy as np
 
-    from mtrain.data.indexed import write_index
+    from mtrain.data.store.indexed import write_index
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
@@ -102,8 +102,7 @@ def opened(prefix: str, order: str) -> dict[str, Any]:
     """
     from mtrain.config.schema.data import DataConfig
     from mtrain.data import WholeDocuments, open_splits, prepare
-    from mtrain.data.batch import GlobalBatches
-    from mtrain.data.chat_batch import of_documents
+    from mtrain.data.batch import GlobalBatches, document_collator
 
     cache = str(Path(prefix).parent / "cache")
     whole = {"packed": True, "packed_by": "first_fit"} if order == "documents" else {"order": order}
@@ -112,9 +111,9 @@ def opened(prefix: str, order: str) -> dict[str, Any]:
     )
     before = psutil.Process().io_counters().read_bytes
     begun = time.perf_counter()
-    splits = open_splits(data, 65_536, 1, prepare(data), asked=(100_000, 1000, 100))
+    splits = open_splits(data, 65_536, 1, prepare(data), requested=(100_000, 1000, 100))
     opened_after = time.perf_counter() - begun
-    form = of_documents(splits.train) if isinstance(splits.train, WholeDocuments) else None
+    form = document_collator(splits.train) if isinstance(splits.train, WholeDocuments) else None
     GlobalBatches(splits.train, 256, 4, 0, 1, form).microbatches(0)
     first = time.perf_counter() - begun
     read = psutil.Process().io_counters().read_bytes - before

@@ -1,12 +1,12 @@
-"""Calibrates a cluster on one model on this CPU, and says how far off the plan is on other shapes
-and layouts.
+"""Calibration of a cluster on one model on this CPU, and the plan's error on other shapes and
+layouts.
 
     python benchmarks/plan_calibrate.py [--rounds 3] [--steps 4] [--out FILE]
 
 Two ranks with one thread each train every configuration in turn, a few steps in each of several
 rounds, so that whatever else the machine does falls on all of them. The step times of one model fit
 the rates of the machine, as `plan --calibrate` does; the plan then predicts other widths, depths,
-lengths and layouts. Medians are compared, and the fastest steps beside them. Other work on the
+lengths and layouts. Medians are compared, and so are the fastest steps. Other work on the
 machine keeps ranks waiting for each other, which no rate says: the figures count on a machine that
 does nothing else, and the load is printed.
 """
@@ -95,10 +95,9 @@ BOUND = 0.15
 
 
 def worker(rounds: int, steps: int, out: Path) -> None:
-    """One of the two ranks: all configurations in turn; the first rank writes the seconds.
+    """Run all configurations in turn as one of the two ranks; the first rank writes the seconds.
 
-    Each turn is a process of its own: what a world leaves behind, as the threads of its groups,
-    ends with it.
+    Each turn is a process of its own, so that the threads of its process groups end with it.
     """
     from mtrain import mcore as adapter
     from mtrain.devices import registry
@@ -118,8 +117,9 @@ def worker(rounds: int, steps: int, out: Path) -> None:
 
 
 def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[str, float]]:
-    """What a turn in a process of its own sends, read before it is waited for: it may wait until
-    somebody reads.
+    """Run a turn in a process of its own, and return what it sends.
+
+    The result is read before the join, as the process may wait for its reader.
     """
     from multiprocessing import get_context
 
@@ -189,8 +189,11 @@ def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
         port = 20000 + os.getpid() % 10000
         out = Path(folder) / "seconds.json"
         env = os.environ | {
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
-            **{"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         command = [
             sys.executable,
@@ -255,7 +258,7 @@ def compared(
 
 
 def printed(result: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     print(f"{'medians':24} {'measured':>10} {'planned':>10} {'':7}  fastest")
     for row, fastest in zip(result["rows"], result["fastest"]["rows"], strict=True):
         kind = "fitted" if row["calibrated"] else "predicted"

@@ -1,4 +1,4 @@
-"""Published peaks of device memory beside what the plan says of the same layouts.
+"""Published peaks of device memory against the plan of the same layouts.
 
     python benchmarks/plan_memory.py [FILE.csv] [--set precision.grad_reduce_in_fp32=false ...]
 
@@ -48,7 +48,7 @@ def base_model(row: Row) -> str:
 
 
 def missing(row: Row) -> Iterator[str]:
-    """What a row leaves out that decides the memory."""
+    """Yield what a row leaves out that decides the memory."""
     needed = LAYOUT if row["kind"] == "saved" else NEEDED
     yield from (name for name in needed if not row.get(name))
     if base_model(row) not in choices_of_group("model"):
@@ -122,7 +122,7 @@ def peak(row: Row, more: list[str]) -> float:
 
 
 def planned(row: Row, more: list[str]) -> float | str:
-    """What the plan says of a row; or why it says nothing."""
+    """Return the planned bytes of a row, or why there is no plan."""
     try:
         offload = [f"optim.cpu_offload={row['offload']}"] if row.get("offload") else []
         with_all = peak(row, [*offload, *more])

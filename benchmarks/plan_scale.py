@@ -1,5 +1,4 @@
-"""Megatron-LM's published scaling of GPT on H100 beside what the plan predicts, as `plan --scale`
-has it.
+"""Megatron-LM's published scaling of GPT on H100 against the plan's prediction by `plan --scale`.
 
     python benchmarks/plan_scale.py [--write]
 
@@ -45,12 +44,10 @@ PEAK = 989.0
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 COMMON = ("cluster=h100", "data=mock", "data.seq_length=4096")
 KEPT = {
-    **{
-        "parallel.cp": 1,
-        "trainer.micro_batch_size": 1,
-        "parallel.fsdp": "none",
-        "optim.cpu_offload": 0.0,
-    },
+    "parallel.cp": 1,
+    "trainer.micro_batch_size": 1,
+    "parallel.fsdp": "none",
+    "optim.cpu_offload": 0.0,
 }
 FITTED = ("gpt_1.7b", "gpt_16b", "gpt_70b", "gpt_177b", "gpt_462b")
 """Models whose weak points are among the rows that the efficiencies were fitted on
@@ -68,7 +65,11 @@ def strong() -> list[Row]:
     """Return the published points of 177B."""
     return [
         {
-            **{"model": "gpt_177b", "gpus": int(row["gpus"]), "batch": 1152, "tp": 8, "pp": 6},
+            "model": "gpt_177b",
+            "gpus": int(row["gpus"]),
+            "batch": 1152,
+            "tp": 8,
+            "pp": 6,
             "published": float(row["petaflops"]) * 1000 / int(row["gpus"]),
         }
         for row in _read("megatron_strong_scaling.csv")
@@ -88,14 +89,14 @@ def weak() -> list[Row]:
     ]
 
 
-def theirs() -> Efficiencies:
-    """What megatron-core 0.8 reaches, as benchmarks/plan_time.py stored it."""
+def megatron_efficiencies() -> Efficiencies:
+    """Return the efficiencies of megatron-core 0.8 that benchmarks/plan_time.py stored."""
     stored = json.loads((ROOT / "benchmarks" / "results" / "plan_time.json").read_text())
     return of(stored["efficiencies"][SOFTWARE])
 
 
 def as_published(row: Mapping[str, Any], reached: Efficiencies) -> Row:
-    """What is predicted of a point in its published layout."""
+    """Return the prediction of a point in its published layout."""
     words = [
         f"model={row['model']}",
         *COMMON,
@@ -120,7 +121,7 @@ def as_published(row: Mapping[str, Any], reached: Efficiencies) -> Row:
 
 def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[Row]:
     """Return every point with both predictions."""
-    reached = theirs()
+    reached = megatron_efficiencies()
     counts = [row["gpus"] for row in rows]
     each = [
         [[*words, f"model={row['model']}", f"trainer.global_batch_size={row['batch']}"], []]
@@ -148,17 +149,10 @@ def results() -> dict[str, list[Row]]:
     return {name: [_rounded(row) for row in rows] for name, rows in made.items()}
 
 
-def _rounded(row: Row) -> Row:
-    return {
-        key: (
-            _rounded(value)
-            if isinstance(value, dict)
-            else round(value, 4)
-            if isinstance(value, float)
-            else value
-        )
-        for key, value in row.items()
-    }
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def markdown(name: str, rows: Sequence[Row]) -> str:
@@ -194,7 +188,7 @@ def markdown(name: str, rows: Sequence[Row]) -> str:
 
 
 def _rate(tflops: float, first: float) -> str:
-    """TFLOP/s of a GPU, MFU, and against the first point."""
+    """Return TFLOP/s of a GPU, MFU, and the share of the first point, as text."""
     return f"{tflops:.0f}, {tflops / PEAK:.1%}, {tflops / first:.0%}"
 
 

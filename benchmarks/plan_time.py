@@ -1,5 +1,5 @@
-"""Fits the efficiencies of the time model on published throughput, and says how far it is off on
-models left out.
+"""The fit of the time model's efficiencies to published throughput, and its error on models left
+out.
 
     python benchmarks/plan_time.py [FILE.csv] [--write]
 
@@ -7,7 +7,7 @@ Prints for each row the published rate and the errors of three fits: on all rows
 models, on the other devices; then the errors in the median and at the 95th percentile, and how many
 pairs of rows of one model on as many devices are ranked as published. Rows that are no
 configuration are listed with the reason, and so are rows of one configuration that contradict each
-other: those are predicted and not fitted, and errors are said without and with them. `--write`
+other: those are predicted and not fitted, and errors are printed without and with them. `--write`
 saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With
 a FILE, its rows are predicted by that fit.
 
@@ -74,7 +74,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "exposed.pp": (0.5, 0.25),
 }
 LAYERS = {"attn", "mamba"}
-"""What graphs of layers hold, beside routers; routers alone are half of what the host does for a
+"""What graphs of layers hold in addition to routers, which are half of the host's work of a
 mixture.
 """
 BACKWARD = 0.7
@@ -101,7 +101,7 @@ class Case:
 
 
 def names(cases: Sequence[Case]) -> list[str]:
-    """Of all parameters."""
+    """Return the names of all parameters."""
     found = list(PRIORS)
     soft = {case.measured.software for case in cases}
     for word in (*CHAIN, *OTHERS):
@@ -118,7 +118,7 @@ def efficiencies(
     overlaps: bool = False,
     experts: bool = False,
 ) -> Efficiencies:
-    """From logarithms of ratios to what is expected."""
+    """Return the efficiencies, from logarithms of their ratios to the priors."""
     v = {name: prior * np.exp(theta.get(name, 0.0)) for name, (prior, _) in PRIORS.items()}
     speed = float(EXPECTED.get(software, 1.0) * np.exp(theta.get(f"speed:{software}", 0.0)))
     v["products.tensorwise"] *= v["products.bf16"]
@@ -194,7 +194,7 @@ def timed(case: Case, theta: Theta) -> StepTime:
 
 
 def prior(theta: Theta) -> list[float]:
-    """How far parameters are from what is expected, in deviations."""
+    """Return the distances of parameters from their priors, in standard deviations."""
     found = [theta.get(name, 0.0) / spread for name, (_, spread) in PRIORS.items()]
     for kind, spread in (("speed", SPEED), ("mixtures", MIXTURES)):
         for one, next_ in pairwise(CHAIN):
@@ -226,7 +226,7 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
     def slopes(x: np.ndarray, e: np.ndarray) -> np.ndarray:
         found = np.zeros((len(cases), len(keys)))
         for i, key in enumerate(keys):
-            of = key.partition(":")[2]  # a release, whose factors change its own rows alone
+            of = key.partition(":")[2]  # a release, whose factors change only its own rows
             rows = [row for row, c in enumerate(cases) if of in ("", c.measured.software)]
             more = x + step * np.eye(len(keys))[i]
             found[rows, i] = (errors(more, [cases[row] for row in rows]) - e[rows]) / step
@@ -286,8 +286,9 @@ def error(case: Case, theta: Theta) -> float:
 
 
 def pairs(cases: Sequence[Case], errors: Sequence[float]) -> tuple[int, int]:
-    """Of two rows of one model on as many devices that differ by more than repetitions do: how many
-    are ranked as published, and how many there are.
+    """Return how many pairs of rows are ranked as published, and how many there are.
+
+    A pair is of one model on as many devices, and differs by more than repetitions do.
     """
     right = number = 0
     for (one, e1), (two, e2) in combinations(list(zip(cases, errors, strict=True)), 2):
@@ -328,9 +329,7 @@ def read(path: Path) -> list[Case]:
 
 
 def agreeing(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    """Those that are fitted, and those that contradict another row, which are printed and not
-    fitted.
-    """
+    """Return the cases to fit, and those that contradict another row, which are printed."""
     found = published.disagreeing([case.measured for case in cases])
     for index, why in found.items():
         print(
@@ -348,7 +347,7 @@ def saved(theta: Theta) -> dict[str, Any]:
 
 
 def accuracy_in(results: dict[str, Any]) -> dict[str, Any]:
-    """What the package says of the errors of its model, of the results of this benchmark."""
+    """Return the errors that the package reports for its time model."""
     off = {name: round(results["model_left_out"][name], 4) for name in ("median", "p95")}
     pairs_ = {
         "pairs": results["pairs"]["of"],
@@ -406,7 +405,7 @@ def main() -> int:
         e for case, e in zip(cases, by_model[:n], strict=True) if case.measured.software in CHAIN
     ]
     results["model_left_out_megatron_bridge"] = said(
-        "each model left out, rows of Megatron-Bridge alone", newest
+        "each model left out, only rows of Megatron-Bridge", newest
     )
     results["model_left_out_with_all"] = said(
         "each model left out, with rows that disagree", by_model

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's performance recipes say that its published tables leave out
+"""Settings of Megatron-Bridge's performance recipes that its published tables leave out
 (data/bridge_recipes.csv).
 """
 
@@ -15,7 +15,7 @@ FILE = Path(__file__).parent / "data" / "bridge_recipes.csv"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Of a model on a device, in one precision and release."""
+    """The settings of a model on a device, in one precision and release."""
 
     graphs: frozenset[str] = frozenset()
     """What CUDA graphs hold: attn, mamba, mlp, router, preprocess; or whole: all of an iteration or
@@ -28,7 +28,7 @@ class Recipe:
     flex: bool = False
     """Tokens go to a domain once, by DeepEP or HybridEP."""
     overlaps_experts: bool = False
-    """Tokens travel to experts beside computation of another micro-batch."""
+    """Dispatch of tokens to experts overlaps with the computation of another micro-batch."""
     attention_8_bit: bool = False
     overlaps_tp: bool = False
 

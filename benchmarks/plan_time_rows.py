@@ -61,7 +61,7 @@ class Measured:
     """Tokens a second and device, published."""
 
     def label(self) -> str:
-        """Of a line of the table."""
+        """Return the first columns of a line of the table."""
         r = self.row
         layout = " ".join(
             f"{key}{r[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if r[key] not in ("", "1")
@@ -73,13 +73,13 @@ class Measured:
 
 
 def rows(path: Path = FILE) -> list[Row]:
-    """Of a file, without its remarks."""
+    """Return the rows of a file without its remarks."""
     with path.open() as lines:
         return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def software(row: Row) -> str:
-    """Who measured, and with which release."""
+    """Return the software and release that measured a row."""
     source = row["source"]
     if source.endswith("performance summary"):
         return "bridge 26.02"
@@ -99,15 +99,13 @@ def base_name(row: Row) -> str:
 
 
 def release(row: Row) -> str:
-    """Of Megatron-Bridge, as 26.04; empty of other software."""
+    """Return the release of Megatron-Bridge, such as 26.04, or "" for other software."""
     found = software(row)
     return found.removeprefix("bridge ") if found.startswith("bridge ") else ""
 
 
 def recipe_of(row: Row) -> Recipe:
-    """What the recipe of a row of Megatron-Bridge says beside its layout; of other software
-    nothing.
-    """
+    """Return the recipe of a row of Megatron-Bridge, or an empty one for other software."""
     found = release(row)
     name = row["model"].removesuffix("_tokendrop").removesuffix("_nomtp")
     layout = " ".join(row[key] or "1" for key in ("tp", "pp", "vp", "ep"))
@@ -115,12 +113,12 @@ def recipe_of(row: Row) -> Recipe:
 
 
 def graphed(row: Row) -> frozenset[str]:
-    """What CUDA graphs hold."""
+    """Return the parts that CUDA graphs hold."""
     return recipe_of(row).graphs
 
 
 def experts_overlapped(row: Row) -> bool:
-    """Return whether tokens travelled to experts beside computation; pipelines do so between
+    """Return whether dispatch to experts overlapped with computation; in pipelines, that needs
     virtual stages.
     """
     able = row["pp"] in ("", "1") or row["vp"] not in ("", "1")
@@ -128,7 +126,7 @@ def experts_overlapped(row: Row) -> bool:
 
 
 def overlapped(row: Row) -> bool:
-    """Return whether tensor-parallel sends ran beside products: Megatron's,
+    """Return whether tensor-parallel communication overlapped with GEMMs, in Megatron or by
     torchtitan's async TP.
     """
     if "torchtitan" in row["source"]:
@@ -163,8 +161,9 @@ def _few(row: Row) -> bool:
 
 
 def degrees(row: Row) -> dict[str, int]:
-    """Of the layout; the runs of Megatron-LM's scaling table were interleaved, by two layers where
-    that divides.
+    """Return the degrees of the layout.
+
+    The runs of Megatron-LM's scaling table were interleaved, by two layers where that divides.
     """
     p = {key: int(row[key] or 1) for key in ("tp", "pp", "vp", "cp", "ep")}
     if "core 0.8" in row["source"] and p["pp"] > 1:
@@ -188,18 +187,17 @@ def words(row: Row) -> list[str]:
     micro = row["mbs"] or "1"
     precision = row["precision"]
     found = [
-        *(
-            f"model={NAMES.get(name, name)}",
-            f"parallel={layout or 'single'}",
-            f"precision={precision}",
-        ),
-        *("data=mock", f"data.seq_length={seq}", "trainer.sample_tokens=0"),
-        *(f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={row['gbs']}"),
-        *(
-            f"cluster={row['gpu']}",
-            f"cluster.nodes={gpus // per_node}",
-            f"cluster.devices_per_node={per_node}",
-        ),
+        f"model={NAMES.get(name, name)}",
+        f"parallel={layout or 'single'}",
+        f"precision={precision}",
+        "data=mock",
+        f"data.seq_length={seq}",
+        "trainer.sample_tokens=0",
+        f"trainer.micro_batch_size={micro}",
+        f"trainer.global_batch_size={row['gbs']}",
+        f"cluster={row['gpu']}",
+        f"cluster.nodes={gpus // per_node}",
+        f"cluster.devices_per_node={per_node}",
         f"parallel.ranks={gpus}",
         "cluster.device_memory_gib=4096",  # what is published did fit, with what it does not say
     ]
@@ -216,11 +214,8 @@ def words(row: Row) -> list[str]:
     found += ["kernels.experts=triton"] if "Automodel" in row["source"] and _mixture(row) else []
     found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
     found += ["precision.grad_reduce_in_fp32=false"] if release(row) else []
-    found += (
-        ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]
-        if name.endswith("_nomtp")
-        else []
-    )
+    if name.endswith("_nomtp"):
+        found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]
     found += ["peft=lora"] if row["model"].endswith("_lora") else []
     found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
     return found
@@ -344,8 +339,8 @@ def contradicted(m: Measured) -> str | None:
 
 
 def _loaded(row: Row) -> RunConfig:
-    """Return the run of a row; where mtrain refuses its format beside the model, that of 16 bits in
-    the other format.
+    """Return the run of a row; if mtrain refuses its format for the model, the bf16 run with that
+    format.
     """
     try:
         return load(words(row), BIG, {}, to_run=False).run
@@ -387,7 +382,7 @@ def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
 
 
 def measured(row: Row) -> Measured | str:
-    """Return a row as a configuration, or why it is none."""
+    """Return a row as a configuration, or why it is not a configuration."""
     why = obstacle(row)
     if why:
         return why

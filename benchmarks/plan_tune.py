@@ -1,4 +1,4 @@
-"""Layouts that `tune` finds beside published ones, both priced by the plan.
+"""Layouts that `tune` finds against published ones, both priced by the plan.
 
     python benchmarks/plan_tune.py [--table | --rows | --oom] [--only WORD]
 
@@ -103,7 +103,7 @@ def planned(words: list[str]) -> Layout:
 
 
 def of_memory(row: published.Row) -> str:
-    """What the plan and `tune` say of a layout that is published as out of memory."""
+    """Print and return the verdict on a layout that is published as out of memory."""
     words = [*row["overrides"].split(), "data=mock", "trainer.sample_tokens=0"]
     own = planned(words)
     task = [word for word in words if not word.startswith(("parallel", "trainer.micro"))]
@@ -115,19 +115,15 @@ def of_memory(row: published.Row) -> str:
         what = "offered"
     print(f"{what:7} {row['model']} {row['gpus']}x{row['gpu']}: {row['said']} ({row['source']})")
     print(f"        published {own.memory.peak / GIB:6.1f} of {holds / GIB:.0f} GiB  {own.words}")
-    print(
-        (
-            f"        tune      {first.memory.peak / GIB:6.1f} GiB  {first.words}"
-            if first
-            else "        tune: none"
-        ),
-        flush=True,
-    )
+    if first is None:
+        print("        tune: none", flush=True)
+    else:
+        print(f"        tune      {first.memory.peak / GIB:6.1f} GiB  {first.words}", flush=True)
     return what
 
 
 def verdict(own: Layout, other: Layout, fits: bool) -> str:
-    """What the plan says of the two."""
+    """Return the verdict on the published layout and that of `tune`."""
     degrees = ("tp", "pp", "vpp", "cp", "ep")
     same = all(
         getattr(own.run.parallel, key) == getattr(other.run.parallel, key) for key in degrees

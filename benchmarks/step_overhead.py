@@ -1,5 +1,4 @@
-"""What a step of mtrain costs beside megatron-core's own objects driven by a bare loop, on the same
-model.
+"""The overhead of a step of mtrain over a bare loop around megatron-core's objects, on one model.
 
     python benchmarks/step_overhead.py [--pairs 60] [--out FILE] [OVERRIDES ...]
 
@@ -193,7 +192,7 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Return the device, versions, commit and command of the measurement."""
     import torch
 
     commit = subprocess.run(

@@ -1,4 +1,4 @@
-"""A training step of mtrain beside megatron-core's and Hugging Face transformers', on one Llama of
+"""A training step of mtrain against megatron-core's and Hugging Face transformers', on one Llama of
 26M parameters.
 
     python benchmarks/train_step.py [--steps 20] [--threads 2] [--out FILE] [--dtypes fp32 bf16]
@@ -402,7 +402,7 @@ def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
 
 
 def circumstances(threads: int) -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Return the device, load, versions, commit and command of the measurement."""
     from mtrain.launching.matmul import processor
 
     commit = subprocess.run(

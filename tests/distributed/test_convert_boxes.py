@@ -9,7 +9,7 @@ import pytest
 from mtrain.config.compose.choices import choices_of_group
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
-from mtrain.convert.boxes import asked, declared
+from mtrain.convert.boxes import boxes_from_family, boxes_from_megatron
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone
 
@@ -49,7 +49,7 @@ def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     out = []
     for name, *words in models:
         run = resolve(compose([f"model={name}", "data=mock", *words]).run, LAPTOP)
-        out += [(name, *words)] * (declared(run) != asked(run))
+        out += [(name, *words)] * (boxes_from_family(run) != boxes_from_megatron(run))
     return out
 
 

@@ -20,7 +20,7 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply, check, value_at
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from tests.support.chats import CHATML, chats_file, folder_of, turns
 from tests.support.commands import latest
 from tests.support.configs import LAPTOP

@@ -294,12 +294,12 @@ def _fail_on_rank_one() -> None:
 
 
 def _lose_the_tokenizer() -> None:
-    from mtrain.data import text
+    from mtrain.data.text import tokenizer
 
     def gone(*_: object) -> None:
         raise FileNotFoundError("seeded fault")
 
-    text.Tokenizer.__init__ = gone  # type: ignore[method-assign,assignment]
+    tokenizer.Tokenizer.__init__ = gone  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.sampled(9)

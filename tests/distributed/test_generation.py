@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from mtrain.train.generate.sampler.request import Sampling
 
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.model import MLAConfig, MoEConfig
 from mtrain.models.hybrid.config import HybridConfig
+from mtrain.train.generate.request import Sampling
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run

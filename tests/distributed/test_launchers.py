@@ -218,7 +218,7 @@ def test_launchers_corpus_is_prepared_before_join(tmp_path: Path) -> None:
     waiting = tmp_path / "waiting"
 
     def patch() -> None:
-        from mtrain.data import tokenize
+        from mtrain.data.text import tokenize
         from mtrain.world import join, rendezvous
 
         join.IMPORT_FACTOR = rendezvous.IMPORT_FACTOR = 1

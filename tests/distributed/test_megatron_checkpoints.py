@@ -260,11 +260,11 @@ def test_megatron_checkpoint_layer_is_read_by_itself(
 
 def test_megatron_checkpoint_unlike_layers_are_not_stacked(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.megatron.checkpoint import give_megatron
+    from mtrain.convert.megatron.checkpoint import export_checkpoint
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
-        give_megatron(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
+        export_checkpoint(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

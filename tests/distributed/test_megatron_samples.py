@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.megatron_order import MegatronSamples
+from mtrain.data.samples.megatron_order import MegatronSamples
 from tests.support.forked import run_alone
 from tests.unit.test_megatron_order import SEQ, VOCAB, config, corpus
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mtrain.cli.setup import load
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.models.hybrid.config import HybridConfig
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some

@@ -19,7 +19,7 @@ import torch
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.mock import MockSamples
+from mtrain.data.samples.mock import MockSamples
 from mtrain.errors import CorruptData
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.forked import run_ranks
@@ -34,7 +34,7 @@ def of(run: RunConfig, **data: Any) -> RunConfig:
 
 def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]], int, str]:
     """A job: losses and norms, the samples that this rank read, and what its stages need."""
-    from mtrain.data.mock import MockSamples
+    from mtrain.data.samples.mock import MockSamples
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

@@ -14,7 +14,7 @@ import torch
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from tests.distributed.test_chats import apart, computed
 from tests.support.covering import some
 from tests.support.runs import tiny_run
@@ -105,9 +105,9 @@ def test_whole_documents_any_split_has_one_loss_and_gradient(
 def test_whole_documents_leaking_document_is_found(
     prefix: Path, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.data import chat_batch
+    from mtrain.data import batch as batches
 
-    real = chat_batch.batch_of
+    real = batches.collate
 
     def merged(*args: Any, **more: Any) -> Any:
         batch = real(*args, **more)
@@ -117,5 +117,5 @@ def test_whole_documents_leaking_document_is_found(
             "cu_seqlens": torch.cat([bounds[:1], bounds[2:]]) if len(bounds) > 2 else bounds,
         }
 
-    monkeypatch.setattr(chat_batch, "batch_of", merged)
+    monkeypatch.setattr(batches, "collate", merged)
     assert apart(alone("token"), computed(run_with(prefix, 2048), tmp_path)) > 1e-4

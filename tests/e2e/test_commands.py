@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from tests.support.commands import mtrain
 
 FLAGS = (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from tests.support.commands import mtrain
 from tests.unit.test_start_from_weights import MIXTRAL
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mtrain.data.indexed import IndexedDataset
+from mtrain.data.store.indexed import IndexedDataset
 from tests.support.chats import CHATML, chats_file, folder_of, turns
 from tests.support.commands import mtrain as fresh
 from tests.support.forked import run_alone

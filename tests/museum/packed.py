@@ -52,7 +52,7 @@ def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None
         return packed
 
     wrap("mtrain.data.batch", "pack", pack)
-    wrap("mtrain.data.chat_batch", "batch_of", pack)
+    wrap("mtrain.data.batch", "collate", pack)
 
 
 def positions_begin_at_1() -> None:

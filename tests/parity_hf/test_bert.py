@@ -341,7 +341,7 @@ def test_bert_both_heads_are_imported_despite_config(
 
 def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.huggingface.model import configuration, take
+    from mtrain.convert.huggingface.model import configuration, import_model
     from mtrain.errors import ConfigError
 
     def without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -352,7 +352,7 @@ def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
     assert not found.run.model.bert.next_sentence
     _, other = configuration(whole / "config.json", ["model.bert.next_sentence=true"])
     with pytest.raises(ConfigError) as raised:
-        take(resolve(other.run, Machine.here()), whole, tmp_path)
+        import_model(resolve(other.run, Machine.here()), whole, tmp_path)
     assert raised.value.problems[0].fix == "model.bert.next_sentence=false"
 
 
@@ -360,13 +360,13 @@ def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
 def test_bert_run_takes_available_heads(wanted: str, tmp_path: Path) -> None:
     from mtrain.ckpt.folder import read_manifest
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.huggingface.model import configuration, take
+    from mtrain.convert.huggingface.model import configuration, import_model
 
     source = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     _, found = configuration(source / "config.json", [f"model.bert.next_sentence={wanted}"])
     run = resolve(found.run, Machine.here())
     (tmp_path / "home").mkdir()
-    checkpoint = run_alone(lambda: take(run, source, tmp_path / "home")[1])
+    checkpoint = run_alone(lambda: import_model(run, source, tmp_path / "home")[1])
     tensors = read_manifest(checkpoint, verify=True)["tensors"]
     assert ("model/next_sentence.weight" in tensors) == (wanted == "true")
 

@@ -48,8 +48,8 @@ def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
 
 
 def bpe(folder: Path, vocab_size: int = 400) -> Path:
-    """Write a tokenizer.json of byte-level BPE, in which id 0 ends documents."""
-    from mtrain.data import bpe as trained
+    """Return a tokenizer.json: byte-level BPE, id 0 ends documents."""
+    from mtrain.data.text import bpe as trained
 
     path = folder / "tokenizer.json"
     trained.train(documents(200, 1), vocab_size).save(str(path))

@@ -67,12 +67,12 @@ def test_adapter_folder_unlike_computation_is_refused(more: dict[str, Any], tmp_
 
 
 def test_adapter_folder_several_adapters_scale_separately(tmp_path: Path) -> None:
-    from mtrain.convert.peft.adapters import Theirs
+    from mtrain.convert.peft.adapters import PeftAdapters
     from mtrain.convert.peft.folder import _config
 
     for alpha, scaled in ((8.0, 24), (0.5, 1.5), (0.3, 3 * 0.3)):
         peft = PeftConfig(kind="lora", r=4, alpha=alpha)
-        body = _config(peft, Theirs(ranks={"qkv_proj": 12}), "0.19.1", None)
+        body = _config(peft, PeftAdapters(ranks={"qkv_proj": 12}), "0.19.1", None)
         assert body["alpha_pattern"] == {"qkv_proj": scaled}
         assert scaled / 12 == pytest.approx(peft.scale)
 
@@ -143,7 +143,7 @@ def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
 
 def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.huggingface.model import layer_table
     from mtrain.convert.peft.folder import read_adapters
     from mtrain.convert.safetensors_file import Writer
     from tests.support.forked import run_alone
@@ -170,7 +170,7 @@ def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
                 data[draw.randrange(len(data))] = draw.randrange(256)
             file.write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
             try:
-                read_adapters(tmp_path, run, layers("llama"))
+                read_adapters(tmp_path, run, layer_table("llama"))
             except (CorruptData, ConfigError) as error:
                 out.append(str(error))
             file.write_bytes(good[file])

@@ -73,7 +73,7 @@ def test_batches_read_every_sample_once_in_order(
 
 
 def test_batches_indivisible_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="a step of 6 samples is no multiple of 4"):
+    with pytest.raises(ValueError, match="a step of 6 samples is not a multiple of 4"):
         GlobalBatches(Nothing(), 8, 2, 0, 2).numbers(0, 6)
 
 

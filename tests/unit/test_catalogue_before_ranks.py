@@ -14,7 +14,7 @@ import pytest
 from mtrain.ckpt.folder import MANIFEST, commit
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.launching import child_process, folder, preflight
 from mtrain.launching.environment import Place, environment

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.data import chat
-from mtrain.data.chat import ChatFormat
+from mtrain.data.chats import template as chat
+from mtrain.data.chats.template import ChatFormat
 from mtrain.errors import ConfigError, CorruptData
 
 CHATML = """{%- for message in messages %}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mtrain.data.chat import ChatFormat
-from mtrain.data.chat_marks import Encoded, encoded
-from mtrain.data.messages import Chat, chat
-from mtrain.data.text import Tokenizer
+from mtrain.data.chats.loss_mask import EncodedChat, encode_chat
+from mtrain.data.chats.messages import Chat, parse_chat
+from mtrain.data.chats.template import ChatFormat
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import CorruptData
 from tests.support.chats import TEMPLATES, folder_of, template_of, turns
 
@@ -48,8 +48,8 @@ def theirs(folders: dict[tuple[str, bool], Path]) -> dict[str, Any]:
     }
 
 
-def ours(folder: Path, made: Chat, loss_on: str = "assistant") -> Encoded:
-    return encoded(made, ChatFormat(folder), Tokenizer(folder / "tokenizer.json"), loss_on)
+def ours(folder: Path, made: Chat, loss_on: str = "assistant") -> EncodedChat:
+    return encode_chat(made, ChatFormat(folder), Tokenizer(folder / "tokenizer.json"), loss_on)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -65,7 +65,7 @@ def test_chat_template_ids_and_masks_equal_transformers(
                 True,
                 False,
             ):  # without marks, turns are found between the texts of the first messages
-                found = ours(folders[kind, marked], chat({"messages": given}))
+                found = ours(folders[kind, marked], parse_chat({"messages": given}))
                 assert found.ids.tolist() == their["input_ids"], (given, marked)
                 assert found.learned.astype(int).tolist() == their["assistant_masks"], (
                     given,
@@ -89,7 +89,7 @@ def test_chat_template_tools_and_calls_equal_transformers(
     their = theirs["chatml"].apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = ours(folders["chatml", marked], chat({"messages": messages, "tools": tools}))
+    found = ours(folders["chatml", marked], parse_chat({"messages": messages, "tools": tools}))
     assert (found.ids.tolist(), found.learned.astype(int).tolist()) == (
         their["input_ids"],
         their["assistant_masks"],
@@ -102,7 +102,7 @@ def test_chat_template_tools_and_calls_equal_transformers(
 def test_chat_template_last_turn_and_all_tokens_are_options(
     kind: str, marked: bool, folders: dict[tuple[str, bool], Path], theirs: dict[str, Any]
 ) -> None:
-    made = chat({"messages": turns("What is it?", "It is a cat.", "and?", "12 + 30")})
+    made = parse_chat({"messages": turns("What is it?", "It is a cat.", "and?", "12 + 30")})
     last, whole = (ours(folders[kind, marked], made, loss_on) for loss_on in ("last", "all"))
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>"}[kind]
     assert theirs[kind].decode(last.ids[last.learned]).strip() == f"12 + 30{end}"
@@ -131,8 +131,10 @@ def test_chat_template_sharegpt_equals_messages(folders: dict[tuple[str, bool], 
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
-    one = chat(given)
-    other = chat({"messages": openai, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    one = parse_chat(given)
+    other = parse_chat(
+        {"messages": openai, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    )
     assert one == other
     assert ours(folders["chatml", True], one).learned.any()
 
@@ -143,21 +145,21 @@ NO_PROOF = {
             "{% for m in messages %}{% if loop.last %}[TOOLS]{% endif %}{{ m.role }}: {{ m.content"
             " }}{{ eos_token }}{% endfor %}"
         ),
-        "writes the first 2 messages otherwise",
+        "writes the first 2 messages differently",
     ),
     "thoughts that are left out of earlier turns": (
         (
             "{% for m in messages %}{{ m.role }}:{% if loop.last and m.role == 'assistant'"
             " %}<think></think>{% endif %}{{ m.content }}\n{% endfor %}"
         ),
-        "writes the first 2 messages otherwise",
+        "writes the first 2 messages differently",
     ),
     "an answer that begins otherwise than it is asked for": (
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
         ),
-        "writes the beginning of message 2 otherwise",
+        "writes the beginning of message 2 differently",
     ),
     "a template that refuses a part of a chat": (
         (
@@ -175,7 +177,7 @@ NO_PROOF = {
             "{% set x %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
             "{{ messages[0].content }}{{ x }}"
         ),
-        "inside of a macro or a set block",
+        "inside a macro or a set block",
     ),
 }
 
@@ -186,9 +188,9 @@ def test_chat_template_without_ownership_is_refused(name: str, tmp_path: Path) -
     folder_of(tmp_path, "chatml")
     (tmp_path / "own.jinja").write_text(template)
     form = ChatFormat(tmp_path, tmp_path / "own.jinja")
-    made = chat({"messages": turns("What is it?", "It is a cat.", "and?", "12 + 30")})
+    made = parse_chat({"messages": turns("What is it?", "It is a cat.", "and?", "12 + 30")})
     with pytest.raises(CorruptData, match=said) as refused:
-        encoded(made, form, Tokenizer(tmp_path / "tokenizer.json"), "assistant")
+        encode_chat(made, form, Tokenizer(tmp_path / "tokenizer.json"), "assistant")
     if "generation" not in template:
         assert "has no {% generation %}" in str(refused.value)
         assert "own.jinja" in str(refused.value)
@@ -198,14 +200,14 @@ def test_chat_template_mask_off_by_one_is_found(
     folders: dict[tuple[str, bool], Path], theirs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison with transformers can fail."""
-    from mtrain.data import chat_marks
+    from mtrain.data.chats import loss_mask
 
-    monkeypatch.setattr(chat_marks, "_end", lambda text, start, ends: len(text))
+    monkeypatch.setattr(loss_mask, "_end", lambda text, start, ends: len(text))
     given = turns("What is it?", "It is a cat.")
     their = theirs["chatml"].apply_chat_template(
         given, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = ours(folders["chatml", False], chat({"messages": given}))
+    found = ours(folders["chatml", False], parse_chat({"messages": given}))
     assert found.learned.astype(int).tolist() != their["assistant_masks"]
 
 

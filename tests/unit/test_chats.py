@@ -15,12 +15,12 @@ import torch
 
 from mtrain.config.rules import apply
 from mtrain.config.schema.data import DataConfig
-from mtrain.data import chat_writers, open_splits, prepare, same_data
-from mtrain.data.batch import MicroBatch, averaged
-from mtrain.data.chat_batch import of_chats
-from mtrain.data.chat_samples import NOTHING, ChatSamples, PairSamples
-from mtrain.data.first_fit import first_fit
-from mtrain.data.messages import NoJson, chat, pair, read
+from mtrain.data import open_splits, prepare, same_data
+from mtrain.data.batch import MicroBatch, averaged, chat_collator
+from mtrain.data.chats import workers
+from mtrain.data.chats.messages import NotJson, parse_chat, parse_line, parse_pair
+from mtrain.data.chats.samples import NOTHING, ChatSamples, PairSamples
+from mtrain.data.samples.bin_packing import first_fit
 from mtrain.errors import ConfigError, CorruptData, MtrainError
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import errors, tiny
@@ -65,28 +65,31 @@ def opened(home: Path, seed: int = 1, notes: list[str] | None = None, **more: An
 
 
 def said(line: Any) -> Any:
-    return chat(read(json.dumps(line).encode()))
+    return parse_chat(parse_line(json.dumps(line).encode()))
 
 
 REFUSED = {
     "no chat": ({"text": "a"}, "either messages"),
     "both forms": ({"messages": turns("a", "b"), "conversations": []}, "either messages"),
-    "no messages": ({"messages": []}, "no list of messages"),
-    "a list of texts": ({"messages": ["a", "b"]}, "message 1 of messages is no object"),
-    "no role": ({"messages": [{"content": "a"}]}, "message 1 of messages has no role"),
-    "a strange role": ({"messages": [{"role": "root", "content": "a"}]}, "has no role"),
+    "no messages": ({"messages": []}, "not a list of messages"),
+    "a list of texts": ({"messages": ["a", "b"]}, "message 1 of messages is not an object"),
+    "no role": (
+        {"messages": [{"content": "a"}]},
+        "the role of message 1 of messages is not one of",
+    ),
+    "a strange role": ({"messages": [{"role": "root", "content": "a"}]}, "is not one of system"),
     "no content": (
         {"messages": [{"role": "user"}, *turns("a", "b")[1:]]},
-        "message 1 .*content is no text",
+        "message 1 .*content is not a text",
     ),
-    "a number": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
+    "a number": ({"messages": [{"role": "user", "content": 3}]}, "content is not a text"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "'image_url'",
     ),
     "an unknown speaker": (
         {"conversations": [{"from": "me", "value": "a"}]},
-        "its from is none of",
+        "its from is not one of",
     ),
     "no value": ({"conversations": [{"from": "human"}]}, "no value"),
     "no answer": ({"messages": turns("a")}, "the assistant says nothing"),
@@ -110,12 +113,15 @@ REFUSED = {
         {"messages": [*turns("a"), {"role": "tool", "content": "3"}]},
         "message 2 is of tool",
     ),
-    "tools that are none": ({"messages": turns("a", "b"), "tools": {"a": 1}}, "tools is no list"),
-    "tools that are no JSON": (
-        {"messages": turns("a", "b"), "tools": "["},
-        "tools is a text that is no JSON",
+    "tools that are none": (
+        {"messages": turns("a", "b"), "tools": {"a": 1}},
+        "tools is not a list",
     ),
-    "a system that is none": ({"messages": turns("a", "b"), "system": 5}, "system is no text"),
+    "tools that are not JSON": (
+        {"messages": turns("a", "b"), "tools": "["},
+        "tools is a text that is not JSON",
+    ),
+    "a system that is none": ({"messages": turns("a", "b"), "system": 5}, "system is not a text"),
     "two systems": (
         {"messages": turns("a", "b", system="x"), "system": "y"},
         "one of them would be lost",
@@ -152,8 +158,8 @@ def test_chats_non_chat_states_reason(name: str) -> None:
     ],
 )
 def test_chats_bad_json_differs_from_non_chat(line: bytes) -> None:
-    with pytest.raises(NoJson):
-        read(line)
+    with pytest.raises(NotJson):
+        parse_line(line)
 
 
 def test_chats_shared_prefix_of_pair_is_not_learned(home: Path, tmp_path: Path) -> None:
@@ -171,13 +177,13 @@ def test_chats_shared_prefix_of_pair_is_not_learned(home: Path, tmp_path: Path) 
             "rejected": {"from": "gpt", "value": "no"},
         },
     ]
-    assert len({repr(pair(form)) for form in forms}) == 1
+    assert len({repr(parse_pair(form)) for form in forms}) == 1
     several = turns("a", "b", "What is it?", "It is")
     forms.append({"prompt": several[:3], "chosen": several[3:], "rejected": turns("a", "no")[1:]})
     path = chats_file(tmp_path / "pairs.jsonl", forms)
     samples = opened(home, kind="preference", path=str(path), split=(1.0, 0.0, 0.0)).train
     assert isinstance(samples, PairSamples)
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(home / "tokenizer.json")
     found = set()
@@ -188,7 +194,7 @@ def test_chats_shared_prefix_of_pair_is_not_learned(home: Path, tmp_path: Path) 
     assert samples.batch([0, 1]).shape == samples.learned([0, 1]).shape == (4, LENGTH + 1)
     for wrong in ({"chosen": "a"}, {"prompt": "q", "chosen": "a", "rejected": "a"}):
         with pytest.raises(CorruptData, match="rejected"):
-            pair(wrong)
+            parse_pair(wrong)
 
 
 def test_chats_system_field_precedes_messages_and_pairs() -> None:
@@ -197,7 +203,7 @@ def test_chats_system_field_precedes_messages_and_pairs() -> None:
     assert said({"messages": whole, "system": "be kind"}).messages == whole
     assert said({"messages": whole, "system": ""}).messages == whole
     for form in ({"prompt": "a", "chosen": "b"}, {"chosen": whole[1:]}):
-        both = pair(
+        both = parse_pair(
             {
                 "rejected": "no" if "prompt" in form else turns("a", "no"),
                 "system": "be kind",
@@ -221,13 +227,13 @@ def test_chats_bad_json_lines_are_skipped_up_to_a_limit(home: Path, tmp_path: Pa
     (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
     splits = opened(home, path=str(tmp_path / "chats.jsonl"))
     assert splits.corpus.meta["documents"] == 6
-    assert "2 lines of chats.jsonl are no JSON" in splits.remarks()[-1]
+    assert "2 lines of chats.jsonl are not JSON" in splits.remarks()[-1]
     rows = [
         json.loads(line)
         for line in (splits.corpus.prefix.parent / "rejects.jsonl").read_text().splitlines()
     ]
     assert [row["line"] for row in rows] == [3, 5]
-    with pytest.raises(CorruptData, match=r"chats\.jsonl:5: no JSON.*data.bad_lines is 1"):
+    with pytest.raises(CorruptData, match=r"chats\.jsonl:5: not JSON.*data.bad_lines is 1"):
         opened(home, path=str(tmp_path / "chats.jsonl"), bad_lines=1)
 
 
@@ -254,7 +260,7 @@ def test_chats_cut_and_empty_ones_are_counted(home: Path, tmp_path: Path) -> Non
     }
     assert "2 chats of train are cut at data.seq_length 96; 1 of them" in splits.remarks()[1]
     with pytest.raises(
-        ConfigError, match=r"= 20: .*of the 4 .* none has anything to learn in its first 20"
+        ConfigError, match=r"= 20: .*none of the 4 .* has anything to learn in its first 20"
     ):
         opened(home, path=str(path), split=(1.0, 0.0, 0.0), seq_length=20)
     with pytest.raises(ConfigError, match=r"split = .*: the train split has none of the 4 chats"):
@@ -291,7 +297,7 @@ def test_chats_packed_equal_separate(home: Path) -> None:
             sample.tokens[sample.tokens != NOTHING],
             np.flatnonzero(sample.learned),
         ]
-    collator = of_chats(packed)
+    collator = chat_collator(packed)
     for n in range(len(packed)):
         sample = packed.sample(n)
         batch = collator(torch.from_numpy(packed.batch([n])), np.array([n]))
@@ -404,7 +410,7 @@ FOREVER = {
 def test_chats_endless_template_is_stopped_and_named(
     name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_writers, "SECONDS", 1)
+    monkeypatch.setattr(workers, "SECONDS", 1)
     (tmp_path / "t.jinja").write_text(FOREVER[name])
     with pytest.raises(
         CorruptData, match=r"chats\.jsonl:1: "

@@ -18,8 +18,8 @@ from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.disk.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare
-from mtrain.data.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.text import Tokenizer
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_without_privileges

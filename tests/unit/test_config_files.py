@@ -132,7 +132,7 @@ def test_config_files_foreign_content_is_not_shown(
 
 
 def test_config_files_piped_tokenizer_is_named(odd: Path) -> None:
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text.tokenizer import Tokenizer
 
     with pytest.raises(ConfigError, match=r"MT603.*is a named pipe"):
         Tokenizer("pipe.json")

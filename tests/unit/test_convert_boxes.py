@@ -15,7 +15,7 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import Box, box_of
-from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.checkpoint_reader import CheckpointReader
 from mtrain.convert.exporter import Weights, export_weights
 from mtrain.convert.huggingface.folder import WEIGHTS, open_folder
 from mtrain.convert.huggingface.reader import Reader
@@ -90,7 +90,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_boxes_round_trip(tmp_path: Path) -> None:
-    checkpoint = Saved.open(taken(tmp_path, TABLE))
+    checkpoint = CheckpointReader.open(taken(tmp_path, TABLE))
     boxes = ours()
     expected = bytes_of(tmp_path / "theirs")
     moved = dict(boxes)

@@ -124,7 +124,7 @@ def test_convert_error_starts_no_waiting_work(monkeypatch: pytest.MonkeyPatch) -
 
     threading.Timer(0.1, gate.set).start()
     with pytest.raises(OSError, match="No space left"):
-        list(prefetch.ahead(work, range(10), lambda _: 1))
+        list(prefetch.prefetched(work, range(10), lambda _: 1))
     assert len(begun) <= 2
 
 
@@ -141,7 +141,7 @@ def test_convert_results_are_ordered_within_memory(monkeypatch: pytest.MonkeyPat
         assert sum(held) - max(held) <= 100
         return -number
 
-    for number, result in prefetch.ahead(work, range(10), sizes.__getitem__):
+    for number, result in prefetch.prefetched(work, range(10), sizes.__getitem__):
         assert result == -number
         taken.append(number)
     assert taken == list(range(10))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mtrain.data.ahead import Ahead
+from mtrain.data.prefetch import Prefetcher
 from mtrain.errors import CorruptData
 from tests.support.patience import patient
 
@@ -36,7 +36,7 @@ def eventually(condition: object) -> bool:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_ahead_values_match_their_keys_in_any_order(depth: int) -> None:
-    ahead = Ahead(lambda key: key * key, following, depth)
+    ahead = Prefetcher(lambda key: key * key, following, depth)
     assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [
         0,
         1,
@@ -61,7 +61,7 @@ def test_ahead_reads_bounded_count_and_not_beyond_end() -> None:
         read.append(key)
         return key
 
-    ahead = Ahead(note, following, 2)
+    ahead = Prefetcher(note, following, 2)
     ahead.take(0)
     assert eventually(lambda: read == [0, 1, 2])
     time.sleep(0.05)
@@ -78,7 +78,7 @@ def test_ahead_error_is_raised_at_its_value() -> None:
             raise CorruptData("corpus.bin: offset 7: token id -1")
         return key
 
-    ahead = Ahead(read, following, 3)
+    ahead = Prefetcher(read, following, 3)
     assert [ahead.take(0), ahead.take(1)] == [0, 1]
     with pytest.raises(CorruptData, match="offset 7"):
         ahead.take(2)
@@ -87,7 +87,7 @@ def test_ahead_error_is_raised_at_its_value() -> None:
 
 
 def test_ahead_forgotten_reader_leaves_no_thread() -> None:
-    ahead = Ahead(lambda key: key, following, 2)
+    ahead = Prefetcher(lambda key: key, following, 2)
     ahead.take(0)
     assert threads() == 1
     del ahead
@@ -98,9 +98,9 @@ def test_ahead_forgotten_reader_leaves_no_thread() -> None:
 def test_ahead_hanging_read_does_not_block_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mtrain.data.ahead.CLOSING_S", 0.1)
+    monkeypatch.setattr("mtrain.data.prefetch.CLOSING_S", 0.1)
     held = threading.Event()
-    ahead = Ahead(lambda key: key if key < 1 else held.wait(), following, 2)
+    ahead = Prefetcher(lambda key: key if key < 1 else held.wait(), following, 2)
     assert ahead.take(0) == 0
     ahead.close()
     assert threads() == 1, "the read is still held"

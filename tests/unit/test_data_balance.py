@@ -10,9 +10,9 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
-from mtrain.data.balance import by_work
-from mtrain.data.batch import GlobalBatches, Packing, next_token
-from mtrain.data.mock import MockSamples
+from mtrain.data.batch import GlobalBatches, Packing, next_token_collator
+from mtrain.data.samples.bin_packing import balance_by_work
+from mtrain.data.samples.mock import MockSamples
 from tests.support.configs import LAPTOP
 
 END = 7
@@ -21,7 +21,7 @@ SIZE = 32
 
 
 def _ranks(micro: int, ranks: int, *, balanced: bool) -> list[GlobalBatches]:
-    form = next_token(packing=Packing((END,)))
+    form = next_token_collator(packing=Packing((END,)))
     source = MockSamples(LENGTH, 1, 20)
     return [
         GlobalBatches(source, SIZE, micro, rank, ranks, form, balanced=balanced)
@@ -61,8 +61,11 @@ def test_balance_step_is_independent_of_start_and_not_in_turn() -> None:
 
 
 def test_balance_least_loaded_rank_takes_work() -> None:
-    assert by_work(np.array([1.0, 8.0, 2.0, 4.0]), 1, 2).tolist() == [[[1], [3]], [[0], [2]]]
-    assert by_work(np.array([5.0, 4.0, 3.0, 2.0]), 2, 2).tolist() == [[[0, 3], [1, 2]]]
+    assert balance_by_work(np.array([1.0, 8.0, 2.0, 4.0]), 1, 2).tolist() == [
+        [[1], [3]],
+        [[0], [2]],
+    ]
+    assert balance_by_work(np.array([5.0, 4.0, 3.0, 2.0]), 2, 2).tolist() == [[[0, 3], [1, 2]]]
 
 
 def test_balance_key_needs_rank_bound_packed_samples() -> None:

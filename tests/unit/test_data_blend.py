@@ -20,9 +20,9 @@ from mtrain.config.rules import apply
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes
-from mtrain.data.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.samples import Samples
+from mtrain.data.samples.blend import BLOCK, Blend, Stretch, by_sizes
+from mtrain.data.samples.token_stream import Samples
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
 from mtrain.errors import ConfigError
 from mtrain.recipes.megatron.exporter import export_script
 from mtrain.recipes.megatron.importer import import_texts
@@ -261,7 +261,7 @@ def test_blend_exhausted_corpora_end_the_data(prefixes: list[str]) -> None:
         mixed.batch([mixed.total])
     data = config(prefixes, blend_max_epochs=[1.0, 1.0, 1.0])
     with pytest.raises(
-        ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* and 5000 are asked for"
+        ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* the run needs 5000"
     ):
         open_splits(data, 60_000, 5, prepare(data), ("train",), (5000, 1, 1))
     open_splits(data, 60_000, 5, prepare(data), ("train",), (500, 1, 1))

@@ -19,7 +19,7 @@ from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.indexed import IndexedDataset, IndexedWriter, write_index
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
 from tests.support.token_corpora import bpe, documents, jsonl, sentencepiece
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.data import index_check
-from mtrain.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype, write_index
+from mtrain.data.store import index_check
+from mtrain.data.store.indexed import (
+    HEADER,
+    IndexedDataset,
+    IndexedWriter,
+    token_dtype,
+    write_index,
+)
 from mtrain.errors import CorruptData
 from tests.support.patience import patient
 

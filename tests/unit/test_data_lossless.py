@@ -16,8 +16,10 @@ import pytest
 from mtrain.cli.data import tokenize as tokenize_words
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, encoders, journal, sources, spec, tables, units
-from mtrain.data.preprocess.sources import find_sources
+from mtrain.data.preprocess import build, journal
+from mtrain.data.preprocess.encoders import loader, spec
+from mtrain.data.preprocess.inputs import sources, tables, units
+from mtrain.data.preprocess.inputs.sources import find_sources
 from tests.support.covering import some
 from tests.support.token_corpora import bpe, documents, gpt2, same_files
 from tests.unit.test_data_tokenize import as_tar, as_zst, lines, packed
@@ -266,4 +268,4 @@ def test_lossless_large_row_group_is_processed_in_pieces(
 
 def test_lossless_command_words_match_the_work() -> None:
     assert tuple(sources.FORMATS) == tokenize_words.FORMATS
-    assert tokenize_words.KINDS == spec.KINDS == tuple(encoders.LOADERS)
+    assert tokenize_words.KINDS == spec.KINDS == tuple(loader.LOADERS)

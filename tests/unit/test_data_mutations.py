@@ -15,7 +15,7 @@ import pytest
 
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
 
 pytestmark = pytest.mark.full
@@ -64,7 +64,7 @@ def test_data_mutations_are_all_reported(tmp_path: Path, count: int, order: str)
     )
 
     def opened() -> dict[str, object]:
-        splits = open_splits(data, VOCAB, 1, prepare(data), asked=(300, 20, 5))
+        splits = open_splits(data, VOCAB, 1, prepare(data), requested=(300, 20, 5))
         splits.check_ids()
         splits.train.batch(range(100))
         return splits.describe()

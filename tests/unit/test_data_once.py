@@ -11,7 +11,7 @@ import pytest
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, open_splits, prepare
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 
 SEQ = 8
 VOCAB = 60_000
@@ -48,9 +48,11 @@ def splits_of(tmp_path: Path, asked: int, **more: Any) -> Splits:
 
 def counted(splits: Splits, asked: int, batch: int) -> list[int]:
     """Every label whose loss counts in an evaluation of `asked` samples."""
-    from mtrain.data.once import evaluated
+    from mtrain.data.samples.evaluated import evaluation_samples
 
-    data = GlobalBatches(evaluated(splits.validation, asked), batch, batch, 0, 1, limit=asked)
+    data = GlobalBatches(
+        evaluation_samples(splits.validation, asked), batch, batch, 0, 1, limit=asked
+    )
     found: list[int] = []
     for step in range(data.steps):
         for one in data.microbatches(step * batch):

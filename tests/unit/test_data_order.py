@@ -12,9 +12,9 @@ import pytest
 
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.batch import GlobalBatches, next_token
-from mtrain.data.fim import FillInTheMiddle
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.batch import GlobalBatches, next_token_collator
+from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.store.indexed import IndexedWriter
 from tests.support.covering import some
 
 VOCAB = 60_000
@@ -135,7 +135,7 @@ def test_order_middle_of_a_share_reads_past_document_end() -> None:
 def test_order_labels_follow_tokens_as_read(folder: Path) -> None:
     train = source(folder, "one")
     marks = FillInTheMiddle(1.0, 0.5, (50_001, 50_002, 50_003), (END,), 1, "train")
-    (batch,) = GlobalBatches(train, 4, 4, 0, 1, next_token(moved=marks)).microbatches(0)
+    (batch,) = GlobalBatches(train, 4, 4, 0, 1, next_token_collator(moved=marks)).microbatches(0)
     assert (batch["labels"][:, :-1] == batch["tokens"][:, 1:]).all()
     assert (batch["tokens"][:, 0] == 50_001).all()
     assert sorted(batch["labels"][0].tolist())[-2:] == [50_002, 50_003]

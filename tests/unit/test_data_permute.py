@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mtrain.data.permute import ROUNDS, Permutation, keys
+from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 
 
 def order(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:

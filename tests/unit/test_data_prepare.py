@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from mtrain.config.schema.data import DataConfig
-from mtrain.data import cache, open_splits, prepare, verify
-from mtrain.data.corpus import TextCorpus, cut, open_corpus
-from mtrain.data.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.samples import entropy_nats
-from mtrain.data.text import Tokenizer
+from mtrain.data import open_splits, prepare, verify
+from mtrain.data.samples.token_stream import entropy_nats
+from mtrain.data.store import cache
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
+from mtrain.data.text.files import TextCorpus, cut, open_corpus
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
 from tests.support.patience import patient
@@ -153,7 +154,7 @@ def test_prepare_second_call_reads_nothing_changes_are_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past = time.time() - 3600
-    monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+    monkeypatch.setattr("mtrain.data.text.tokenize.SETTLED_NS", -(10**18))
     first = prepare(config(folder))
     monkeypatch.setattr(TextCorpus, "_read", lambda *_: pytest.fail("a file was read"))
     assert prepare(config(folder)) == first
@@ -210,8 +211,8 @@ def test_prepare_verify_finds_flipped_bit(folder: Path) -> None:
 
 BUILDER = """
 import json, os, sys, time
-import mtrain.data.tokenize as t
-from mtrain.data import bpe
+import mtrain.data.text.tokenize as t
+from mtrain.data.text import bpe
 from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
@@ -274,7 +275,7 @@ def test_prepare_concurrent_processes_build_once(folder: Path, tmp_path: Path) -
 FORKING = """
 import os, signal, sys
 from mtrain.config.schema.data import DataConfig
-from mtrain.data.tokenize import prepare
+from mtrain.data.text.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
 first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
                  for size in (300, 400))
@@ -297,7 +298,7 @@ def test_prepare_forks_work_after_tokenizing(folder: Path) -> None:
 
 
 def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.data import bpe
+    from mtrain.data.text import bpe
 
     train = bpe.train
 
@@ -373,7 +374,7 @@ def test_prepare_read_only_cache_is_read(
     settled: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if settled:
-        monkeypatch.setattr("mtrain.data.tokenize.SETTLED_NS", -(10**18))
+        monkeypatch.setattr("mtrain.data.text.tokenize.SETTLED_NS", -(10**18))
     with tempfile.TemporaryDirectory() as home:
         os.chmod(home, 0o755)
         data = config(Path(shutil.copytree(folder, f"{home}/text")))
@@ -454,7 +455,7 @@ def test_prepare_oversized_tokenizer_is_not_read(
 ) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{" + b" " * 2000)
-    monkeypatch.setattr("mtrain.data.text.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("mtrain.data.text.tokenizer.LIMIT_BYTES", 1000)
     with pytest.raises(CorruptData, match=r"2\.0 KiB; a tokenizer may have 1000 B"):
         Tokenizer(path)
 
@@ -520,7 +521,7 @@ def test_prepare_least_recent_corpora_go_when_over_limit(
 def test_prepare_corpus_in_use_is_never_removed(folder: Path, shelf: Callable[..., Path]) -> None:
     place = shelf(1, 0)
     reading = (
-        "import sys, time; from pathlib import Path; from mtrain.data import cache\n"
+        "import sys, time; from pathlib import Path; from mtrain.data.store import cache\n"
         "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(10_000)"
     )
     with subprocess.Popen(

@@ -15,8 +15,9 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
 from mtrain.config.schema.data import DataConfig
-from mtrain.data import open_splits, prepare, remote, same_data
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data import open_splits, prepare, same_data
+from mtrain.data.store import remote
+from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from tests.support.forked import run_alone
 
@@ -54,7 +55,7 @@ def config(folder: Path, path: str, **more: Any) -> DataConfig:
 
 
 def opened(data: DataConfig) -> Any:
-    splits = open_splits(data, VOCAB, 1, prepare(data), asked=(500, 20, 5))
+    splits = open_splits(data, VOCAB, 1, prepare(data), requested=(500, 20, 5))
     splits.check_ids()
     return splits
 

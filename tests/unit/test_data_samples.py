@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-from mtrain.data.batch import GlobalBatches, next_token
-from mtrain.data.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.mock import MockSamples
-from mtrain.data.samples import Samples, entropy_nats, split_documents
+from mtrain.data.batch import GlobalBatches, next_token_collator
+from mtrain.data.samples.mock import MockSamples
+from mtrain.data.samples.token_stream import Samples, entropy_nats, split_documents
+from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
 
 L = 8
@@ -192,7 +192,7 @@ def test_samples_labels_are_next_tokens(dataset: IndexedDataset) -> None:
 
 def test_samples_masked_end_of_document_has_no_loss(dataset: IndexedDataset) -> None:
     s = samples(dataset, shuffle=False)
-    (batch,) = GlobalBatches(s, 2, 2, 0, 1, next_token(masked_eod=3)).microbatches(0)
+    (batch,) = GlobalBatches(s, 2, 2, 0, 1, next_token_collator(masked_eod=3)).microbatches(0)
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 1], [1] * 8]
 
 

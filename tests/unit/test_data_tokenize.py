@@ -20,9 +20,11 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, journal, of_gigatoken, units
-from mtrain.data.preprocess.encoder import OtherIds
-from mtrain.data.preprocess.sentences import splitter
+from mtrain.data.preprocess import build, journal
+from mtrain.data.preprocess.encoders import gigatoken
+from mtrain.data.preprocess.encoders.base import OtherIds
+from mtrain.data.preprocess.inputs import units
+from mtrain.data.preprocess.inputs.sentences import splitter
 from tests.support.covering import some
 from tests.support.token_corpora import (
     MAKERS,
@@ -368,9 +370,9 @@ def test_tokenize_impossible_is_refused_with_a_fix(
 def test_tokenize_gigatoken_is_skipped_for_special_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(of_gigatoken, "find_spec", lambda _: object())
+    monkeypatch.setattr(gigatoken, "find_spec", lambda _: object())
     encoder: Any = SimpleNamespace(spec=SimpleNamespace(plain=True), file="tokenizer.json")
-    assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
+    assert gigatoken.gigatoken_packer(encoder, "H", "{}") == (None, "")
 
 
 @pytest.mark.full
@@ -387,9 +389,9 @@ def test_tokenize_differing_gigatoken_falls_back_with_note(
     assert tokenize(*words, f"out={tmp_path / 'fast'}") == 0
     assert "by gigatoken" in capfd.readouterr().out
     assert same_files(tmp_path / "fast", tmp_path / "plain")
-    pack = of_gigatoken.OfGigatoken.pack
+    pack = gigatoken.GigatokenPacker.pack
     for name, wrong in (
-        ("on-the-sample", of_gigatoken.SAMPLE[0]),
+        ("on-the-sample", gigatoken.SAMPLE[0]),
         ("later", "the one with other ids"),
     ):
 
@@ -400,7 +402,7 @@ def test_tokenize_differing_gigatoken_falls_back_with_note(
                 )
             return pack(self, texts)
 
-        monkeypatch.setattr(of_gigatoken.OfGigatoken, "pack", other)
+        monkeypatch.setattr(gigatoken.GigatokenPacker, "pack", other)
         assert tokenize(*words, f"out={tmp_path / name}") == 0
         said = capfd.readouterr()
         assert "gigatoken gives other ids than tokenizers" in said.err

@@ -24,7 +24,7 @@ from mtrain.cli.drafts import drafted
 from mtrain.cli.main import main
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.data import cache
+from mtrain.data.store import cache
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import folder
 from tests.support.configs import LAPTOP, tiny
@@ -199,7 +199,7 @@ def test_file_system_without_locks_makes_caches_and_corpora(without_locks: None)
     def read() -> dict[str, Any] | None:
         return {} if (home / "meta.json").exists() else None
 
-    assert cache.made(home, read, make) == {}
+    assert cache.build_once(home, read, make) == {}
     assert cache.make_room(home.parent) == []
     with drafted(Path("out"), "importing") as draft:
         with (

@@ -13,8 +13,8 @@ import torch
 
 from mtrain.cli.generate import WORDS, read_prompts
 from mtrain.cli.words import read_words
-from mtrain.data.bpe import EOD, train
-from mtrain.data.text import Tokenizer
+from mtrain.data.text.bpe import EOD, train
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
 from mtrain.train.generate.sampling import draw, limited

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 
 from mtrain.config.disk.files import records_of
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
-from mtrain.data.image_text import ImageTextSamples
-from mtrain.data.images import MEAN, STD, inside, load
-from mtrain.data.records import IMAGE, NOTHING, encoded, parse
-from mtrain.data.text import Tokenizer
+from mtrain.data.image_text.images import MEAN, STD, inside, load
+from mtrain.data.image_text.records import IMAGE, NOTHING, encode_record, parse_record
+from mtrain.data.image_text.samples import ImageTextSamples
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError
 from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.data import _batch, _of_records, spread
@@ -67,7 +67,7 @@ def test_image_text_learns_answer_and_its_end(home: Path) -> None:
         "image": "a.png",
         "conversations": [{"from": who, "value": said} for who, said in turns],
     }
-    ids, learned = encoded(parse(json.dumps(line).encode()), tokenizer)
+    ids, learned = encode_record(parse_record(json.dumps(line).encode()), tokenizer)
     assert ids.count(IMAGE) == 1
     answers = [i for i, known in zip(ids, learned, strict=True) if known]
     assert tokenizer.decode(answers) == " A red bar. Yes."
@@ -88,8 +88,8 @@ def test_image_text_learns_answer_and_its_end(home: Path) -> None:
 def test_image_text_images_stand_in_text_or_first(
     line: dict[str, Any], images: int, places: list[int] | None, home: Path
 ) -> None:
-    record = parse(json.dumps(line).encode())
-    ids, learned = encoded(record, tokenizer_of(home))
+    record = parse_record(json.dumps(line).encode())
+    ids, learned = encode_record(record, tokenizer_of(home))
     found = [i for i, number in enumerate(ids) if number == IMAGE]
     assert len(record.images) == len(found) == images
     assert places is None or found == places
@@ -105,7 +105,7 @@ def test_image_text_images_stand_in_text_or_first(
         ('{"image": 3, "text": "a"}', "neither a path"),
         ('{"image": "a.png", "text": "<image> and <image>"}', "2 times <image> for 1 images"),
         ('{"text": "<image>"}', "1 times <image> for 0 images"),
-        ('{"text": "  "}', "text is empty, or no string"),
+        ('{"text": "  "}', "text is empty, or not a string"),
         ('{"image": "a.png", "text": "half \\ud83d"}', r"\\ud83d is half of a surrogate pair"),
         (
             '{"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]}',
@@ -116,7 +116,7 @@ def test_image_text_images_stand_in_text_or_first(
 )
 def test_image_text_non_record_states_reason(line: str, said: str) -> None:
     with pytest.raises(CorruptData, match=said):
-        parse(line.encode())
+        parse_record(line.encode())
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_image_text_bad_image_has_line_and_name(tmp_path: Path) -> None:
             '{"image": "nowhere.png", "text": "a"}',
             r"shapes\.jsonl:21: 'nowhere.png': there is no such image",
         ),
-        ('{"image": "../x.png", "text": "a"}', r":21: .*inside of its folder"),
+        ('{"image": "../x.png", "text": "a"}', r":21: .*inside its folder"),
         ("nonsense", r":21: not JSON"),
         (
             json.dumps({"image": "a" * 300, "text": "a"}),
-            r":21: 'aaa.*' cannot be looked at: File name too long",
+            r":21: 'aaa.*' cannot be read: File name too long",
         ),
         (
             '{"image": "round.png", "text": "a"}',
-            r":21: 'round.png' cannot be looked at: Symlink loop",
+            r":21: 'round.png' cannot be resolved: Symlink loop",
         ),
     ],
 )

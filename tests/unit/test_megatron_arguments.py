@@ -286,11 +286,11 @@ WITHOUT_FLAGS = {
 
 @pytest.mark.parametrize("key", WITHOUT_FLAGS)
 def test_megatron_arguments_key_without_flag_is_not_computed(key: str) -> None:
-    from mtrain.convert.megatron.arguments_compared import arguments_said, differing
+    from mtrain.convert.megatron.arguments_compared import differing, megatron_arguments
 
     plain = of_model("llama_tiny")
     run = of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
-    theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | arguments_said(plain)
+    theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | megatron_arguments(plain)
     for kept in (arguments_compared.arguments_of(plain), theirs):
         (one,) = differing(kept, run)
         assert one.key == key

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.config.schema.data import DataConfig
-from mtrain.data import open_splits, orders, prepare, same_data
-from mtrain.data.blend import Blend
-from mtrain.data.greedy import BLOCK, Greedy
-from mtrain.data.indexed import IndexedWriter
-from mtrain.data.megatron_order import MegatronSamples, cut, normalized
+from mtrain.data import open_splits, prepare, same_data
+from mtrain.data.samples.blend import Blend
+from mtrain.data.samples.greedy_blend import BLOCK, Greedy
+from mtrain.data.samples.megatron_order import MegatronSamples, cut, normalized
+from mtrain.data.store import cached_arrays
+from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
 
 VOCAB = 60_000
@@ -55,7 +56,7 @@ def _no_space(*args: int) -> None:
 def test_megatron_order_is_made_once_and_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "SMALL", 100)
+    monkeypatch.setattr(cached_arrays, "SMALL", 100)
     data = config([corpus(tmp_path / "a", 3000, 1)], cache_dir=str(tmp_path / "cache"))
     memory = config([data.path], cache_dir="/dev/null/nowhere")  # type: ignore[list-item]
     asked = (6000, 100, 20)
@@ -187,7 +188,7 @@ def test_megatron_order_oversized_blend_is_refused(tmp_path: Path) -> None:
     train = open_splits(data, VOCAB, 7, prepare(data), (), (10, 0, 0)).train
     assert isinstance(train, Blend)
     assert len(train) == 10
-    with pytest.raises(ConfigError, match=r"asked for"):
+    with pytest.raises(ConfigError, match=r"the run needs"):
         open_splits(data, VOCAB, 7, prepare(data), (), (10**6, 0, 0))
 
 

@@ -17,7 +17,7 @@ from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.resolve.batches import asked
 from mtrain.data import open_splits, prepare
-from mtrain.data.indexed import IndexedWriter
+from mtrain.data.store.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import LAPTOP
 

@@ -431,7 +431,7 @@ def test_recipe_lock_knows_every_source_file(
 
 
 def test_recipe_lock_detects_other_data_and_tokenizer(run: Run, tmp_path: Path) -> None:
-    from mtrain.data.indexed import IndexedWriter
+    from mtrain.data.store.indexed import IndexedWriter
 
     def write(last: int) -> None:
         with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:

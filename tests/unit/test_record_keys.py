@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.data import records
-from mtrain.data.messages import chat, pair
+from mtrain.data.chats.messages import parse_chat, parse_pair
+from mtrain.data.image_text import records
 from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
 from tests.support.commands import mtrain
@@ -168,7 +168,7 @@ def test_record_included_answer_is_learned(flags: dict[str, Any], preview: Previ
         (
             [{"messages": turns("q", "a"), "prompt": "another"}],
             (),
-            "its prompt is none of its messages",
+            "its prompt is not one of its messages",
         ),
         (
             [
@@ -213,10 +213,10 @@ def test_record_message_key_used_by_template_is_known() -> None:
     message = {**turns("q", "a")[1], "channel": "final"}
     values = {"messages": [*turns("q"), message]}
     with pytest.raises(CorruptData, match="an unknown key: channel"):
-        chat(values, Keys(template=CHATML))
-    made = chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
+        parse_chat(values, Keys(template=CHATML))
+    made = parse_chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
     assert made.messages[1]["channel"] == "final"
-    assert not set(FLAGS) & chat({"messages": corrected(weight=0)}).messages[1].keys(), (
+    assert not set(FLAGS) & parse_chat({"messages": corrected(weight=0)}).messages[1].keys(), (
         "templates see no flags"
     )
 
@@ -344,8 +344,8 @@ def test_record_unread_calls_are_reported() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     values = {"messages": [*turns("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
     with pytest.raises(CorruptData, match="does not read its tool_calls"):
-        chat(values, Keys(template=template_of("llama3", marked=False)))
-    assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
+        parse_chat(values, Keys(template=template_of("llama3", marked=False)))
+    assert parse_chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
 
 
 @pytest.mark.sampled(9)
@@ -401,12 +401,12 @@ def test_record_ignored_key_claims_no_learning(preview: Preview) -> None:
 
 def test_record_pairs_have_chat_keys() -> None:
     values = {"prompt": "q", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]}
-    assert pair(values)[0].turns == [1]
+    assert parse_pair(values)[0].turns == [1]
     with pytest.raises(CorruptData, match="an unknown key: margin"):
-        pair({**values, "margin": 0.3})
+        parse_pair({**values, "margin": 0.3})
     with pytest.raises(CorruptData, match="its weight is"):
-        pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
-    assert pair({**values, "score_chosen": 3.5})[1].turns == [1]
+        parse_pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
+    assert parse_pair({**values, "score_chosen": 3.5})[1].turns == [1]
 
 
 def test_record_images_have_flags_and_no_unknown_keys() -> None:
@@ -416,7 +416,7 @@ def test_record_images_have_flags_and_no_unknown_keys() -> None:
         line = {"id": 1, "image": "a.png", "conversations": said, **more}
         return [
             piece.text
-            for piece in records.parse(json.dumps(line).encode()).pieces
+            for piece in records.parse_record(json.dumps(line).encode()).pieces
             if getattr(piece, "learned", 0)
         ]
 
@@ -433,5 +433,5 @@ def test_record_images_have_flags_and_no_unknown_keys() -> None:
             parsed(**wrong)
     scored = {"text": "a", "weight": 2.5}
     with pytest.raises(CorruptData, match=r"data\.ignored_keys=\[weight\]"):
-        records.parse(json.dumps(scored).encode())
-    assert records.parse(json.dumps(scored).encode(), frozenset({"weight"})).pieces
+        records.parse_record(json.dumps(scored).encode())
+    assert records.parse_record(json.dumps(scored).encode(), frozenset({"weight"})).pieces

@@ -27,7 +27,7 @@ from mtrain.config.rules import all_rules, apply
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.schema.run import GROUPS, RunConfig
-from mtrain.data.indexed import IndexedWriter, token_dtype
+from mtrain.data.store.indexed import IndexedWriter, token_dtype
 from mtrain.errors import ConfigError
 from tests.support.catalogue import ROWS
 from tests.support.catalogue_own import OWN_ROWS

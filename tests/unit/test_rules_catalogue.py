@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import apply
-from mtrain.data.indexed import IndexedWriter, token_dtype
+from mtrain.data.store.indexed import IndexedWriter, token_dtype
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
 
 MLA: dict[str, Any] = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mtrain.config.resolve.resolution import resolve
-from mtrain.convert.boxes import declared
+from mtrain.convert.boxes import boxes_from_family
 from mtrain.convert.huggingface.model import tables
-from mtrain.convert.match import match, written
+from mtrain.convert.match import export_match, match
 from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES
 from tests.support.configs import LAPTOP
@@ -27,9 +27,9 @@ def test_tied_copies_head_is_copy_of_embeddings(kind: str, tmp_path: Path) -> No
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **case.values, "tie_word_embeddings": True}))
     run = resolve(import_config(file).run, LAPTOP)
-    ours = declared(run)
+    ours = boxes_from_family(run)
     for table in tables(kind, run.model):
-        made = written(table, run.model, ours)
+        made = export_match(table, run.model, ours)
         plain = {name for step in made.steps for name in step.theirs} | made.copies.keys()
         heads = {copy.name: copy.of for copy in table.copies if not copy.of_mtp}
         assert heads

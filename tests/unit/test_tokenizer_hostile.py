@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.data.text import Tokenizer
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, CorruptData
 
 MODEL: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}

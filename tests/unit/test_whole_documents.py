@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.config.schema.data import DataConfig
-from mtrain.data import Splits, document_fit, open_splits, prepare
-from mtrain.data.batch import GlobalBatches
-from mtrain.data.chat_batch import of_documents
-from mtrain.data.first_fit import first_fit, first_fits
-from mtrain.data.indexed import IndexedWriter, write_index
+from mtrain.data import Splits, open_splits, prepare
+from mtrain.data.batch import GlobalBatches, document_collator
+from mtrain.data.samples import whole_documents
+from mtrain.data.samples.bin_packing import first_fit, first_fits
+from mtrain.data.store.indexed import IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
 
 S = 16
@@ -53,9 +53,9 @@ def opened(prefix: Path, **more: Any) -> Splits:
 def learned(splits: Splits, numbers: range, micro: int = 1) -> Counter[tuple[int, int]]:
     """Each prediction that counts, by what is read and what is predicted."""
     source = splits.train
-    batches = GlobalBatches(source, len(numbers), micro, 0, 1, of_documents(source)).microbatches(
-        numbers.start
-    )  # type: ignore[arg-type]
+    batches = GlobalBatches(
+        source, len(numbers), micro, 0, 1, document_collator(source)
+    ).microbatches(numbers.start)  # type: ignore[arg-type]
     found: Counter[tuple[int, int]] = Counter()
     for batch in batches:
         tokens, labels, mask = (batch[key][0].tolist() for key in ("tokens", "labels", "loss_mask"))  # type: ignore[literal-required]
@@ -203,7 +203,9 @@ def test_whole_documents_nothing_to_learn_is_refused(tmp_path: Path) -> None:
 def test_whole_documents_step_is_independent_of_dp_and_resume(dp: int, prefix: Path) -> None:
     def step(consumed: int, dp: int) -> list[list[int]]:
         source = opened(prefix).train
-        ranks = [GlobalBatches(source, 8, 2, rank, dp, of_documents(source)) for rank in range(dp)]  # type: ignore[arg-type]
+        ranks = [
+            GlobalBatches(source, 8, 2, rank, dp, document_collator(source)) for rank in range(dp)
+        ]  # type: ignore[arg-type]
         taken = [iter(rank.microbatches(consumed)) for rank in ranks]
         return [next(taken[m % dp])["tokens"].tolist()[0] for m in range(4)]
 
@@ -224,8 +226,8 @@ def test_whole_documents_epochs_differ_with_each_sample_once(prefix: Path) -> No
 @pytest.fixture
 def parts(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The corpus, of which a part has about 60 documents, in stretches of 6 or more."""
-    monkeypatch.setattr(document_fit, "PART", 60)
-    monkeypatch.setattr(document_fit, "STRETCH", 6)
+    monkeypatch.setattr(whole_documents, "PART", 60)
+    monkeypatch.setattr(whole_documents, "STRETCH", 6)
     return prefix
 
 
@@ -247,7 +249,7 @@ def test_whole_documents_parts_are_fitted_lazily_without_loss(parts: Path) -> No
 def test_whole_documents_part_is_cached(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = opened(parts, packed_window=4).train
     every = np.arange(len(made))
-    monkeypatch.setattr(document_fit.FittedDocuments, "_fill", None)
+    monkeypatch.setattr(whole_documents.FittedDocuments, "_fill", None)
     again: Any = opened(parts, packed_window=4).train
     assert (made.batch(every) == again.batch(every)).all()
     assert isinstance(again.fitted.part(0)["starts"], np.memmap)
@@ -295,7 +297,8 @@ def test_whole_documents_masked_token_has_no_loss_after(prefix: Path) -> None:
     numbers = np.arange(4)
     windows: Any = None
     plain, masked = (
-        of_documents(source, eod)(windows, numbers) for eod in (None, int(source.batch([0])[0, 0]))
+        document_collator(source, eod)(windows, numbers)
+        for eod in (None, int(source.batch([0])[0, 0]))
     )  # type: ignore[arg-type]
     assert int(plain["loss_mask"].sum() - masked["loss_mask"].sum()) == 1
 
@@ -306,7 +309,7 @@ def test_whole_documents_masked_token_has_no_loss_after(prefix: Path) -> None:
 def test_whole_documents_large_index_is_sampled(
     what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.data import index_check
+    from mtrain.data.store import index_check
 
     for name, value in (("LARGE", 10), ("PARTS", 2), ("PART", 4)):
         monkeypatch.setattr(index_check, name, value)

@@ -77,7 +77,7 @@ def import_(argv: list[str]) -> int:
     source, out, extra = source_and_new(argv, "import HF_DIR RUN [overrides]")
     from mtrain.convert import certificate
     from mtrain.convert.huggingface.folder import CONFIG, is_folder, open_folder
-    from mtrain.convert.huggingface.model import take
+    from mtrain.convert.huggingface.model import import_model
     from mtrain.convert.megatron.torch_dist import is_torch_dist
 
     if is_torch_dist(source) and not is_folder(source):
@@ -89,7 +89,7 @@ def import_(argv: list[str]) -> int:
     with drafted(out, "importing") as draft:
         begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
-        kind, checkpoint, record, folder = take(run, source, draft)
+        kind, checkpoint, record, folder = import_model(run, source, draft)
         # theirs has no adapters
         found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)
         certificate.write(draft, "import", kind, record, found)
@@ -126,7 +126,7 @@ def export(argv: list[str]) -> int:
     path = newest(target)
     from mtrain.convert import certificate
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.checkpoint_reader import Saved
+    from mtrain.convert.checkpoint_reader import CheckpointReader
     from mtrain.convert.exporter import Weights, export_weights
     from mtrain.convert.huggingface.model import tables
     from mtrain.convert.raw_arrays import IN_TORCH
@@ -134,7 +134,7 @@ def export(argv: list[str]) -> int:
     run = read_run_file(path / RUN_FILE)
     home = path.parent.parent if path.parent.name == CHECKPOINTS else path
     kind, body = _config_of(run, home, options.get("model_type"))
-    checkpoint = Saved.open(path)
+    checkpoint = CheckpointReader.open(path)
     table = tables(kind, run.model)[0]
     weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
     if version is not None:
@@ -171,13 +171,13 @@ def _peft_version(options: dict[str, str]) -> str | None:
 def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Path) -> int:
     """Return a folder that `peft` loads."""
     from mtrain.convert import certificate
-    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.huggingface.model import layer_table
     from mtrain.convert.huggingface.tokenizer_files import keep_tokenizer
     from mtrain.convert.peft.folder import write_adapters
 
     with drafted(out, "exporting") as draft:
         record = write_adapters(
-            weights, layers(kind), draft, version, weights.run.checkpoint.init_from
+            weights, layer_table(kind), draft, version, weights.run.checkpoint.init_from
         )
         keep_tokenizer(home, draft)
         certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
@@ -306,19 +306,19 @@ def _end_of_document(home: Path) -> int | None:
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
         return None
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text.tokenizer import Tokenizer
 
     return Tokenizer(tokenizer).eod
 
 
 def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
     from mtrain.convert.huggingface.folder import CONFIG, GENERATION
-    from mtrain.convert.huggingface.model import KEPT, keep
+    from mtrain.convert.huggingface.model import KEPT, copy_if_present
     from mtrain.convert.huggingface.tokenizer_files import also_ending, keep_tokenizer
 
     (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
     keep_tokenizer(home, draft)
-    keep(home / KEPT / GENERATION, draft / GENERATION)
+    copy_if_present(home / KEPT / GENERATION, draft / GENERATION)
     if not (draft / GENERATION).exists():
         ids = {key: body[key] for key in IDS if body.get(key) is not None}
         (draft / GENERATION).write_text(strict_json.dumps(ids, indent=2) + "\n")
@@ -335,7 +335,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
-    if not hf_reference.installed():
+    if not hf_reference.is_installed():
         return {"left_out": "transformers is not installed"}
     if need > here // 2:
         return {
@@ -415,8 +415,8 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     `copies`.
     """
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.checkpoint_reader import Saved
-    from mtrain.convert.compare import OfCheckpoint
+    from mtrain.convert.checkpoint_reader import CheckpointReader
+    from mtrain.convert.compare import CheckpointWeights
     from mtrain.convert.exporter import Weights
     from mtrain.convert.huggingface.folder import is_folder, open_folder
     from mtrain.convert.huggingface.model import tables
@@ -443,4 +443,6 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     kind, _ = _config_of(run, home, None)
     table = tables(kind, run.model)[0]
     copies |= held_twice(table, run.model)
-    return OfCheckpoint(Weights(Saved.open(checkpoint), run, table, model_boxes(run)))
+    return CheckpointWeights(
+        Weights(CheckpointReader.open(checkpoint), run, table, model_boxes(run))
+    )

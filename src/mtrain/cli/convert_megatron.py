@@ -19,7 +19,7 @@ from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
 
 if TYPE_CHECKING:
-    from mtrain.convert.megatron.arguments import Apart
+    from mtrain.convert.megatron.arguments import Difference
 
 IMPORT = "import --megatron DIR RUN model=NAME [overrides]"
 EXPORT = "export --megatron RUN DIR"
@@ -34,7 +34,7 @@ def import_megatron(argv: list[str]) -> int:
     from mtrain.convert import certificate
     from mtrain.convert.megatron.arguments import COMMON, kept_in, read_arguments
     from mtrain.convert.megatron.arguments_compared import differing
-    from mtrain.convert.megatron.checkpoint import KIND, open_weights, take_megatron
+    from mtrain.convert.megatron.checkpoint import KIND, import_checkpoint, open_weights
 
     if not any(
         word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra
@@ -56,7 +56,7 @@ def import_megatron(argv: list[str]) -> int:
         raise ConfigError([_apart(one, file, without) for one in wrong])
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
-        _, record = take_megatron(run, opened, draft)
+        _, record = import_checkpoint(run, opened, draft)
         certificate.write(
             draft, "import", KIND, record, {"left_out": "there is nothing to compare with"}
         )
@@ -69,7 +69,7 @@ def import_megatron(argv: list[str]) -> int:
     return 0
 
 
-def _apart(one: Apart, file: Path, without: str) -> Problem:
+def _apart(one: Difference, file: Path, without: str) -> Problem:
     """Return the problem of an argument that says another model."""
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
@@ -103,7 +103,7 @@ def export_megatron(argv: list[str]) -> int:
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, usage)])
-    from mtrain.convert.megatron.checkpoint import KIND, LAYOUTS, give_megatron
+    from mtrain.convert.megatron.checkpoint import KIND, LAYOUTS, export_checkpoint
 
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
         fix = " or ".join(f"layers={word}" for word in LAYOUTS)
@@ -116,10 +116,12 @@ def export_megatron(argv: list[str]) -> int:
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
     from mtrain.convert import certificate
-    from mtrain.convert.checkpoint_reader import Saved
+    from mtrain.convert.checkpoint_reader import CheckpointReader
 
     with drafted(out, "exporting") as draft:
-        record = give_megatron(Saved.open(path), run, draft, dtype, options.get("layers"))
+        record = export_checkpoint(
+            CheckpointReader.open(path), run, draft, dtype, options.get("layers")
+        )
         certificate.write(
             draft, "export", KIND, record, {"left_out": "there is nothing to compare with"}
         )
@@ -187,8 +189,10 @@ def of_megatron(paths: list[Path]) -> list[Any]:
         return readers
     others = [str(path) for path in paths if path not in theirs]
     target, _ = target_of(others, "convert verify", f"{program()} convert verify DIR RUN")
-    from mtrain.convert.checkpoint_reader import Saved
-    from mtrain.convert.megatron.table import beside
+    from mtrain.convert.checkpoint_reader import CheckpointReader
+    from mtrain.convert.megatron.table import comparable_weights
 
     path = newest(target)
-    return beside(readers[0], Saved.open(path), read_run_file(path / RUN_FILE))
+    return comparable_weights(
+        readers[0], CheckpointReader.open(path), read_run_file(path / RUN_FILE)
+    )

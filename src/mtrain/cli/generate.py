@@ -169,7 +169,7 @@ def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Requ
     ]
     is_chat = [words["chat"] or isinstance(one, list) for one in prompts]
     if any(is_chat):
-        from mtrain.data.chat import ChatFormat
+        from mtrain.data.chats.template import ChatFormat
 
         form = ChatFormat(source.tokenizer.parent)
         prompts = [

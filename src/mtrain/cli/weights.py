@@ -113,9 +113,9 @@ def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
 
             weights_of(run)
         elif (path / HF_CONFIG).is_file():
-            from mtrain.convert.huggingface.model import fitting
+            from mtrain.convert.huggingface.model import open_matching
 
-            fitting(run, path)
+            open_matching(run, path)
     except ConfigError as error:
         return [replace(p, source=p.source or origins.get(p.path, "")) for p in error.problems]
     return []

@@ -1,3 +1,1 @@
-"""Weights of other systems in and out: Hugging Face folders to checkpoints and back, with a
-certificate.
-"""
+"""Import and export of weights: Hugging Face, Megatron-LM and peft, each with a certificate."""

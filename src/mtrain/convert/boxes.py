@@ -1,5 +1,6 @@
-"""Where each tensor of a model lies in a checkpoint: its family says it, without torch, or
-megatron-core does.
+"""The place of each tensor of a model in a checkpoint, from its family or from megatron-core.
+
+A family declares it without torch.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ _COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Box:
-    """Where a whole tensor of ours lies in a checkpoint: a box of one of its tensors."""
+    """The place of a whole tensor of ours: a box of one tensor of a checkpoint."""
 
     key: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     lead: int
-    """How many axes count layers or experts."""
+    """The number of leading axes that count layers or experts."""
     shape: tuple[int, ...]
-    """Without those axes."""
+    """The shape without those axes."""
 
     @property
     def size(self) -> tuple[int, ...]:
-        """With them."""
+        """Return the shape with the leading axes."""
         return (1,) * self.lead + self.shape
 
 
 def adapt() -> None:
-    """What reads checkpoints speaks of megatron-core's tensors.
+    """Install the adapter of megatron-core for the CPU, and limit torch to one thread.
 
-    One thread: processes are forked from this one.
+    Processes are forked from this one, which threads of torch would break.
     """
     import torch
 
@@ -56,25 +57,27 @@ def adapt() -> None:
 
 
 def model_boxes(run: RunConfig) -> dict[str, Box]:
-    """Those of the model of a run by name, whatever its layout, without adapters.
+    """Return the boxes of a run's model by name, for any layout, without adapters.
 
-    Asks megatron-core, and imports it, where the family does not say which weights it has.
+    This imports megatron-core if the family does not declare its weights.
     """
-    return asked(_plain(run)) if family_of(run.model).weights is None else declared(run)
+    if family_of(run.model).weights is None:
+        return boxes_from_megatron(_plain(run))
+    return boxes_from_family(run)
 
 
 def adapter_boxes(run: RunConfig) -> dict[str, Box]:
-    """Those of the adapters of a run by name; imports megatron-core."""
+    """Return the boxes of a run's adapters by name; this imports megatron-core."""
     from mtrain.mcore.layers.merging import is_adapter
 
-    return {name: box for name, box in asked(run).items() if is_adapter(name)}
+    return {name: box for name, box in boxes_from_megatron(run).items() if is_adapter(name)}
 
 
-def declared(run: RunConfig) -> dict[str, Box]:
-    """Those of the model of a run, without adapters, from what its family says of its weights.
+def boxes_from_family(run: RunConfig) -> dict[str, Box]:
+    """Return the boxes of a run's model, without adapters, from the weights that its family
+    declares.
 
-    Layers that are alike lie in one tensor, counted along its first axis, and experts of a layer
-    likewise.
+    Equal layers are in one tensor, counted along its first axis, and so are the experts of a layer.
     """
     one = alone(_plain(run))
     family = family_of(run.model)
@@ -91,9 +94,8 @@ def declared(run: RunConfig) -> dict[str, Box]:
     return {w.name: _box(*places[w.name], ends, w.shape) for w in every}
 
 
-def asked(run: RunConfig) -> dict[str, Box]:
-    """Those of the model of a run with its adapters, as megatron-core's sharded state says; imports
-    megatron-core.
+def boxes_from_megatron(run: RunConfig) -> dict[str, Box]:
+    """Return the boxes of a run's model and adapters from megatron-core's sharded state.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
@@ -104,7 +106,7 @@ def asked(run: RunConfig) -> dict[str, Box]:
     from mtrain.world.fake_world import fake_world
 
     one = alone(run)
-    # of its modules' names, which another builder has not
+    # other builders have other module names
     named = one.model.model_copy(update={"builder": "gpt"})
     one = one.model_copy(update={"model": named})
     with fake_world(one, 0) as world:
@@ -119,8 +121,7 @@ def asked(run: RunConfig) -> dict[str, Box]:
 def boxes_of(
     name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]
 ) -> Iterator[tuple[str, Box]]:
-    """Yield a tensor's name and box; of one that lies in several of a checkpoint each part,
-    `name.part` as there.
+    """Yield a tensor's name and box, or `name.part` of each part if a checkpoint has several.
 
     Raises:
         ValueError: as `box_of` does.

@@ -1,6 +1,4 @@
-"""What a conversion leaves beside its result: each tensor of both sides, what was done with it, and
-its hash.
-"""
+"""The certificate of a conversion: tensors of both sides, their hashes, and the steps between."""
 
 from __future__ import annotations
 
@@ -31,31 +29,29 @@ class Record:
     ignored: tuple[str, ...] = ()
 
     def add(self, other: Record) -> None:
-        """Add what another one says of some steps."""
+        """Add the tensors and steps of another record."""
         self.source |= other.source
         self.target |= other.target
         self.steps += other.steps
 
-    def noted(self, reader: Any, found: Any) -> None:
-        """Add what a `Reader` has read, and the steps of a `Match`."""
+    def note_read(self, reader: Any, match: Any) -> None:
+        """Add the tensors that a `Reader` has read, and the steps of a `Match`."""
         held = reader.folder.tensors
         self.source |= {
             n: (held[n].dtype, held[n].shape, sha256) for n, sha256 in reader.hashes.items()
         }
-        for step in found.steps:
+        for step in match.steps:
             words = [step.operation.name, *{reader.decoding(name) for name in step.theirs} - {""}]
             theirs = [part for name in step.theirs for part in reader.parts(name)]
             self.steps.append(
                 {"theirs": theirs, "operation": ", ".join(reversed(words)), "ours": list(step.ours)}
             )
-        self.copies = found.copies
-        self.ignored = found.ignored
+        self.copies = match.copies
+        self.ignored = match.ignored
 
 
 def write(path: Path, direction: str, kind: str, record: Record, logits: Mapping[str, Any]) -> None:
-    """Write `conversion.json` into the folder `path`; `logits` is what became of their
-    comparison.
-    """
+    """Write `conversion.json` into the folder `path`, with the result of comparing logits."""
     body = {
         "format": FORMAT,
         "direction": direction,
@@ -73,7 +69,7 @@ def write(path: Path, direction: str, kind: str, record: Record, logits: Mapping
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a conversion may depend on, where they are installed."""
+    """Return the versions of the installed packages that a conversion may depend on."""
     out = {}
     for name in PACKAGES:
         try:

@@ -16,7 +16,7 @@ from mtrain.ckpt import hashes
 from mtrain.ckpt.folder import MODEL, read_manifest
 from mtrain.ckpt.pieces import Piece, Region, parts
 from mtrain.convert.match import Box
-from mtrain.convert.raw_arrays import IN_SAFETENSORS, Words, empty
+from mtrain.convert.raw_arrays import IN_SAFETENSORS, RawArray, empty
 from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 
@@ -29,7 +29,7 @@ READ_BYTES = 16 << 20
 
 
 @dataclass
-class Saved:
+class CheckpointReader:
     """A committed checkpoint, opened."""
 
     path: Path
@@ -40,7 +40,7 @@ class Saved:
         return hashes.Files(self.path, self.manifest["files"], once=True)
 
     @classmethod
-    def open(cls, path: Path) -> Saved:
+    def open(cls, path: Path) -> CheckpointReader:
         """Read the manifest.
 
         Raises:
@@ -60,7 +60,7 @@ class Saved:
         """Return number format of a tensor."""
         return IN_SAFETENSORS[self.manifest["tensors"][name]["dtype"]]
 
-    def read(self, name: str, box: Box) -> tuple[Words, str]:
+    def read(self, name: str, box: Box) -> tuple[RawArray, str]:
         """Return a box of a tensor without its counting axes, and its hex sha256 where it is one
         piece; else an empty text.
 
@@ -92,7 +92,7 @@ class Saved:
             )
         return out.reshape(box.shape), ""
 
-    def _words(self, piece: Piece, start: int, stop: int) -> Words:
+    def _words(self, piece: Piece, start: int, stop: int) -> RawArray:
         """Read elements [start, stop) of a piece."""
         shard = self._files[piece["file"]]
         held = shard.entry(piece["entry"])
@@ -103,7 +103,7 @@ class Saved:
         return np.frombuffer(data, dtype=empty((0,), held.dtype).dtype)
 
 
-def _strided(words: Words, shape: tuple[int, ...], strides: tuple[int, ...]) -> Words:
+def _strided(words: RawArray, shape: tuple[int, ...], strides: tuple[int, ...]) -> RawArray:
     return np.lib.stride_tricks.as_strided(
         words, shape, [stride * words.itemsize for stride in strides]
     )

@@ -1,4 +1,4 @@
-"""Whether two places hold the same weights, tensor by tensor under Hugging Face's names."""
+"""Comparison of weights from two sources, tensor by tensor under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mtrain.convert.exporter import Weights
-from mtrain.convert.raw_arrays import IN_TORCH, Words, as_tensor
+from mtrain.convert.raw_arrays import IN_TORCH, RawArray, as_tensor
 
 
-class Held(Protocol):
+class NamedWeights(Protocol):
     """Weights by name."""
 
     @property
     def names(self) -> frozenset[str]: ...
     def dtype(self, name: str) -> str: ...
-    def tensor(self, name: str) -> Words: ...
+    def tensor(self, name: str) -> RawArray: ...
 
 
-def difference(source: Held, name: str, of: str) -> str:
-    """How two tensors of one place differ, in words; empty where they hold the same numbers, in
-    whatever format.
+def difference(source: NamedWeights, name: str, of: str) -> str:
+    """Describe how two tensors of one source differ; "" if their numbers are equal in any format.
 
     Raises:
         CorruptData: one cannot be read.
@@ -32,10 +31,8 @@ def difference(source: Held, name: str, of: str) -> str:
     return apart(source.tensor(name), source.dtype(name), source.tensor(of), source.dtype(of))
 
 
-def apart(x: Words, of_x: str, y: Words, of_y: str) -> str:
-    """How tensors of the formats `of_x` and `of_y` differ, in words; empty where they hold the same
-    numbers.
-    """
+def apart(x: RawArray, of_x: str, y: RawArray, of_y: str) -> str:
+    """Describe how tensors of formats `of_x` and `of_y` differ; "" if their numbers are equal."""
     if x.shape != y.shape:
         return f"shapes {list(x.shape)} and {list(y.shape)}"
     if of_x == of_y and np.array_equal(x, y):
@@ -53,21 +50,21 @@ def apart(x: Words, of_x: str, y: Words, of_y: str) -> str:
 
 
 @dataclass
-class OfCheckpoint:
-    """A checkpoint as such a source: the tensors of one step are made together."""
+class CheckpointWeights:
+    """The weights of a checkpoint as a source; the tensors of one step are made together."""
 
     weights: Weights
 
     def __post_init__(self) -> None:
         self._step_of = {name: step for step in self.weights.found.steps for name in step.theirs}
         self.names = frozenset(self._step_of)
-        self._made: dict[str, Words] = {}
+        self._made: dict[str, RawArray] = {}
 
     def dtype(self, name: str) -> str:
         """Return number format of what `tensor` gives."""
         return self.weights.dtype_of(self._step_of[name])
 
-    def tensor(self, name: str) -> Words:
+    def tensor(self, name: str) -> RawArray:
         """Return a weight.
 
         Raises:
@@ -81,7 +78,7 @@ class OfCheckpoint:
 
 
 class Row(NamedTuple):
-    """What became of one tensor."""
+    """The comparison of one tensor."""
 
     name: str
     equal: bool
@@ -89,12 +86,12 @@ class Row(NamedTuple):
 
 
 def compare(
-    a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})
+    a: NamedWeights, b: NamedWeights, copies: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Row], list[str]]:
-    """Return a row for each tensor that both have, and the names that one of them has alone.
+    """Return a row for each tensor that both have, and the names that only one of them has.
 
-    `copies` are tensors that a place may have beside the one that each of them repeats: where it
-    does, there is a row for it, too.
+    `copies` maps a tensor that a source may also store to the one that it repeats; a stored copy
+    gets a row, too.
 
     Raises:
         CorruptData: one cannot be read.
@@ -112,7 +109,7 @@ def compare(
     return rows, alone
 
 
-def _rows(a: Held, b: Held) -> Iterator[Row]:
+def _rows(a: NamedWeights, b: NamedWeights) -> Iterator[Row]:
     for name in sorted(a.names & b.names):
         x = a.tensor(name)
         y = b.tensor(name)

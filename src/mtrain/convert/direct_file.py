@@ -1,9 +1,7 @@
-"""A new file that is written from front to back past the page cache, where the file system can.
+"""A new file that is written from front to back with direct I/O, if the file system has it.
 
-Needs no torch.
-
-Finding pages for gigabytes that nobody reads soon takes longer than writing them, and pushes out
-what others read.
+Page-cache pages for gigabytes that are not read soon take longer than the write, and evict pages
+that other processes use.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ class NewFile:
             at = at + count
 
     def _past_cache(self, wanted: bool) -> bool:
-        """Return whether that was another way than before."""
+        """Switch direct I/O on or off; return whether that changed anything."""
         flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
         other = flags | _PAST_CACHE if wanted else flags & ~_PAST_CACHE
         try:

@@ -1,5 +1,6 @@
-"""A checkpoint's weights as a Hugging Face folder, tensor by tensor: never the whole model in
-memory.
+"""The exporter: a checkpoint's weights become a Hugging Face folder, tensor by tensor.
+
+The whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from mtrain.ckpt.hashes import hash_bytes
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, adapter_boxes
 from mtrain.convert.certificate import Record
-from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.checkpoint_reader import CheckpointReader
 from mtrain.convert.huggingface.folder import INDEX, WEIGHTS
-from mtrain.convert.match import Match, shapes_of_theirs, written
-from mtrain.convert.prefetch import ahead
-from mtrain.convert.raw_arrays import Words, as_tensor, buffer_of, converted, of_tensor
+from mtrain.convert.match import Match, export_match, shapes_of_theirs
+from mtrain.convert.prefetch import prefetched
+from mtrain.convert.raw_arrays import RawArray, as_tensor, buffer_of, converted, of_tensor
 from mtrain.convert.safetensors_file import BYTES, Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mtrain.mcore.layers.merging import Whole
 
 FILE_BYTES = 5_000_000_000
-"""Of a file at most, unless one tensor alone is larger: as most published folders have it."""
+"""The largest size of a file, unless one tensor is larger, as in most published folders."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A tensor of theirs that was made."""
+class Exported:
+    """A tensor of theirs."""
 
-    words: Words
+    words: RawArray
     dtype: str
     sha256: str = ""
-    """Where it is what was read, as it was written; else empty."""
+    """The hash, if the tensor is unchanged from the checkpoint, else empty."""
 
-    def hashed(self) -> Given:
+    def hashed(self) -> Exported:
         """Return the same with its hash."""
         return self if self.sha256 else replace(self, sha256=hash_bytes(buffer_of(self.words)))
 
@@ -61,7 +62,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Saved,
+        checkpoint: CheckpointReader,
         run: RunConfig,
         table: Table,
         ours: Mapping[str, Box],
@@ -80,7 +81,7 @@ class Weights:
         self.model = run.model
         self.ours = ours
         self.dtype = dtype
-        self.found: Match = written(table, run.model, self.ours)
+        self.found: Match = export_match(table, run.model, self.ours)
         held = checkpoint.manifest["tensors"]
         lacks = [
             box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held
@@ -113,7 +114,7 @@ class Weights:
         return Whole(*(tensors.get(name) for name in names))  # type: ignore[arg-type]
 
     def _adapter_names(self, weight: str) -> tuple[str, ...]:
-        """What the tensors of the adapter of a weight are called; empty where it has none."""
+        """Return the names of the tensors of a weight's adapter, if it has one."""
         if not self.adapters:
             return ()
         from mtrain.mcore.layers.merging import names_beside
@@ -122,7 +123,7 @@ class Weights:
         return tuple(names) if names is not None and names.a in self.adapters else ()
 
     def made(self) -> list[_Made]:
-        """What the steps make, in their order; asks torch."""
+        """Return the tensors that the steps make, in order; torch computes their shapes."""
         out = []
         for step in self.found.steps:
             shapes = shapes_of_theirs(step, self.model, self.ours)
@@ -130,15 +131,15 @@ class Weights:
         return out
 
     def dtype_of(self, step: Step) -> str:
-        """Return number format of what a step makes."""
+        """Return the number format of a step's results."""
         return self._wanted(step) or self.checkpoint.dtype(self._key(self.ours[step.ours[0]].key))
 
     def nbytes(self, step: Step) -> int:
-        """Of what a step makes, and of its padding."""
+        """Return the bytes of a step's results, with padding."""
         return sum(prod(self.ours[name].shape) for name in step.ours) * BYTES[self.dtype_of(step)]
 
-    def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, Given]]:
-        """Yield the tensors of theirs that a step makes; `record` notes of what.
+    def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, Exported]]:
+        """Yield the tensors of theirs that a step makes; `record` gets their sources.
 
         Raises:
             CorruptData: the checkpoint cannot be read, or is not what was written.
@@ -147,20 +148,19 @@ class Weights:
         words = [one.words for one in given]
         made = step.operation.apply(words, self.model, inward=False)
         if record is not None:
-            beside = [
+            adapters = [
                 n for name in step.ours for n in self._adapter_names(name) if n in self.adapters
             ]
-            operation = f"merged, {step.operation.name}" if beside else step.operation.name
-            record.steps.append(
-                {"theirs": list(step.theirs), "operation": operation, "ours": [*step.ours, *beside]}
-            )
+            operation = f"merged, {step.operation.name}" if adapters else step.operation.name
+            ours = [*step.ours, *adapters]
+            record.steps.append({"theirs": list(step.theirs), "operation": operation, "ours": ours})
         dtype = given[0].dtype
         wanted = self.dtype_of(step)
         for name, one in zip(step.theirs, made, strict=True):
             same = next((g.sha256 for g in given if g.words is one and dtype == wanted), "")
-            yield name, Given(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
+            yield name, Exported(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
-    def _own(self, name: str, record: Record | None) -> Given:
+    def _own(self, name: str, record: Record | None) -> Exported:
         """Return a whole tensor of ours, with its adapter."""
         found = self._read(name, self.ours[name], record)
         adapter = self.adapter_of(name, record)
@@ -172,13 +172,13 @@ class Weights:
         weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")
         one = merged(weight, adapter, one_hot_of(name, adapter, self.model), self.run.peft.scale)
         dtype = self.dtype or found.dtype
-        return Given(converted(of_tensor(one)[0], "F32", dtype), dtype)
+        return Exported(converted(of_tensor(one)[0], "F32", dtype), dtype)
 
-    def _read(self, name: str, box: Box, record: Record | None) -> Given:
+    def _read(self, name: str, box: Box, record: Record | None) -> Exported:
         """Return a whole tensor as the checkpoint has it."""
         key = self._key(box.key)
         words, sha256 = self.checkpoint.read(key, box)
-        found = Given(words, self.checkpoint.dtype(key), sha256)
+        found = Exported(words, self.checkpoint.dtype(key), sha256)
         if record is not None:
             record.source[name] = (found.dtype, box.shape, sha256 or hash_bytes(buffer_of(words)))
         return found
@@ -187,8 +187,9 @@ class Weights:
         return self.checkpoint.key(key, main=self.dtype == "F32")
 
     def _wanted(self, step: Step) -> str | None:
-        """What is asked for; not of the biases that balance routers: they are kept in full, and
-        chosen by.
+        """Return the requested format of a step's results, or None to keep the checkpoint's.
+
+        The biases that balance routers keep theirs, as rounding would change the choice of experts.
         """
         return None if step.ours[0].endswith("expert_bias") else self.dtype
 
@@ -204,7 +205,7 @@ def export_weights(weights: Weights, out: Path) -> Record:
 
     def made_of(
         one: tuple[Step, tuple[str, ...], tuple[str, ...]],
-    ) -> tuple[dict[str, Given], Record]:
+    ) -> tuple[dict[str, Exported], Record]:
         noted = Record()
         return {
             name: made.hashed() for name, made in weights.of_step(one[0], noted) if name in one[1]
@@ -216,7 +217,7 @@ def export_weights(weights: Weights, out: Path) -> Record:
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
         with Writer(out / file, [name for _, _, names in held for name in names]) as writer:
-            for (_, made, names), (tensors, noted) in ahead(
+            for (_, made, names), (tensors, noted) in prefetched(
                 made_of, held, lambda one: weights.nbytes(one[0])
             ):
                 if made == names:

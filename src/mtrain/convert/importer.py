@@ -1,5 +1,6 @@
-"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and
-without torch.
+"""The importer: foreign weights become a checkpoint, tensor by tensor, without torch.
+
+The whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record
-from mtrain.convert.compare import Held, difference
+from mtrain.convert.compare import NamedWeights, difference
 from mtrain.convert.match import check_shape, match
-from mtrain.convert.prefetch import ahead
-from mtrain.convert.raw_arrays import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
+from mtrain.convert.prefetch import prefetched
+from mtrain.convert.raw_arrays import FLOATS, IN_TORCH, RawArray, buffer_of, of_tensor
 from mtrain.convert.safetensors_file import BYTES, Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -36,14 +37,12 @@ Adapters = tuple[Mapping[str, Box], Mapping[str, "torch.Tensor"]]
 """Tensors of ours that no table has, and what they hold, by name."""
 
 
-class Source(Held, Protocol):
+class Source(NamedWeights, Protocol):
     """Weights by the names that a table has for them; `Reader` is one."""
 
     def nbytes(self, name: str) -> int: ...
     def hash_of(self, name: str) -> str:
-        """Return hex sha256 of what `tensor` gave, where that is what was read; empty where it is
-        not.
-        """
+        """Return the hex sha256 of a weight that was read unchanged, else ""."""
         ...
 
 
@@ -85,7 +84,7 @@ class _Files:
         with Writer(self.draft / file, most, _room(most)) as writer:
             hashed: dict[str, str] = {}
             whole: dict[str, str] = {}
-            for step, made in ahead(self._of_step, steps, self._nbytes):
+            for step, made in prefetched(self._of_step, steps, self._nbytes):
                 for name, (words, dtype, sha256, blocks) in zip(step.ours, made, strict=True):
                     writer.write(name, dtype, words.shape, buffer_of(words))
                     hashed[name] = blocks
@@ -97,12 +96,12 @@ class _Files:
         return sum(map(self.source.nbytes, step.theirs))
 
     def _most(self, step: Step, name: str) -> int:
-        """Return the most bytes that a tensor of ours has; some have rows that theirs lack."""
+        """Return the most bytes of a tensor of ours, which may have more rows than theirs."""
         return max(
             self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)]
         )
 
-    def _of_step(self, step: Step) -> list[tuple[Words, str, str, str]]:
+    def _of_step(self, step: Step) -> list[tuple[RawArray, str, str, str]]:
         """Return what a step makes, each with its number format, its hash and the hashes of its
         blocks.
         """
@@ -132,12 +131,11 @@ def import_weights(
     ours: Mapping[str, Box],
     adapters: Adapters | None = None,
 ) -> tuple[Path, Record]:
-    """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a
-    rename.
+    """Write the weights of a source as the checkpoint of step 0 under `root`, by an atomic rename.
 
-    `ours` are the tensors of the run's model; `adapters` are written beside them. Peak memory is
-    that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
-    begins at step 0.
+    `ours` are the tensors of the run's model, to which `adapters` are added. Peak memory is that of
+    the tensors of a few steps. The checkpoint has no optimizer state: training from it begins at
+    step 0.
 
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
@@ -164,7 +162,7 @@ def _written(
     ours: Mapping[str, Box],
     adapters: Adapters | None,
 ) -> tuple[dict[str, Any], Record]:
-    """What the manifest says of the files that are written into `draft`, and what was done."""
+    """Write all files into `draft`, and return their manifest and the record."""
     found = match(tables, run.model, ours, source.names)
     made = _Files(draft, source, run.model, ours).write(found.steps)
     _check_copies(source, found.copies)
@@ -175,15 +173,15 @@ def _written(
             check_shape(step, name, made[name].shape, ours[name])
             _note(tensors, record, name, made[name], ours[name])
     if adapters is not None:
-        beside = _write_adapters(draft, len({one.file for one in made.values()}), adapters)
-        for name, one in beside.items():
+        own = _write_adapters(draft, len({one.file for one in made.values()}), adapters)
+        for name, one in own.items():
             _note(tensors, record, name, one, adapters[0][name])
-        made = made | beside
+        made = made | own
     facts = {
         name: hashes.wrote(draft / name)
         for name in dict.fromkeys(one.file for one in made.values())
     }
-    record.noted(source, found)
+    record.note_read(source, found)
     state = {"weights_only": True}
     return {
         "step": 0,
@@ -249,7 +247,7 @@ def _room(most: Mapping[str, str]) -> int:
     return len(strict_json.dumps(hashes.metadata_of(most, dict.fromkeys(most, "0" * hashes.HEX))))
 
 
-def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
+def _hashes(words: RawArray, sha256: str | None) -> tuple[str, str]:
     """Return the hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
     data = buffer_of(words)
     blocks = hashes.hash_blocks(data)

@@ -32,7 +32,7 @@ def held(path: Path) -> list[Held]:
     checkpoint's model or of a checkpoint of megatron-core with its optimizer, by name.
 
     Raises:
-        CorruptData: it is none of these, or not what it says.
+        CorruptData: it is of another kind, or damaged.
     """
     if path.is_file():
         return [Held(t.name, t.dtype, t.shape) for _, t in sorted(read_header(path).items())]

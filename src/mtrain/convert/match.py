@@ -1,5 +1,5 @@
-"""Which tensors of a folder make which of a model: each of both sides exactly once, or an error
-that names it.
+"""The match of a folder's tensors with a model's: each of both sides is used exactly once, or an
+error names it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def match(
     return best
 
 
-def written(table: Table, model: Any, ours: Collection[str]) -> Match:
+def export_match(table: Table, model: Any, ours: Collection[str]) -> Match:
     """Return the steps that write a folder by a table.
 
     Raises:
@@ -62,8 +62,7 @@ def written(table: Table, model: Any, ours: Collection[str]) -> Match:
             f"the table of weights does not fit this model: {'; '.join(sorted(left)[:NAMED])}"
         )
     made = {name for step in steps for name in step.theirs}
-    # a tied head is left out, as transformers does; the copies of an MTP layer are in published
-    # files
+    # as transformers does, a tied head is left out; published files have the copies of MTP layers
     heads = {copy.name for copy in table.copies if not copy.of_mtp}
     copies = {
         name: of
@@ -96,8 +95,9 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
 
 
 def held_twice(table: Table, model: Any) -> dict[str, str]:
-    """Copy -> the tensor that a step reads: the head of an MTP layer is that of the model, which
-    may be a copy.
+    """Return copy -> tensor that a step reads, through copies of copies.
+
+    The head of an MTP layer is that of the model, which may be a copy of the embedding.
     """
     twice = table.held_twice(model)
     return {name: twice.get(of, of) for name, of in twice.items()}
@@ -106,9 +106,7 @@ def held_twice(table: Table, model: Any) -> dict[str, str]:
 def _without_originals(
     steps: list[Step], copies: dict[str, str], theirs: set[str]
 ) -> tuple[list[Step], dict[str, str]]:
-    """Return steps that read a copy where the tensor that it is a copy of is not there, as
-    transformers does.
-    """
+    """Return steps that read a copy if its original is missing, as transformers does."""
     instead: dict[str, str] = {}
     for name, of in copies.items():
         if of not in theirs:
@@ -119,7 +117,7 @@ def _without_originals(
 
 
 def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a step makes of ours."""
+    """Return the shapes of the tensors that a step makes of ours."""
     import torch
 
     blank = [torch.empty(ours[name].shape, device="meta") for name in step.ours]
@@ -128,10 +126,10 @@ def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[st
 
 
 def check_shape(step: Step, name: str, shape: tuple[int, ...], ours: Box) -> None:
-    """Compare the shape of a tensor that a step made of theirs.
+    """Check the shape of a tensor that an import step made.
 
     Raises:
-        CorruptData: ours has another one.
+        CorruptData: our tensor has another shape.
     """
     if shape != ours.shape:
         shapes = f"{list(shape)}, and our {name} {list(ours.shape)}"

@@ -1,4 +1,4 @@
-"""Results that threads compute ahead of who takes them, in order and within bounds of memory."""
+"""Results that threads compute before they are taken, in order and within a memory limit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mtrain.config.machine.hardware import cpu_cores
 T = TypeVar("T")
 R = TypeVar("R")
 AHEAD_BYTES = 256 << 20
-"""Of results at once, beside the largest one."""
+"""The most bytes of waiting results, in addition to the largest one."""
 MOST_THREADS = 8
 
 
-def ahead(
+def prefetched(
     make: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
 ) -> Iterator[tuple[T, R]]:
-    """Yield each item with what `make` gives for it, in their order; `nbytes`: of a result.
+    """Yield each item with the result of `make`, in order; `nbytes` gives the size of a result.
 
-    What a call raises is raised at its place. Then, or when nobody takes more, nothing that waits
-    is begun.
+    An error of a call is raised at its place. After it, or when the consumer stops, no waiting call
+    is started.
     """
     waiting = deque[tuple[T, int, Future[R]]]()
 

@@ -23,17 +23,22 @@ from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 
 BYTES = {
-    **{
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "F8_E8M0": 1,
-        "BOOL": 1,
-    },
-    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "BOOL": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
 }
 """Number format -> bytes of one number."""
 LENGTH_BYTES = 8
@@ -42,7 +47,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
 MAX_ENTRY_BYTES = 256
-"""Of a tensor in a header, beside its name."""
+"""The most bytes of a tensor's entry in a header, without its name."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,9 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
     found: list[tuple[int, int, Tensor]] = []
     for name, entry in body.items():
         try:
-            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            dtype = entry["dtype"]
+            shape = entry["shape"]
+            start, stop = entry["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise CorruptData(f"{path}: {name[:200]} lacks dtype, shape or data_offsets") from None
         numbers = [*shape, start, stop] if isinstance(shape, list) else [None]
@@ -179,7 +186,7 @@ class Writer:
         self._file = NewFile(path, self._data_at)
 
     def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
-        """The bytes of the next tensor.
+        """Write the bytes of the next tensor.
 
         Raises:
             ValueError: another one is next, or it has another size.

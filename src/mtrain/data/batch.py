@@ -1,9 +1,8 @@
 """Micro-batches of one data-parallel rank, as torch tensors.
 
-Every rank reads the tokens that it needs for itself; nothing is broadcast. The memory maps of the
-ranks of a machine share the page cache, so the bytes are read once; which samples make a step is a
-pure function of the number of samples consumed, so that tensor-parallel ranks cannot disagree; and
-there is no collective that can hang.
+Every rank reads its own tokens; nothing is broadcast, so no collective can hang. The memory maps of
+the ranks of a machine share the page cache, so the bytes are read once. The samples of a step are a
+pure function of the number of samples consumed, so tensor-parallel ranks cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from typing import NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import torch
 
-from mtrain.data.balance import by_work
-from mtrain.data.fim import FillInTheMiddle
-from mtrain.data.once import first_once, repeated
+from mtrain.data.chats.samples import NOTHING, ChatSamples, Sample
+from mtrain.data.samples.bin_packing import balance_by_work
+from mtrain.data.samples.evaluated import distinct_samples, is_repeated
+from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
 from mtrain.errors import ConfigError, Problem
 
 
 class Source(Protocol):
-    """Where samples come from, such as `Samples`."""
+    """A source of samples by number, such as `Samples`."""
 
     def __len__(self) -> int: ...
 
@@ -33,10 +34,10 @@ class Source(Protocol):
 
 
 class MicroBatch(TypedDict):
-    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro
+    """The input of a forward step: tensors [micro_batch_size, seq_length], or packed ones [1, micro
     * seq_length].
 
-    A family of models may add tensors of its own: its chunks are called with them by their names.
+    A model family may add its own tensors, which its chunks get as keyword arguments.
     """
 
     tokens: torch.Tensor
@@ -44,26 +45,23 @@ class MicroBatch(TypedDict):
     labels: torch.Tensor
     """int64: the token that follows each input token."""
     loss_mask: torch.Tensor
-    """float32: 0 where the prediction does not count, else 1, or what it weighs: see `averaged`."""
+    """float32: the weight of each prediction, 0 for one that does not count; see `averaged`."""
     position_ids: torch.Tensor
     """int64: 0, 1, ... in each sample, or in each document of packed samples."""
     cu_seqlens: NotRequired[torch.Tensor]
-    """packed: int32 [documents + 1], where each document starts, and the end of the last."""
+    """packed: int32 [documents + 1], the start of each document, and the end of the last."""
     loss_counts: NotRequired[torch.Tensor]
-    """float32: what each prediction adds to the count that the sum of losses is divided by; absent:
-    `loss_mask`.
-    """
+    """float32: the addend of each prediction to the divisor of the loss; without it `loss_mask`."""
     padding: NotRequired[torch.Tensor]
-    """bool: True where there is no token.
+    """bool: True at positions without a token; without it, every position has one.
 
-    A token is what was read of the data, whether it is predicted from or not: routers of experts,
-    speed and model FLOPs count these alone. Absent: every position holds one.
+    Routers of experts, speed and model FLOPs count only tokens, whether or not they are learned.
     """
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the documents of a sample are kept apart."""
+    """The settings that separate the documents of a sample."""
 
     ends: tuple[int, ...]
     """Tokens that end a document."""
@@ -72,30 +70,29 @@ class Packing:
 
 
 Collator = Callable[[torch.Tensor, np.ndarray], MicroBatch]
-"""What is learned from samples: their micro-batch, from their tokens, int64 [n, seq_length + 1],
-and their global numbers, int64 [n]. A function of these alone, random numbers included, so that
+"""A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
+and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
 every rank and a resumed run make the same.
 """
 
 
-def next_token(
+def next_token_collator(
     masked_eod: int | None = None,
     packing: Packing | None = None,
     moved: FillInTheMiddle | None = None,
 ) -> Collator:
-    """Return each token is predicted from those before it.
+    """Return the collator for next-token prediction.
 
-    With `masked_eod` no loss counts for the prediction that follows this token. With `packing`,
-    samples are packed documents. `moved` says what of them is read in another order.
+    The prediction after `masked_eod` does not count. With `packing`, samples are packed documents.
+    `moved` reorders parts of documents first.
     """
 
-    def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         if moved is not None:
             windows = torch.from_numpy(moved(windows.numpy(), numbers))
         if packing is not None:
             return pack(windows, packing)
-        # in numpy: the thread that reads ahead must not start threads of torch's beside those of
-        # the step
+        # in numpy: in the prefetch thread, torch would start threads that compete with the step's
         text = windows.numpy()
         tokens = np.ascontiguousarray(text[:, :-1])
         labels = np.ascontiguousarray(text[:, 1:])
@@ -106,21 +103,21 @@ def next_token(
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
         return cast(MicroBatch, {key: torch.from_numpy(value) for key, value in arrays.items()})
 
-    return form
+    return collator
 
 
 class GlobalBatches:
     """The share of one data-parallel rank in each step.
 
-    A step is the samples [consumed, consumed + size), its size the global one unless it is given.
+    A step is the samples [consumed, consumed + size), by default of the global batch size.
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so
-    the samples of a step are the same for any dp_size; `balanced` deals those out by the squares of
-    the lengths of their packed documents. `form` makes a micro-batch of them. With `limit` it is an
-    evaluation: samples from that number on, and those that were there before, only fill a step: no
-    loss of theirs counts, and they are padding. `average` is `trainer.loss_average`. `depths` is
-    how many tokens behind the next one are predicted as well: see `further_masks`. Raises
-    ConfigError if the global batch cannot be cut evenly.
+    the samples of a step are the same for any dp_size; `balanced` distributes them by the squares
+    of the lengths of their packed documents. `form` collates them. A `limit` makes this an
+    evaluation: samples from that number on, and repeated ones, are padding that only fills a step.
+    `average` is `trainer.loss_average`. `depths` is how many tokens after the next one are
+    predicted as well: see `further_masks`. Raises ConfigError if the global batch cannot be divided
+    evenly.
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class GlobalBatches:
                 [Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)]
             )
         self.samples = samples
-        self.form = form or next_token()
+        self.form = form or next_token_collator()
         self.limit = limit
         self.average = average
         self.depths = depths
@@ -155,7 +152,7 @@ class GlobalBatches:
         """Samples of an evaluation."""
         end = 0
         if limit is not None:
-            self.counted, end = first_once(samples, limit)
+            self.counted, end = distinct_samples(samples, limit)
         self.steps = -(-end // global_batch_size)
         """Steps of an evaluation."""
         self.global_batch_size = global_batch_size
@@ -167,19 +164,20 @@ class GlobalBatches:
 
     @property
     def pads(self) -> bool:
-        """Return whether there are samples that only fill a step, and are padding."""
+        """Return whether some samples are padding that only fills a step."""
         return self.limit is not None and self.counted < self.steps * self.global_batch_size
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
-        """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
+        """Return the sample numbers of a step on this rank; int64 [micro-batches,
+        micro_batch_size].
 
-        Raises ValueError if a step of `size` samples cannot be cut evenly.
+        Raises ValueError if a step of `size` samples cannot be divided evenly.
         """
         count, rest = divmod(size or self.global_batch_size, self._stride)
         if rest:
             raise ValueError(
-                f"a step of {size} samples is no multiple of {self._stride}, one micro-batch per"
-                " rank"
+                f"a step of {size} samples is not a multiple of {self._stride}, one micro-batch"
+                " per rank"
             )
         places = np.arange(count * self._stride).reshape(count, self._ranks, -1)
         if self._balanced:
@@ -187,13 +185,11 @@ class GlobalBatches:
                 self._work(consumed_samples + first)
                 for first in range(0, places.size, self._stride)
             ]
-            places = by_work(np.concatenate(works), self.micro_batch_size, self._ranks)
+            places = balance_by_work(np.concatenate(works), self.micro_batch_size, self._ranks)
         return consumed_samples + places[:, self._rank]
 
     def _work(self, first: int) -> np.ndarray:
-        """What attention of the samples from `first` on, one of each place of a micro-batch of all
-        ranks, takes.
-        """
+        """Return the attention work of one micro-batch of all ranks, from sample `first` on."""
         numbers = first + np.arange(self._stride, dtype=np.int64)
         windows = torch.from_numpy(self.samples.batch(numbers))
         rows = zip(windows.split(1), numbers[:, None], strict=True)
@@ -209,7 +205,7 @@ class GlobalBatches:
         """
         numbers = self.numbers(consumed_samples, size)
         fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
-        numbers = np.where(fills, 0, numbers)  # behind the last sample there may be none to read
+        numbers = np.where(fills, 0, numbers)  # there may be no sample after the last one
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
         batches = [self.form(tokens, samples) for tokens, samples in parts]
@@ -219,16 +215,17 @@ class GlobalBatches:
         return [self._weighed(batch) for batch in batches]
 
     def _fills(self, numbers: np.ndarray) -> np.ndarray:
-        """Which samples of an evaluation do not count; bool, in the shape of their numbers."""
+        """Return which samples of an evaluation do not count; bool, in the shape of `numbers`."""
         assert self.limit is not None
-        return (numbers >= self.limit) | repeated(self.samples, numbers.ravel()).reshape(
+        return (numbers >= self.limit) | is_repeated(self.samples, numbers.ravel()).reshape(
             numbers.shape
         )
 
     def _leave_out(self, batch: MicroBatch, part: torch.Tensor) -> None:
-        """Make padding of the samples that are true in `part` [micro_batch_size].
+        """Turn the samples that are True in `part` [micro_batch_size] into padding.
 
-        Every micro-batch says what is padding, also where nothing is: graphs replay one.
+        Every micro-batch has the padding tensor, even if it is all False, as CUDA graphs replay
+        one input structure.
         """
         batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
         padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
@@ -242,18 +239,16 @@ class GlobalBatches:
 
 
 FURTHER = "further_masks"
-"""Of a micro-batch whose model predicts more than the next token: float32 [b, s, depths], the
-`loss_mask` of each depth, averaged for itself as `averaged` says, so that it adds up to the count
-of its losses.
+"""Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
+depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
 """
 
 
 def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
-    """`FURTHER` of a micro-batch of `rows` sequences that is not averaged yet; None: nothing more
-    is predicted.
+    """Return `FURTHER` of a micro-batch of `rows` sequences before averaging; None without depths.
 
-    From a position, depth d predicts what the position d behind it predicts, where that is in the
-    same document, or in the same row of what is not packed.
+    At a position, depth d predicts what the position d places later predicts, if that is in the
+    same document, or in the same row of an unpacked batch.
     """
     if not depths:
         return None
@@ -275,15 +270,13 @@ def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> to
 
 
 def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
-    """Return a micro-batch of `rows` sequences whose losses are averaged over tokens, samples or
-    sequences.
+    """Return a micro-batch of `rows` sequences with loss weights for tokens, samples or sequences.
 
     The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
     loss_counts, both over the whole global batch. `token`: each prediction that counts weighs 1 and
-    adds 1 to the count. `sample`: those of a sample, which is a document where documents are
-    packed, weigh 1 together and add 1. `sequence`: the same of a row. What has no prediction that
-    counts adds nothing. A count is a whole number that stands at the first prediction of its
-    sample, so no layout that splits a sample over ranks changes it.
+    adds 1 to the count. `sample`: the predictions of a sample, or of a packed document, weigh 1
+    together and add 1. `sequence`: the same for a row. The count of a sample is placed at its first
+    prediction, so no layout that splits a sample over ranks changes it.
     """
     if average == "token":
         return batch
@@ -308,11 +301,11 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
 
 
 def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
-    """Return samples as one row of documents that do not see each other.
+    """Return samples as one row of documents that do not attend to each other.
 
-    `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded at its end to a
-    multiple of `packing.multiple`, and what then no longer fits into the sample is left out. No
-    loss counts for padding, nor where a document ends: what follows is another's.
+    `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded to a multiple of
+    `packing.multiple`, and tokens that then exceed the sample are left out. Padding and the end of
+    a document, where the next token belongs to another one, do not count for the loss.
     """
     length = windows.shape[1] - 1
     ending = torch.isin(windows, torch.tensor(packing.ends))
@@ -343,8 +336,9 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
 
 
 def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tensor, list[int]]:
-    """Where each token of a sample goes, and where each document that fits begins; `ends` [length]
-    is boolean.
+    """Return the place of each token of a sample, and of the start of each document that fits.
+
+    `ends` [length] is boolean.
     """
     cuts = [0, *(ends.nonzero().flatten() + 1).tolist(), length]
     place = torch.arange(length)
@@ -358,3 +352,65 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
         place[start:stop] += shift
         shift += -(stop - start) % multiple
     return place, begin
+
+
+def chat_collator(source: ChatSamples) -> Collator:
+    """Return the collator for chats, whose loss mask selects the learned tokens.
+
+    Packed chats do not attend to each other, and each begins at position 0; the padding of a sample
+    is a document of its own.
+    """
+
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        samples = [source.sample(number) for number in numbers]
+        return collate(samples, packed=source.multiple is not None)
+
+    return collator
+
+
+def document_collator(
+    source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None
+) -> Collator:
+    """Return the collator for next-token prediction in whole documents.
+
+    Each document begins at position 0, and the padding of a sample is a document of its own. The
+    prediction after `masked_eod` does not count.
+    """
+
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        batch = collate([source.sample(number) for number in numbers], packed=True)
+        if masked_eod is not None:
+            batch["loss_mask"][batch["tokens"] == masked_eod] = 0.0
+        return batch
+
+    return collator
+
+
+def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
+    """Return the micro-batch of samples, as rows [n, seq_length] or as one packed row
+    of documents.
+    """
+    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    ids = tokens.clamp(min=0)
+    learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))
+    length = ids.shape[1] - 1
+    batch = MicroBatch(
+        tokens=ids[:, :-1].contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        loss_mask=learned[:, 1:].float().contiguous(),
+        position_ids=torch.arange(length).expand(len(ids), length).contiguous(),
+        padding=(tokens[:, :-1] == NOTHING).contiguous(),
+    )
+    if not packed:
+        return batch
+    starts = [row * length + start for row, sample in enumerate(samples) for start in sample.starts]
+    bounds = torch.tensor([*starts, len(samples) * length], dtype=torch.int32)
+    begins = bounds[:-1].long().repeat_interleave(bounds.diff().long())
+    return MicroBatch(
+        tokens=batch["tokens"].view(1, -1),
+        labels=batch["labels"].view(1, -1),
+        loss_mask=batch["loss_mask"].view(1, -1),
+        position_ids=(torch.arange(len(begins)) - begins).unsqueeze(0),
+        cu_seqlens=bounds,
+        padding=batch["padding"].view(1, -1),
+    )

@@ -1,6 +1,4 @@
-"""Keys of records and messages: those that say what is learned, those that say nothing of it, and
-all others.
-"""
+"""Keys of records and messages: learning flags, harmless metadata, and unknown ones to refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from mtrain.errors import CorruptData
 
 FLAGS = ("weight", "loss", "train", "loss_mask")
-"""Keys with which formats in use say whether something is learned: 1 or true, and 0 or false."""
+"""Keys of known formats that flag whether something is learned: 1 or true, 0 or false."""
 _HARMLESS = """
     id _id uuid guid idx index uid hash sha256 prompt_id conversation_id conversation_hash
     session_id thread_id
@@ -35,37 +33,32 @@ _HARMLESS = """
     annotations parallel_tool_calls
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Names, places, counts and judgements: no format in use learns from them or is told by them what
-to learn.
-"""
+"""Names, places, counts and ratings: in no known format do they affect what is learned."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What is known of keys beside those that are read: some are named as harmless, some are read
-    by a template.
-    """
+    """The known keys besides those of the format: ignored by the user, or read by a template."""
 
     ignored: frozenset[str] = frozenset()
     """Keys of `data.ignored_keys`, which are not read."""
     template: str = ""
-    """The chat templates; of a message they may read any key."""
+    """The text of the chat templates, which may read any key of a message."""
 
     def template_reads(self, key: str) -> bool:
-        """Return whether a template names a key as one of something: `.key`, `'key'` or `"key"`."""
+        """Return whether a template reads a key: as `.key`, `'key'` or `"key"`."""
         word = re.escape(key)
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
 
     def kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that are read: all but the keys that are ignored."""
+        """Return the values without ignored keys."""
         return {key: value for key, value in values.items() if key not in self.ignored}
 
     def refuse_unknown(self, values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-        """Pass what has known keys alone; a key whose value is null says nothing.
+        """Pass values with only known keys; a key with a null value counts as missing.
 
         Raises:
-            CorruptData: another key might change what is learned, with the known ones that are
-                near.
+            CorruptData: an unknown key might change what is learned; similar known keys are named.
         """
         read = [*known, *FLAGS]
         strange = [
@@ -78,46 +71,44 @@ class Keys:
         ]
         if not strange:
             return
-        near = dict.fromkeys(
+        similar = dict.fromkeys(
             one for key in strange for one in difflib.get_close_matches(key, read, n=2, cutoff=0.6)
         )
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
         names = ", ".join(key[:60] for key in strange[:8])
-        what = "an unknown key" if len(strange) == 1 else "unknown keys"
+        ignore = f"data.ignored_keys=[{','.join(strange[:8])}]"
         if len(strange) == 1:
-            does = "which might change what is learned, and nothing reads"
+            rule = f"an unknown key: {names}, which might change what is learned, and nothing reads"
+            fix = f"rename or remove it, or {ignore}"
         else:
-            does = "which nothing reads"
-        them = "it" if len(strange) == 1 else "them"
-        fix = f"rename or remove {them}, or data.ignored_keys=[{','.join(strange[:8])}]"
-        raise CorruptData(f"{where} has {what}: {names}, {does}{meant}; {fix}")
+            rule = f"unknown keys: {names}, which nothing reads"
+            fix = f"rename or remove them, or {ignore}"
+        raise CorruptData(f"{where} has {rule}{meant}; {fix}")
 
 
 def says_learned_or_not(value: Any) -> bool:
-    """Tell if a value says that something is learned or not."""
+    """Return whether a value is a learning flag: true, false, 1 or 0."""
     return isinstance(value, bool | int | float) and value in (0, 1)
 
 
 def shown(said: Mapping[str, Any]) -> str:
-    """Return keys and their values as a message shows them."""
+    """Return keys and values in the form of messages."""
     return ", ".join(f"{key}: {str(value).lower()[:40]}" for key, value in said.items())
 
 
 def learned(values: Mapping[str, Any], where: str) -> bool | None:
-    """Return whether a record or message says that it is learned; None: it says nothing.
+    """Return the learning flag of a record or message, or None without one.
 
     Raises:
-        CorruptData: it says neither yes nor no, or both.
+        CorruptData: a flag is neither yes nor no, or two flags contradict each other.
     """
     said = {key: values[key] for key in FLAGS if values.get(key) is not None}
     for key, value in said.items():
         if not says_learned_or_not(value):
-            rule = "learned whole or not at all: 1 or true, 0 or false"
-            said_here = (
-                f"{where}: its {key} is {str(value)[:40]!r}, and a message or record is {rule}"
-            )
             raise CorruptData(
-                f"{said_here}; where it says something else, data.ignored_keys=[{key}]"
+                f"{where}: its {key} is {str(value)[:40]!r}, and a message or record is learned"
+                " whole or not at all: 1 or true, 0 or false; where it says something else,"
+                f" data.ignored_keys=[{key}]"
             )
     if len({bool(value) for value in said.values()}) > 1:
         fix = f"data.ignored_keys=[{next(iter(said))}] where that says something else"
@@ -128,10 +119,10 @@ def learned(values: Mapping[str, Any], where: str) -> bool | None:
 
 
 def require_learned(values: Mapping[str, Any], where: str) -> None:
-    """Pass a record that does not say of itself that it is not to be learned.
+    """Pass a record without a flag that excludes it from learning.
 
     Raises:
-        CorruptData: it does, or as `learned`.
+        CorruptData: a flag excludes it, or as `learned`.
     """
     if learned(values, where) is False:
         key = next(name for name in FLAGS if values.get(name) is not None)

@@ -141,9 +141,9 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
 
 
 def _import(run: RunConfig, source: str, home: str) -> None:
-    from mtrain.convert.huggingface.model import take
+    from mtrain.convert.huggingface.model import import_model
 
-    take(run, Path(source), Path(home))
+    import_model(run, Path(source), Path(home))
 
 
 def _validation(run: RunConfig, tokenizer: str | None) -> None:

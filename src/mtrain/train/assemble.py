@@ -26,10 +26,10 @@ from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare_for_model, same_data
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.chat import FILES as CHAT_FILES
-from mtrain.data.chat import TEMPLATE_FILE
-from mtrain.data.once import evaluated
-from mtrain.data.text import Tokenizer
+from mtrain.data.chats.template import FILES as CHAT_FILES
+from mtrain.data.chats.template import TEMPLATE_FILE
+from mtrain.data.samples.evaluated import evaluation_samples
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.mcore.state.sharding import gathered
@@ -229,7 +229,7 @@ def batches(
     depths = (run.model.mtp_num_layers or 0) if part == "train" else 0
     samples = getattr(splits, part)
     size = run.trainer.batch
-    samples = samples if limit is None else evaluated(samples, limit)
+    samples = samples if limit is None else evaluation_samples(samples, limit)
     return GlobalBatches(samples, size, micro, *share, collator, limit, average, balanced, depths)
 
 

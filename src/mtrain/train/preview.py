@@ -13,10 +13,9 @@ import torch
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
-from mtrain.data.batch import GlobalBatches, MicroBatch
-from mtrain.data.chat_batch import batch_of
-from mtrain.data.chat_samples import NOTHING, Sample
-from mtrain.data.text import Tokenizer
+from mtrain.data.batch import GlobalBatches, MicroBatch, collate
+from mtrain.data.chats.samples import NOTHING, Sample
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.models.registry import family_of, imported
 
 WITH_BOUNDS = (ChatSamples, WholeDocuments, BlendOfDocuments)
@@ -123,7 +122,7 @@ def _pair(source: PairSamples, number: int, texts: _Texts) -> list[Shown]:
         _of(
             f"sample {number} of {source.name}, {which}",
             source.place(number),
-            batch_of([one], packed=False),
+            collate([one], packed=False),
             one,
             texts,
         )

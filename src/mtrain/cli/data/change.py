@@ -43,9 +43,9 @@ def merge(argv: Sequence[str], *, as_json: bool) -> int:
     usage = "merge PREFIX... --out PREFIX"
     values, prefixes = read_arguments(argv, OUT, usage)
     out = prefix_of(needs(values, "out", usage))
-    from mtrain.data.preprocess.derive import everything, opened, write
+    from mtrain.data.preprocess.derive import all_documents, open_prefix, write
 
-    parts = [(one, everything(one)) for one in map(opened, prefixes)]
+    parts = [(one, all_documents(one)) for one in map(open_prefix, prefixes)]
     _said(out, write(out, parts, {"by": "merge"}, overwrite=values["overwrite"]), as_json)
     return 0
 
@@ -61,9 +61,9 @@ def split(argv: Sequence[str], *, as_json: bool) -> int:
     out = prefix_of(needs(values, "out", usage))
     wanted = needs(values, "shares", usage)
     from mtrain.data.preprocess.build import refuse_existing
-    from mtrain.data.preprocess.derive import cut, opened, write
+    from mtrain.data.preprocess.derive import documents_of_shares, open_prefix, write
 
-    one = opened(prefix)
+    one = open_prefix(prefix)
     names = (
         NAMES[: len(wanted)] if len(wanted) <= len(NAMES) else tuple(map(str, range(len(wanted))))
     )
@@ -71,7 +71,9 @@ def split(argv: Sequence[str], *, as_json: bool) -> int:
     for place in places:
         refuse_existing(place, values["overwrite"])
     how = {"by": "split", "shares": list(wanted), "seed": values["seed"]}
-    for place, documents in zip(places, cut(one, wanted, values["seed"]), strict=True):
+    for place, documents in zip(
+        places, documents_of_shares(one, wanted, values["seed"]), strict=True
+    ):
         if len(documents):
             _said(
                 place, write(place, [(one, documents)], how, overwrite=values["overwrite"]), as_json
@@ -96,14 +98,14 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
     out = prefix_of(needs(values, "out", usage))
-    from mtrain.data.preprocess.derive import document_lengths, drawn, opened, write
+    from mtrain.data.preprocess.derive import document_lengths, draw_documents, open_prefix, write
 
-    one = opened(prefix)
+    one = open_prefix(prefix)
     many = _how_many(values)
     name, wanted = next(iter(many.items()))
     if name == "share":
         many = {"tokens": int(wanted * one.dataset.num_tokens)}
-    documents = drawn(one, values["seed"], many.get("documents"), many.get("tokens"))
+    documents = draw_documents(one, values["seed"], many.get("documents"), many.get("tokens"))
     lengths = document_lengths(one)
     if not len(documents):
         held = f"there are {len(lengths)} documents with {one.dataset.num_tokens} tokens"
@@ -171,21 +173,21 @@ def dedup(argv: Sequence[str], *, as_json: bool) -> int:
     out = prefix_of(needs(values, "out", usage))
     from mtrain.data.preprocess import dedup as repeated
     from mtrain.data.preprocess.build import refuse_existing
-    from mtrain.data.preprocess.derive import opened, write
+    from mtrain.data.preprocess.derive import open_prefix, write
+    from mtrain.data.preprocess.inputs.sources import REMOVED
     from mtrain.data.preprocess.journal import disk
-    from mtrain.data.preprocess.sources import REMOVED
 
     refuse_existing(out, values["overwrite"])
-    one = opened(prefix)
+    one = open_prefix(prefix)
     end = one.held.eod if one.held is not None else None
     how: dict[str, Any] = {"by": "dedup", "method": values["method"]}
     if values["method"] == "exact":
-        twice = repeated.exact(one.dataset, end)
+        twice = repeated.exact_duplicates(one.dataset, end)
     else:
         chosen = {name: values[name] for name in ("threshold", "ngram", "permutations")}
-        twice = repeated.near(one.dataset, end, **chosen)
+        twice = repeated.near_duplicates(one.dataset, end, **chosen)
         how |= chosen
-    documents = repeated.left(one.dataset.num_documents, twice)
+    documents = repeated.remaining_documents(one.dataset.num_documents, twice)
     made = write(out, [(one, documents)], how, overwrite=values["overwrite"])
     lines = [strict_json.dumps({"document": i, "repeats": first}) for i, first in twice]
     with disk(out):

@@ -31,10 +31,10 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     usage = "inspect PREFIX [--doc N] [--tokenizer PATH]"
     known = {**TOKENIZER, "doc": Word(None, WHOLE, "a whole number of at least 0", "doc=0")}
     values, (prefix,) = read_arguments(argv, known, usage, most=1)
-    from mtrain.data.preprocess.derive import opened
+    from mtrain.data.preprocess.derive import open_prefix
     from mtrain.data.preprocess.view import described
 
-    one = opened(prefix)
+    one = open_prefix(prefix)
     if values["doc"] is not None:
         return _document(one, values, as_json)
     found = described(one.dataset)
@@ -101,7 +101,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
 
 def _loaded(values: Mapping[str, Any]) -> Any:
     """Return the tokenizer that is named; None: none is."""
-    from mtrain.data.preprocess.encoders import load
+    from mtrain.data.preprocess.encoders.loader import load
 
     return (
         load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
@@ -120,13 +120,13 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
     }
     values, prefixes = read_arguments(argv, known, "verify PREFIX...")
     encoder = _loaded(values)
-    from mtrain.data.preprocess.derive import opened
+    from mtrain.data.preprocess.derive import open_prefix
     from mtrain.data.preprocess.scan import verify as verify_
     from mtrain.data.preprocess.scan import write_manifest
 
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:
-        one = opened(prefix)
+        one = open_prefix(prefix)
         dataset = one.dataset
         held = one.held
         bare = held is None and values["write"]
@@ -161,12 +161,12 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
     """Print tokens, fertility and unknown bytes of each file that corpora were made of."""
     known = {"files": Word(True, yes, "true or false", "files=false")}
     values, prefixes = read_arguments(argv, known, "stats PREFIX...")
-    from mtrain.data.preprocess.derive import opened
+    from mtrain.data.preprocess.derive import open_prefix
 
     rows = [
         row
         for prefix in prefixes
-        for row in _rows(prefix, opened(prefix).held, files=values["files"])
+        for row in _rows(prefix, open_prefix(prefix).held, files=values["files"])
     ]
     if as_json:
         say(strict_json.dumps(rows))

@@ -117,7 +117,7 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
     Raises:
         ConfigError: an input, the template or the tokenizer is none.
     """
-    from mtrain.data.preprocess.sources import find_sources
+    from mtrain.data.preprocess.inputs.sources import find_sources
     from mtrain.data.preprocess.work import Job
 
     if values["keep_newlines"] and values["sentences"] is None:
@@ -142,7 +142,7 @@ def reading_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: the template is none, or a key is named beside it.
     """
-    from mtrain.data.preprocess.record import reading
+    from mtrain.data.preprocess.inputs.record import reading
 
     if values["template"] is not None and values["key"] != "text":
         rule = "a template names its keys; key= would have no effect"
@@ -164,7 +164,7 @@ def spec_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: none is named, or there is none.
     """
-    from mtrain.data.preprocess.spec import find_tokenizer
+    from mtrain.data.preprocess.encoders.spec import find_tokenizer
 
     path = needs(values, "tokenizer", USAGE)
     spec = find_tokenizer(

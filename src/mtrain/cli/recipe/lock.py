@@ -133,8 +133,8 @@ def _tokens(run: RunConfig) -> str | None:
     ]
     if not files or not all(_plain(file) for file in files):
         return None
-    from mtrain.data.indexed import IndexedDataset
-    from mtrain.data.tokenize import joint_fingerprint
+    from mtrain.data.store.corpus import joint_fingerprint
+    from mtrain.data.store.indexed import IndexedDataset
 
     try:
         return joint_fingerprint([IndexedDataset(prefix) for prefix in prefixes])
@@ -143,7 +143,7 @@ def _tokens(run: RunConfig) -> str | None:
 
 
 def _text(run: RunConfig) -> str | None:
-    from mtrain.data.corpus import open_corpus
+    from mtrain.data.text.files import open_corpus
 
     try:
         text = open_corpus(run.data)

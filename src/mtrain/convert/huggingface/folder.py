@@ -37,7 +37,7 @@ COMPANIONS = (
     "chat_template.jinja",
     *OTHERS,
 )
-"""Files beside weights and configuration, of tokenizer and generation: kept as they are."""
+"""Files of tokenizer and generation, which are copied unchanged."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 MAX_INDEX_BYTES = 128 << 20
@@ -53,7 +53,7 @@ class Folder:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property

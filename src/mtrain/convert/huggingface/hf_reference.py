@@ -1,4 +1,4 @@
-"""What transformers computes of a folder, where it is installed: the judge of a conversion."""
+"""The reference of a conversion: the logits that transformers computes, if it is installed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from mtrain.recipes.huggingface.families import ALIASES
 from mtrain.recipes.huggingface.importer import read_json
 
 
-def installed() -> bool:
-    """Return whether there is a transformers to ask."""
+def is_installed() -> bool:
+    """Return whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
 def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> None:
     """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
 
-    The family of `model` names the class of transformers that loads the folder, and what it reads
-    beside tokens. Its configuration is read by transformers itself, and no code that it names is
-    run.
+    The family of `model` names the class of transformers that loads the folder, and its inputs
+    besides tokens. transformers reads the configuration without running code that it names.
     """
     import torch
     import transformers
@@ -44,9 +43,8 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
     loaded = auto.from_pretrained(folder, dtype=torch.float32, **plain)
     ids, _, more = probed(model, ids)
     given = {"input_ids": torch.tensor([ids])}
-    if (
-        loaded.config.is_encoder_decoder
-    ):  # both read the same tokens, as ours do where the encoder is given none
+    if loaded.config.is_encoder_decoder:
+        # both read the same tokens, as in our model without encoder input
         given["decoder_input_ids"] = given["input_ids"]
     with torch.no_grad():
         found = loaded.eval()(**given, **more).logits

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a whole: its configuration, its weights and what lies beside them."""
+"""The import of a whole Hugging Face folder: configuration, weights and companion files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mtrain.convert.huggingface.folder import (
     Folder,
     open_folder,
 )
-from mtrain.data.chat import FILES as BESIDE_TOKENIZER
+from mtrain.data.chats.template import FILES as BESIDE_TOKENIZER
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
@@ -35,7 +35,7 @@ from mtrain.units import count
 FEW = 3
 """Keys that differ, each of which can be said for itself."""
 KEPT = "hf"
-"""Folder of a run with the files that came beside imported weights."""
+"""Folder of a run with the companion files of imported weights."""
 TOKENIZER = "tokenizer.json"
 MOST_TIMES = 4
 """Parameters per number of a folder: mxfp4 has two in one."""
@@ -63,7 +63,8 @@ def configuration(
         if words:
             found = import_config(config, (*extra, *words))
             found.notes.append(
-                f"the weights beside it are of a model with {' '.join(words)}, whatever it says"
+                f"its weights are of a model with {' '.join(words)}, which its configuration does"
+                " not say"
             )
     wrong = differing(found)
     if wrong:
@@ -77,7 +78,7 @@ def tables(kind: str, model: ModelConfig) -> tuple[Table, ...]:
     return found
 
 
-def layers(kind: str) -> Table:
+def layer_table(kind: str) -> Table:
     """Return the table with the names of transformers' own layers of a `model_type`, which may not
     be those of files.
 
@@ -95,7 +96,7 @@ def layers(kind: str) -> Table:
     return known[kind]
 
 
-def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
+def open_matching(run: RunConfig, source: Path) -> tuple[str, Folder]:
     """Return the kind of model of a folder, and the folder as it was read: its model is that of the
     run.
 
@@ -121,7 +122,7 @@ def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
     numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"{folder.config} describes {count(parameters(run.model))} parameters"
-        raise CorruptData(f"{described}, and the weights beside it are {count(numbers)} numbers")
+        raise CorruptData(f"{described}, and its weights are {count(numbers)} numbers")
     return kind, folder
 
 
@@ -143,9 +144,9 @@ def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> I
         yield Problem("MT503", key, mine.get(key), rule, fix)
 
 
-def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
+def import_model(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
     """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and
-    keep what is beside.
+    copy the companion files.
 
     Returns:
         The kind of model, the checkpoint, what was done, and the folder as it was read.
@@ -154,7 +155,7 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         ConfigError: the model of the run is another one, key by key.
         CorruptData: see `import_weights`.
     """
-    kind, folder = fitting(run, source)
+    kind, folder = open_matching(run, source)
     from mtrain.convert.huggingface.reader import Reader
     from mtrain.convert.importer import import_weights
 
@@ -163,7 +164,7 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         adapt()
         from mtrain.convert.peft.folder import read_adapters
 
-        adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
+        adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layer_table(kind))
     reader = Reader(folder)
     given = tables(kind, run.model)
     checkpoint, record = import_weights(
@@ -171,15 +172,15 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     )
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
-        keep(source / name, home / KEPT / name)
+        copy_if_present(source / name, home / KEPT / name)
     if not (home / TOKENIZER).exists():
         for name in (TOKENIZER, *BESIDE_TOKENIZER):
-            keep(source / name, home / name)
+            copy_if_present(source / name, home / name)
     return kind, checkpoint, record, folder
 
 
-def keep(source: Path, to: Path) -> None:
-    """Copy a small file, where there is one."""
+def copy_if_present(source: Path, to: Path) -> None:
+    """Copy a small file, if it exists."""
     if source.is_file() and source.stat().st_size <= MAX_COMPANION_BYTES:
         shutil.copyfile(source, to)
         sync(to)

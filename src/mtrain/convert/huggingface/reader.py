@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain.ckpt.hashes import hash_bytes
 from mtrain.convert.huggingface.folder import Folder
-from mtrain.convert.raw_arrays import Words, as_tensor, buffer_of, empty, of_tensor
+from mtrain.convert.raw_arrays import RawArray, as_tensor, buffer_of, empty, of_tensor
 from mtrain.convert.safetensors_file import Tensor
 from mtrain.errors import CorruptData
 
@@ -28,7 +28,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 by their three bits; the fourth is the sign."""
 
 
-def load(stored: Tensor) -> Words:
+def load(stored: Tensor) -> RawArray:
     """Return a tensor as it is in its file.
 
     Raises:
@@ -68,23 +68,29 @@ class Reader:
         return (f"{name}{BLOCKS}", f"{name}{MX_SCALES}") if name in self._fp4 else (name,)
 
     def dtype(self, name: str) -> str:
-        """Return number format of what `tensor` gives."""
+        """Return the number format of a weight in memory."""
         return "BF16" if self.decoding(name) else self.folder.tensors[name].dtype
 
     def nbytes(self, name: str) -> int:
-        """Of what `tensor` gives: bf16 of fp8, or of mxfp4, which has two numbers a byte."""
-        held = self.folder.tensors[self.parts(name)[0]].nbytes
-        return held * (2 if name in self._fp8 else 4 if name in self._fp4 else 1)
+        """Return the bytes of a weight in memory: bf16 for fp8, and for mxfp4 with two numbers a
+        byte.
+        """
+        stored = self.folder.tensors[self.parts(name)[0]].nbytes
+        if name in self._fp8:
+            return 2 * stored
+        if name in self._fp4:
+            return 4 * stored
+        return stored
 
     def decoding(self, name: str) -> str:
-        """How a weight is made of its parts; empty where it is one."""
+        """Return how a weight is decoded from its parts, or "" if it is one tensor."""
         if name in self._fp8:
             return "fp8 times its blocks' factors"
         if name in self._fp4:
             return "mxfp4"
         return ""
 
-    def tensor(self, name: str) -> Words:
+    def tensor(self, name: str) -> RawArray:
         """Return a weight; what was stored in fewer bits comes in bf16, and is computed by torch.
 
         Raises:
@@ -107,7 +113,7 @@ class Reader:
         """
         return "" if self.decoding(name) else self.hashes[name]
 
-    def _part(self, name: str) -> Words:
+    def _part(self, name: str) -> RawArray:
         tensor = load(self.folder.tensors[name])
         if name not in self.hashes:
             self.hashes[name] = hash_bytes(buffer_of(tensor))

@@ -11,15 +11,14 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.resolve.model_tokenizer import KEPT, TOKENIZER
 from mtrain.convert.huggingface.folder import COMPANIONS, GENERATION
-from mtrain.convert.huggingface.model import keep
-from mtrain.data.chat import FILES as BESIDE
-from mtrain.data.chat import SETTINGS_FILE, ChatFormat
+from mtrain.convert.huggingface.model import copy_if_present
+from mtrain.data.chats.template import FILES as BESIDE
+from mtrain.data.chats.template import SETTINGS_FILE, ChatFormat
 
 OF_TOKENIZERS = tuple(name for name in COMPANIONS if name != GENERATION)
 CLASS = "tokenizer_class"
 PLAIN = {CLASS: "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-"""What a tokenizer_config.json says where there is none: the tokenizer.json is taken as it stands.
-"""
+"""The default tokenizer_config.json, which reads the tokenizer.json unchanged."""
 
 
 def keep_tokenizer(home: Path, out: Path) -> None:
@@ -35,9 +34,9 @@ def keep_tokenizer(home: Path, out: Path) -> None:
         or _same(own, imported / TOKENIZER)
     ):
         for name in OF_TOKENIZERS:
-            keep(imported / name, out / name)
+            copy_if_present(imported / name, out / name)
     for name in (TOKENIZER, *BESIDE):
-        keep(home / name, out / name)
+        copy_if_present(home / name, out / name)
     if (out / TOKENIZER).is_file() and not (imported / SETTINGS_FILE).is_file():
         _complete(out)
 
@@ -53,7 +52,7 @@ def _complete(out: Path) -> None:
     settings = ChatFormat(out).settings
     more = {key: value for key, value in PLAIN.items() if key not in settings}
     if "eos_token" not in settings and not (out / "special_tokens_map.json").is_file():
-        from mtrain.data.text import Tokenizer
+        from mtrain.data.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(out / TOKENIZER)
         if tokenizer.eod is not None:
@@ -63,12 +62,12 @@ def _complete(out: Path) -> None:
 
 
 def special_ids(home: Path) -> dict[str, int]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` by what the run's tokenizer says of its
-    tokens; a name that it does not say is left out.
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as the run's tokenizer
+    defines them.
     """
     if not (home / TOKENIZER).is_file():
         return {}
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(home / TOKENIZER)
     settings = ChatFormat(home)
@@ -82,9 +81,10 @@ def special_ids(home: Path) -> dict[str, int]:
 
 
 def also_ending(home: Path, generation: Path) -> None:
-    """Let texts end with the token that the run's tokenizer says, beside those that a
-    generation_config.json has: a chat template that a run was trained with may end turns with a
-    token of its own. What came with imported weights stays as it is.
+    """Add the end token of the run's tokenizer to those of a generation_config.json.
+
+    The chat template of a run may end turns with a token of its own. The settings that came with
+    imported weights stay unchanged.
     """
     own = home / SETTINGS_FILE
     imported = home / KEPT / SETTINGS_FILE

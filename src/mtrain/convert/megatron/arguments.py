@@ -1,7 +1,6 @@
-"""What Megatron-LM calls the parts of a model in the arguments that it keeps in a checkpoint.
+"""The arguments that Megatron-LM stores in a checkpoint, read from `common.pt` as data.
 
-Needs no torch: the arguments in `common.pt` are read as data, and no class that it names is more
-than its name.
+No class that the pickle names is imported.
 """
 
 from __future__ import annotations
@@ -18,30 +17,26 @@ from mtrain.convert.megatron.torch_dist import Chunk
 from mtrain.convert.plain_file import open_plain, read_plain
 
 _WHOLE = 200
-"""Arguments of which a checkpoint has more when Megatron-LM saved it: what is not among them was
-not there yet.
-"""
+"""A checkpoint of Megatron-LM has more arguments than this: one that it lacks did not exist yet."""
 NO_ARGUMENT = "has no argument for it"
 
 
-class Apart(NamedTuple):
-    """An argument that says another model."""
+class Difference(NamedTuple):
+    """An argument of another model than the run's."""
 
     name: str
     there: Any
     key: str
-    """Ours; empty: there is none."""
+    """Our key, or empty without one."""
     here: Any
     becomes: Any
-    """The value of the key that the argument says."""
+    """The value of the key that the argument means."""
     why: str = ""
-    """A clause about what cannot be taken over, or, beside a key, about Megatron-LM, which computes
-    as `becomes`.
-    """
+    """Why it cannot be imported; or, with a key, that Megatron-LM computes as `becomes`."""
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:
-    """Tell if Megatron-LM saved the arguments: it keeps all that it has."""
+    """Return whether Megatron-LM saved the arguments, which stores all of them."""
     return len(kept) > _WHOLE
 
 
@@ -52,18 +47,16 @@ MOST_ITEMS = 1 << 14
 
 
 class _Every:
-    """Whatever a pickle names: none of it is run, and only plain values are looked at."""
+    """A container of all names: none of them is run, and only plain values are read."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
-    """Return the plain values among the arguments that a checkpoint keeps; empty where it keeps
-    none that can be read.
+    """Return the plain values among the arguments of a checkpoint, or {} if they cannot be read.
 
-    They are in `common.pt`, or since megatron-core 0.19 among the objects of the checkpoint:
-    `common` says where.
+    They are in `common.pt`, or since megatron-core 0.19 in the object `common` of the checkpoint.
     """
     try:
         data = _saved(folder, common)
@@ -72,7 +65,7 @@ def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
                 return {}
             top = pickled.read(archive.read(info), _Every(), str(kept_in(folder, common)))
-    except Exception:  # of whatever zipfile makes of what it is given
+    except Exception:  # zipfile raises errors of many types for a damaged file
         return {}
     kept = _texts(top[0] if isinstance(top, list) and top else top).get("args")
     found = (

@@ -1,8 +1,8 @@
-"""Whether the arguments that Megatron-LM keeps in a checkpoint are those of a run's model.
+"""Comparison of Megatron-LM's arguments in a checkpoint with a run's model.
 
 The table between flags and keys reads both: the arguments as the flags that set them, and the run
-as the flags that an export of its recipe has. What neither can say is compared by the field of
-megatron-core that a key feeds. Needs no torch.
+as the flags of its exported recipe. A key without a flag is compared by the field of megatron-core
+that it feeds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from mtrain.config.messages.keys import effect_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron.arguments import NO_ARGUMENT, Apart, is_whole
-from mtrain.convert.megatron.rope_scaling import as_rope, scaling_apart, scaling_said
+from mtrain.convert.megatron.arguments import NO_ARGUMENT, Difference, is_whole
+from mtrain.convert.megatron.rope_scaling import as_rope, scaling_arguments, scaling_differences
 from mtrain.recipes.huggingface.exporter import TRAINING
 from mtrain.recipes.megatron.arguments import Arguments, Entry
 from mtrain.recipes.megatron.entries import default_of
@@ -43,32 +43,31 @@ code of the same.
 """
 _BALANCE = "model.moe.router_load_balancing_type"
 _SINKHORN = "sinkhorn"
-"""The balancing that weighs experts by other scores, in evaluation too; all others are of training
-alone.
+"""The balancing that weighs experts by other scores in evaluation too; others affect only training.
 """
 
 _SAME_NAME = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-    ),
-    *(
-        "position_embedding_type",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "normalization",
-        "padded_vocab_size",
-    ),
-    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "normalization",
+    "padded_vocab_size",
+    "rotary_base",
+    "rotary_percent",
+    "vocab_size",
+    "qk_layernorm",
+    "mtp_num_layers",
 )
 
 
 @cache
 def _entries() -> tuple[Entry, ...]:
-    """Those of the table that say a key of a model, and are compared."""
+    """Return the entries of the table for compared keys of a model."""
     left = {f"{_OF}{key}" for key in _LEFT_OUT}
     return tuple(
         e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
@@ -80,8 +79,8 @@ def argument_of(flag: str) -> str:
     return _NEGATED.get(flag) or flag.removeprefix("--").replace("-", "_")
 
 
-def arguments_said(run: RunConfig) -> dict[str, Any]:
-    """What the flags of a run's model set, each by its name; None where there is no flag."""
+def megatron_arguments(run: RunConfig) -> dict[str, Any]:
+    """Return the arguments that the flags of a run's model set; None for an unset flag."""
     given = Arguments(_words_of(run)).flags
     out: dict[str, Any] = {}
     for flag in (flag for entry in _entries() for flag in entry.flags):
@@ -95,7 +94,7 @@ def arguments_said(run: RunConfig) -> dict[str, Any]:
 
 
 def arguments_of(run: RunConfig) -> dict[str, Any]:
-    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
+    """Return the arguments that Megatron-LM compares, or loads with --use-checkpoint-args."""
     m = run.model
     moe = m.moe
     words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
@@ -113,18 +112,17 @@ def arguments_of(run: RunConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
         "moe_router_topk": moe.router_topk if moe else None,
         "moe_grouped_gemm": moe is not None,
-        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)]
-        if moe
-        else 1,
+        "moe_layer_freq": 1,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "no_save_optim": True,
         "no_save_rng": True,
         "ckpt_format": "torch_dist",
     }
-    if moe and not moe.first_dense_layers:
-        words["moe_layer_freq"] = 1
-    return arguments_said(run) | words | unflagged_said(run)
+    if moe and moe.first_dense_layers:
+        layers = range(m.num_layers)
+        words["moe_layer_freq"] = [int(i >= moe.first_dense_layers) for i in layers]
+    return megatron_arguments(run) | words | unflagged_arguments(run)
 
 
 def _value(words: list[str]) -> Any:
@@ -165,14 +163,14 @@ def _spelled(flag: str, value: Any) -> list[str]:
     return [str(item) for item in value]
 
 
-def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
-    """Arguments of a checkpoint that are not those of a run's model."""
+def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Difference]:
+    """Return the arguments of a checkpoint that differ from a run's model."""
     if not kept:
         return []
     theirs, there, _ = read_flags(_words_kept(as_rope(kept)), None)
     _, here, _ = read_flags(_words_of(run), None)
-    ours = arguments_said(run)
-    out = list[Apart]()
+    ours = megatron_arguments(run)
+    out = list[Difference]()
     sections = set[str]()
     for entry in _entries():
         if not _is_said(entry, kept):
@@ -186,7 +184,9 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
         refused = [one for one in refused if one.why in ("not supported", "unreadable")]
         for one in refused:
             out.append(
-                Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text)
+                Difference(
+                    argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text
+                )
             )
         for key in [key for key in entry.keys if _is_compared(key) and not refused]:
             x = _effective(there, key)
@@ -198,8 +198,8 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
             if alone:  # a whole section that one side lacks is one difference
                 sections.add(section)
             name = _named(entry, kept, ours)
-            out.append(Apart(name, kept[name], key, y, x))
-    return [*out, *_without_flags(kept, there, run), *scaling_apart(kept, run), *_parts(kept)]
+            out.append(Difference(name, kept[name], key, y, x))
+    return [*out, *_without_flags(kept, there, run), *scaling_differences(kept, run), *_parts(kept)]
 
 
 def _has(draft: Mapping[str, Any], section: str) -> bool:
@@ -207,7 +207,7 @@ def _has(draft: Mapping[str, Any], section: str) -> bool:
 
 
 def _is_there(draft: Mapping[str, Any], key: str) -> bool:
-    """Tell if the section of a key is there."""
+    """Return whether a draft has the section of a key."""
     section = key.rpartition(".")[0]
     return section == "model" or _has(draft, section)
 
@@ -285,19 +285,18 @@ def _unflagged() -> dict[str, str]:
     return out
 
 
-def unflagged_said(run: RunConfig) -> dict[str, Any]:
+def unflagged_arguments(run: RunConfig) -> dict[str, Any]:
     """Return what has no flag in a run's model, each by the argument that says it in an export."""
     values = run.flat()
     return {
         name: values[key] for key, name in _unflagged().items() if key in values
-    } | scaling_said(run.model)
+    } | scaling_arguments(run.model)
 
 
 def _without_flags(
     kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig
-) -> Iterator[Apart]:
-    """Yield keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes
-    without a word of it.
+) -> Iterator[Difference]:
+    """Yield the keys without a flag that differ from a checkpoint, or from Megatron-LM's default.
 
     `draft` are the keys that the flags say; a few of those follow from other flags.
     """
@@ -310,7 +309,9 @@ def _without_flags(
         x, y = (_meant({**values, key: value}, key) for value in (there, values[key]))
         close = isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=1e-9)
         if x != y and not close and (key not in draft or None not in (x, y)):
-            yield Apart(name, there, key, values[key], there, "" if name in kept else NO_ARGUMENT)
+            yield Difference(
+                name, there, key, values[key], there, "" if name in kept else NO_ARGUMENT
+            )
 
 
 def _meant(values: Mapping[str, Any], key: str) -> Any:
@@ -322,11 +323,11 @@ def _meant(values: Mapping[str, Any], key: str) -> Any:
     return float(null) if value is None and isinstance(null, int | float) else value
 
 
-def _parts(kept: Mapping[str, Any]) -> Iterator[Apart]:
-    """Yield parts of a network that none has here; a number may be a default that says nothing."""
+def _parts(kept: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield parts of a network that mtrain does not have; a number may be an unused default."""
     for flag, (_, text) in OTHERS.items():
         name = argument_of(flag)
         value = kept.get(name)
         present = value is True or (isinstance(value, str | list) and bool(value))
         if text == NO_SUCH_PART and flag not in _SAME_NUMBERS and present:
-            yield Apart(name, value, "", None, None, text)
+            yield Difference(name, value, "", None, None, text)

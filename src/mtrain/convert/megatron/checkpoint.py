@@ -19,7 +19,7 @@ from mtrain.plan.count import parameters
 from mtrain.units import count
 
 if TYPE_CHECKING:
-    from mtrain.convert.checkpoint_reader import Saved
+    from mtrain.convert.checkpoint_reader import CheckpointReader
 
 KIND = "torch_dist"
 """What a certificate calls the other side."""
@@ -34,7 +34,7 @@ def open_weights(source: Path) -> TorchDist:
     return open_torch_dist(source, is_weight)
 
 
-def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, Record]:
+def import_checkpoint(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, Record]:
     """Import the weights of `source` into the run folder `home` as the checkpoint of step 0.
 
     Optimizer state, generators and TransformerEngine's state of fp8 are left out. Peak memory is
@@ -62,8 +62,8 @@ def take_megatron(run: RunConfig, source: TorchDist, home: Path) -> tuple[Path, 
     return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
 
 
-def give_megatron(
-    checkpoint: Saved, run: RunConfig, out: Path, dtype: str | None, layers: str | None
+def export_checkpoint(
+    checkpoint: CheckpointReader, run: RunConfig, out: Path, dtype: str | None, layers: str | None
 ) -> Record:
     """Write the weights of `checkpoint` into the folder `out` as Megatron-LM loads them with
     `--load`.
@@ -71,7 +71,7 @@ def give_megatron(
     Args:
         checkpoint: of a run.
         run: whose model it is.
-        out: a folder that is there.
+        out: an existing folder.
         dtype: number format of what is written; None: as the checkpoint has it.
         layers: one of `LAYOUTS`; None: stacked where all layers are alike, as megatron-core's own
             default is.

@@ -1,9 +1,7 @@
-"""Pickles read as data: nothing in them is imported, called or built; what is not expected is
-refused by its name.
+"""Pickles read as data: nothing in them is imported or called; an unexpected name is refused.
 
-A pickle is a program for a small machine with a stack. This machine makes only texts, numbers,
-lists and records of what a pickle names. A name that the reader did not admit ends it. Needs no
-torch.
+A pickle is a program for a small stack machine. This machine makes only texts, numbers, lists and
+records of what a pickle names. A name that the reader did not admit ends it.
 
 Source: the opcodes are those of Python's `pickletools`.
 """
@@ -20,7 +18,7 @@ from mtrain.processes import without_collecting
 
 MAX_STEPS = 32_000_000
 MAX_HEIGHT = 100_000
-"""Values that wait on the stack: who writes pickles hands over a thousand at a time."""
+"""The most values on the stack; writers of pickles store a thousand at a time."""
 MAX_INTEGER_BYTES = 16
 MAX_SHOWN = 200
 _AT_ONCE = 1000
@@ -45,9 +43,7 @@ class Mapped:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What would be the result of a call: of what, with which arguments, and which state it was to
-    be given.
-    """
+    """A call that the pickle asks for, with its arguments and the state for its result."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -58,7 +54,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Something beside the pickle, which its writer named by a value."""
+    """A persistent id: data outside the pickle, which its writer named by a value."""
 
     value: Any
 
@@ -71,8 +67,8 @@ _MARK = _Mark()
 
 
 def read(data: bytes, admitted: Container[str], where: str) -> Any:
-    """What a pickle describes, in `Name`, `Mapped`, `Record`, `Reference`, lists, tuples, texts,
-    bytes and numbers.
+    """Return the content of a pickle in `Name`, `Mapped`, `Record`, `Reference`, lists, tuples,
+    texts, bytes and numbers.
 
     Args:
         data: the whole pickle. Memory and time are at most proportional to its size, and bounded by
@@ -93,7 +89,7 @@ def read(data: bytes, admitted: Container[str], where: str) -> Any:
 
 
 class _Machine:
-    """Reads one pickle."""
+    """The stack machine that reads one pickle."""
 
     def __init__(self, data: bytes, admitted: Container[str], where: str) -> None:
         self.data = data
@@ -121,9 +117,9 @@ class _Machine:
         raise self.refused(f"it has more than {MAX_STEPS} steps")
 
     def some_steps(self) -> bool:
-        """Return the next steps; whether the last was the end.
+        """Run the next steps; return whether the last was the end.
 
-        The most frequent ones are here, for their speed.
+        The most frequent ones are inlined for speed.
         """
         data = self.data
         stack = self.stack
@@ -185,7 +181,7 @@ class _Machine:
         return self.data[start:stop].decode()
 
     def marked(self) -> list[Any]:
-        """What lies on the stack above the newest mark, taken off with it."""
+        """Pop the values above the newest mark, and the mark."""
         stack = self.stack
         place = len(self.stack) - 1
         while stack[place] is not _MARK:
@@ -231,7 +227,7 @@ class _Machine:
         (top.more if isinstance(top, Record) else top.pairs).extend(pairs)
 
     def make(self) -> None:
-        """A record of a call, in place of what is called and its arguments."""
+        """Replace a callable and its arguments on the stack by a record of the call."""
         arguments = self.pop()
         called = self.pop()
         if not isinstance(called, Name) or not isinstance(arguments, tuple):

@@ -16,7 +16,7 @@ from mtrain.ckpt.hashes import hash_bytes
 from mtrain.convert.megatron.saved_tensor import numbers_of
 from mtrain.convert.megatron.torch_dist import Chunk, Stored, TorchDist
 from mtrain.convert.plain_file import open_plain
-from mtrain.convert.raw_arrays import Words, buffer_of, empty
+from mtrain.convert.raw_arrays import RawArray, buffer_of, empty
 from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import GATE, UP, counted_axes, is_weight, one_name
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without the axes that count."""
+        """Return the shape without the axes that count layers or experts."""
         return self.stored.shape[len(self.numbers) :]
 
     @property
@@ -106,7 +106,7 @@ class TorchDistReader:
                 ]
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """What is read for a weight: of the checkpoint's tensors that hold it, all."""
+        """Return the names of all parts of the checkpoint's tensors that hold a weight."""
         return tuple(part.name for one in self._held[name] for part in one)
 
     def dtype(self, name: str) -> str:
@@ -114,24 +114,24 @@ class TorchDistReader:
         return self._held[name][0][0].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of what `tensor` gives."""
+        """Return the shape of a weight."""
         first, *others = self._held[name][0]
         if others and first.shape:
             return (first.shape[0] + others[0].shape[0], *first.shape[1:])
         return first.shape
 
     def nbytes(self, name: str) -> int:
-        """Of what `tensor` gives."""
+        """Return the bytes of a weight."""
         return prod(self.shape(name)) * BYTES[self.dtype(name)]
 
     def decoding(self, name: str) -> str:
-        """How a weight is put together; empty: it is one tensor."""
+        """Return how a weight is assembled, or "" if it is one tensor."""
         words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (
             len(self._held[name]) > 1
         )
         return ", ".join(words)
 
-    def tensor(self, name: str) -> Words:
+    def tensor(self, name: str) -> RawArray:
         """Return a weight. It may be there under several names, as a norm is; then all are read.
 
         Raises:
@@ -152,7 +152,7 @@ class TorchDistReader:
         (parts, *_) = self._held[name]
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
-    def _whole(self, parts: tuple[Part, ...]) -> Words:
+    def _whole(self, parts: tuple[Part, ...]) -> RawArray:
         """Return a weight of its one part, or of its gate and what is gated."""
         if len(parts) > 1 and (
             not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1
@@ -161,7 +161,7 @@ class TorchDistReader:
         read = [self._read(part) for part in parts]
         return np.concatenate(read) if len(read) > 1 else read[0]
 
-    def _read(self, part: Part) -> Words:
+    def _read(self, part: Part) -> RawArray:
         out = empty(part.shape, part.dtype)
         box = out.reshape((1,) * len(part.numbers) + part.shape)
         offset = part.numbers + (0,) * len(part.shape)
@@ -187,7 +187,7 @@ class TorchDistReader:
             yield from placed.get((), [])
 
 
-def _copy(stored: Stored, chunk: Chunk, box: Words, offset: tuple[int, ...]) -> None:
+def _copy(stored: Stored, chunk: Chunk, box: RawArray, offset: tuple[int, ...]) -> None:
     """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk
     is read.
     """

@@ -1,9 +1,8 @@
-"""`model.rope_scaling` in the arguments of a checkpoint: yarn in Megatron-LM's own, every other
-kind in ours.
+"""`model.rope_scaling` in the arguments of a checkpoint: yarn in Megatron-LM's, others in ours.
 
-Megatron-LM calls yarn a kind of positions, whose numbers are arguments beside it. Some of them are
-those of MLA; forks have all of them with `yarn_` before the name. It has no other scaling of this
-kind: an export says those by our keys.
+Megatron-LM has yarn as a type of position embedding with arguments for its numbers. Some of them
+are shared with MLA; forks prefix all of them with `yarn_`. It has no other scaling, so an export
+stores the others under our keys.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.rope_scaling import RopeScalingConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron.arguments import NO_ARGUMENT, Apart, is_whole
+from mtrain.convert.megatron.arguments import NO_ARGUMENT, Difference, is_whole
 
 POSITIONS = "position_embedding_type"
 YARN = "yarn"
@@ -47,7 +46,7 @@ def as_rope(kept: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, POSITIONS: "rope"} if kept.get(POSITIONS) == YARN else kept
 
 
-def scaling_said(model: ModelConfig) -> dict[str, Any]:
+def scaling_arguments(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments that say how rotary frequencies of a model are scaled."""
     scaling = model.rope_scaling
     if scaling is None:
@@ -83,9 +82,10 @@ def _weights(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, float]
     return {"mscale": wanted, "mscale_all_dim": 0.0}
 
 
-def scaling_apart(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
-    """In what a checkpoint's scaling of rotary frequencies is not a run's; MLA has a scaling of its
-    own.
+def scaling_differences(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Difference]:
+    """Yield the differences of a checkpoint's scaling of rotary frequencies from a run's.
+
+    MLA has a scaling of its own.
     """
     ours = run.model.rope_scaling
     if run.model.mla is not None or kept.get("multi_latent_attention"):
@@ -93,17 +93,17 @@ def scaling_apart(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
     if kept.get(POSITIONS) == YARN:
         yield from _of_yarn(kept, run.model)
     elif ours is not None and ours.rope_type == YARN and POSITIONS in kept:
-        yield Apart(POSITIONS, kept[POSITIONS], _KEY, YARN, None)
+        yield Difference(POSITIONS, kept[POSITIONS], _KEY, YARN, None)
     else:
         yield from _of_others(kept, ours)
 
 
-def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Apart]:
+def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Difference]:
     said = {key: _kept(kept, *argument) for key, argument in (*_NUMBERS.items(), *_WEIGHTS.items())}
     theirs = {key: value for key, (_, value) in said.items() if value is not None}
     strange = [key for key, value in theirs.items() if not _is_number(value)]
     for key in strange:
-        yield Apart(said[key][0], theirs[key], "", None, None, "is no number")
+        yield Difference(said[key][0], theirs[key], "", None, None, "is no number")
     if strange:
         return
     ours = model.rope_scaling
@@ -111,26 +111,24 @@ def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Apart]:
         here = None if ours is None else ours.rope_type
         if "factor" not in theirs:
             why = "Megatron-LM scales by a factor that no argument says"
-            yield Apart(POSITIONS, YARN, "", here, None, why)
+            yield Difference(POSITIONS, YARN, "", here, None, why)
             return
         whole = {"rope_type": YARN, **{key: theirs[key] for key in _NUMBERS if key in theirs}}
         weights = _as_keys(theirs, theirs["factor"])
         whole |= {key: value for key, value in weights.items() if value is not None}
-        yield Apart(POSITIONS, YARN, _KEY, here, whole)
+        yield Difference(POSITIONS, YARN, _KEY, here, whole)
         return
     for key, value in _numbers(ours, model).items():
         if key in theirs and theirs[key] != value:
-            yield Apart(said[key][0], theirs[key], f"{_KEY}.{key}", value, theirs[key])
+            yield Difference(said[key][0], theirs[key], f"{_KEY}.{key}", value, theirs[key])
     if theirs.keys() & _WEIGHTS.keys():
         yield from _of_weights(kept, {key: said[key][0] for key in _WEIGHTS}, theirs, model)
 
 
 def _of_weights(
     kept: Mapping[str, Any], names: Mapping[str, str], theirs: Mapping[str, Any], model: ModelConfig
-) -> Iterator[Apart]:
-    """In what the factor of cosines and sines differs, which both sides say in more
-    than one way.
-    """
+) -> Iterator[Difference]:
+    """Yield the differences of the factor of cosines and sines, which has several spellings."""
     ours = model.rope_scaling
     assert ours is not None
     factor = theirs.get("factor", ours.factor)
@@ -142,7 +140,7 @@ def _of_weights(
     for key, value in _as_keys(theirs, factor).items():
         if value != getattr(ours, key):
             name = names.get(key, names["mscale"])
-            yield Apart(name, kept.get(name), f"{_KEY}.{key}", getattr(ours, key), value)
+            yield Difference(name, kept.get(name), f"{_KEY}.{key}", getattr(ours, key), value)
 
 
 def _kept(kept: Mapping[str, Any], name: str, usual: Any) -> tuple[str, Any]:
@@ -180,8 +178,8 @@ def _as_keys(theirs: Mapping[str, Any], factor: float) -> dict[str, float | None
     return {"mscale": None, "mscale_all_dim": None, "attention_factor": None if same else attention}
 
 
-def _of_others(kept: Mapping[str, Any], ours: RopeScalingConfig | None) -> Iterator[Apart]:
-    """Scalings that Megatron-LM does not have, beside what an export of ours says."""
+def _of_others(kept: Mapping[str, Any], ours: RopeScalingConfig | None) -> Iterator[Difference]:
+    """Yield the differences of scalings that only our exports have."""
     name = f"{_OURS}rope_type"
     if name not in kept and not is_whole(kept):
         return
@@ -189,7 +187,7 @@ def _of_others(kept: Mapping[str, Any], ours: RopeScalingConfig | None) -> Itera
     there = kept.get(name)
     if there is None:
         if here is not None:
-            yield Apart(name, None, _KEY, here, None, "" if name in kept else NO_ARGUMENT)
+            yield Difference(name, None, _KEY, here, None, "" if name in kept else NO_ARGUMENT)
         return
     theirs = {
         key: kept[f"{_OURS}{key}"]
@@ -197,8 +195,10 @@ def _of_others(kept: Mapping[str, Any], ours: RopeScalingConfig | None) -> Itera
         if f"{_OURS}{key}" in kept
     }
     if ours is None or here != there:
-        yield Apart(name, there, _KEY, here, theirs)
+        yield Difference(name, there, _KEY, here, theirs)
         return
     for key, value in ours:
         if _plain(value) != _plain(theirs.get(key)):
-            yield Apart(f"{_OURS}{key}", theirs.get(key), f"{_KEY}.{key}", value, theirs.get(key))
+            yield Difference(
+                f"{_OURS}{key}", theirs.get(key), f"{_KEY}.{key}", value, theirs.get(key)
+            )

@@ -1,9 +1,7 @@
-"""A tensor as torch saves it: where in a file its numbers are.
+"""A tensor as torch saves it: the place of its numbers in a file, without unpickling anything.
 
-Nothing is unpickled; needs no torch.
-
-It is a zip archive without compression: `data.pkl` says shape, strides and number format, `data/0`
-has the numbers.
+It is an uncompressed zip archive: `data.pkl` has shape, strides and number format, `data/0` the
+numbers.
 
 Source: `torch.serialization`, torch 2.13, and the specification of zip (APPNOTE 6.3.10, 4.3.7).
 """
@@ -26,8 +24,8 @@ from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 
 MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20
-"""Of what is read beside the numbers: of four or five entries, and of one tensor, a thousandth of
-it.
+"""Limits of the pickle of one tensor, and of the directory of its four or five entries; usual ones
+are a thousand times smaller.
 """
 _LOCAL_HEADER = 30
 _ORDER = b"little"
@@ -52,7 +50,7 @@ ADMITTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Where the numbers of a chunk are: element `index` at `start` plus the sum of index times
+    """The place of a chunk's numbers: element `index` is at `start` plus the sum of index times
     stride, in numbers.
     """
 
@@ -63,8 +61,7 @@ class Numbers:
 
 
 def numbers_of(tensor: Stored, chunk: Chunk) -> Numbers:
-    """Where the numbers of a chunk are; its shape and number format are those that the metadata
-    says.
+    """Return the place of a chunk's numbers, after checking shape and format with the metadata.
 
     Raises:
         CorruptData: the bytes of the chunk are no tensor that torch saved, or another one; nothing
@@ -184,7 +181,7 @@ class _Window(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes, and no more than there are."""
+        """Return at most `size` bytes."""
         room = max(0, self.chunk.length - self.at)
         size = room if size < 0 else min(size, room)
         if size > MAX_DIRECTORY_BYTES:
@@ -195,7 +192,7 @@ class _Window(io.RawIOBase):
         return data
 
     def bytes_at(self, start: int, size: int) -> bytes:
-        """So many bytes from `start` on."""
+        """Return `size` bytes from `start` on."""
         self.seek(start)
         data = bytearray()
         while len(data) < size and (piece := self.read(size - len(data))):
@@ -205,7 +202,7 @@ class _Window(io.RawIOBase):
         return bytes(data)
 
     def stored(self, info: zipfile.ZipInfo, where: str) -> tuple[int, int]:
-        """First byte and size of an entry, which is not compressed and lies inside."""
+        """Return first byte and size of an entry; refuse a compressed one or one outside."""
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.file_size != info.compress_size

@@ -1,4 +1,4 @@
-"""How weights of a checkpoint of megatron-core match those of our model, and how both compare."""
+"""The table between weights of a megatron-core checkpoint and our model, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, model_boxes
-from mtrain.convert.checkpoint_reader import Saved
-from mtrain.convert.compare import Held, OfCheckpoint
+from mtrain.convert.checkpoint_reader import CheckpointReader
+from mtrain.convert.compare import CheckpointWeights, NamedWeights
 from mtrain.convert.exporter import Weights
 from mtrain.convert.megatron.reader import TorchDistReader
-from mtrain.convert.raw_arrays import Words
+from mtrain.convert.raw_arrays import RawArray
 from mtrain.errors import CorruptData
 from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows
@@ -27,7 +27,9 @@ def _rows(tensors: list[Any], model: Any) -> list[Any]:
     """Return rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged
     where it is another's.
     """
-    (table,), ids, rows = tensors, model.vocab_size, model.padded_vocab_size
+    (table,) = tensors
+    ids = model.vocab_size
+    rows = model.padded_vocab_size
     if not ids <= len(table) < ids + MOST_PADDING:
         return tensors
     if len(table) < rows:
@@ -87,7 +89,7 @@ def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> 
 class _Cut:
     """Weights whose tables of token ids have no padding."""
 
-    source: Held
+    source: NamedWeights
     ids: int
 
     @property
@@ -97,12 +99,14 @@ class _Cut:
     def dtype(self, name: str) -> str:
         return self.source.dtype(name)
 
-    def tensor(self, name: str) -> Words:
+    def tensor(self, name: str) -> RawArray:
         found = self.source.tensor(name)
         return found[: self.ids] if name in VOCABULARY else found
 
 
-def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Held]:
+def comparable_weights(
+    reader: TorchDistReader, checkpoint: CheckpointReader, run: RunConfig
+) -> list[NamedWeights]:
     """Return the weights of a checkpoint of megatron-core and those of one of ours, to be compared;
     padding is left out.
 
@@ -111,4 +115,4 @@ def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[H
     """
     ours = model_boxes(run)
     weights = Weights(checkpoint, run, table_of(ours), ours)
-    return [_Cut(source, run.model.vocab_size) for source in (reader, OfCheckpoint(weights))]
+    return [_Cut(source, run.model.vocab_size) for source in (reader, CheckpointWeights(weights))]

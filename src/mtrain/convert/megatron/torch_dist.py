@@ -67,13 +67,14 @@ ADMITTED = frozenset(
         ),
         *(f"{_OLD}.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         f"{_MEGATRON}.MCoreSavePlan",
-        *(_SIZE, "torch.serialization._get_layout", "collections.OrderedDict"),
+        _SIZE,
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
         *(f"{module}.PosixPath" for module in ("pathlib", "pathlib._local")),
         *DTYPES,
     ]
 )
-"""What `.metadata` may name: what it is made of, and the plan that megatron-core 0.14 and 0.15 keep
-beside it.
+"""Names that `.metadata` may contain, with those of the save plan of megatron-core 0.14 and 0.15.
 """
 
 
@@ -113,15 +114,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class TorchDist:
-    """A checkpoint: its tensors by name, and how many objects it has that are none and are never
-    read.
-    """
+    """A checkpoint: its tensors by name, and the number of other objects, which are never read."""
 
     path: Path
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: int = 0
     common: Chunk | None = None
-    """What is kept beside the weights, which since megatron-core 0.19 is one of the objects."""
+    """The arguments and other common state, which since megatron-core 0.19 is one of the objects.
+    """
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -221,7 +221,7 @@ class _Reading:
         objects = 0
         for name, value in self.pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
             if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name in out:
-                raise self.refused(f"a name is there twice, or is none: {_shown(name)}")
+                raise self.refused(f"a name is invalid, or occurs twice: {_shown(name)}")
             if not isinstance(value, Record) or not value.name.startswith(f"{_TORCH}.metadata."):
                 raise self.refused(f"{name[:200]} is nothing that a checkpoint holds")
             if value.name.endswith(".BytesStorageMetadata"):
@@ -258,7 +258,7 @@ class _Reading:
         return tuple(value)
 
     def places(self, value: Any) -> dict[tuple[str, Any], tuple[str, int, int]]:
-        """Of every chunk, by name and offset: file, first byte and length."""
+        """Return file, first byte and length of every chunk, by name and offset."""
         out: dict[tuple[str, Any], tuple[str, int, int]] = {}
         for key, info in self.pairs(value, "storage_data", Record):
             place, found = self.place(key, info)
@@ -268,7 +268,7 @@ class _Reading:
         return out
 
     def place(self, key: Record, info: Any) -> tuple[tuple[str, Any], tuple[str, int, int]]:
-        """Name and offset of a chunk, and where it is."""
+        """Return name and offset of a chunk, and its place."""
         if not isinstance(info, Record) or not key.name.endswith(".MetadataIndex"):
             raise self.refused("storage_data does not say where chunks are")
         index = self.fields(key)
@@ -296,7 +296,7 @@ class _Reading:
         return place, (file, start, length)
 
     def check_apart(self, places: Mapping[Any, tuple[str, int, int]]) -> None:
-        """No byte belongs to two chunks."""
+        """Check that no byte belongs to two chunks."""
         by_file = defaultdict(list)
         for (name, _), (file, start, length) in places.items():
             by_file[file].append((start, start + length, name))
@@ -332,7 +332,7 @@ class _Reading:
 
     def chunk(self, name: str, value: Any, width: int, places: Mapping[Any, Any]) -> Chunk:
         if not isinstance(value, Record) or not value.name.endswith(".ChunkStorageMetadata"):
-            raise self.refused(f"{name[:200]} has a chunk that is none")
+            raise self.refused(f"{name[:200]} has an invalid chunk")
         fields = self.fields(value)
         offset, shape = (self.numbers(fields.get(word), name) for word in ("offsets", "sizes"))
         if (name, offset) not in places:
@@ -356,7 +356,7 @@ class _Reading:
         return Chunk(offset, shape, self.path / file, start, length)
 
     def check_covered(self, name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-        """Every number of a tensor is in one chunk.
+        """Check that every number of a tensor is in exactly one chunk.
 
         The corners of boxes, each with the sign of its place in its box, cancel but for the corners
         of the whole if and only if the boxes fill the whole once.

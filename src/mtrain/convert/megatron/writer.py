@@ -52,9 +52,7 @@ VERSION = 3.0
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is written of a step: a weight, or the place of it in the tensor of all layers or
-    experts.
-    """
+    """The result of a step: a weight, or its place in the tensor of all layers or experts."""
 
     step: Step
     name: str
@@ -75,7 +73,7 @@ class _Piece:
 
 @dataclass
 class _Planner(SavePlanner):
-    """Says what is written, and makes each tensor when it is asked for it."""
+    """The planner, which makes each tensor when the writer requests it."""
 
     weights: Weights
     pieces: list[_Piece]
@@ -123,8 +121,8 @@ class _Planner(SavePlanner):
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
-    """Yield keys of what megatron-core asks for beside a weight: the state of its module, which may
-    be None.
+    """Yield the keys of the module state that megatron-core requires with a weight; it
+    may be None.
     """
     place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
     for module in modules_with_state(piece.name):
@@ -160,7 +158,7 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
     Args:
         weights: of the checkpoint, with the table of `table_of`.
         run: whose model it is.
-        out: a folder that is there.
+        out: an existing folder.
         stacked: layers lie along the first axis of one tensor, as megatron-core has it where all
             layers are alike.
 

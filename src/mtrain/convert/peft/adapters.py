@@ -30,7 +30,7 @@ adapts no others; it adapts the weight of any layer.
 
 
 @dataclass
-class Theirs:
+class PeftAdapters:
     """Adapters as `peft` has them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -56,11 +56,11 @@ def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tupl
 
 def to_peft(
     table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False
-) -> Theirs:
+) -> PeftAdapters:
     """Return the adapters `held` of our weights, by the name of the weight, as `peft` has them;
     `swapped`: until 0.18.
     """
-    out = Theirs()
+    out = PeftAdapters()
     for step, own in steps_of(table, model, held):
         if _is_one_layer(step):
             _layers_out(out, step, _of_parts(own), model)
@@ -99,7 +99,7 @@ def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
     return [t.mT if _TRANSPOSED in step.operation.name else t for t in made]
 
 
-def _layers_out(out: Theirs, step: Step, own: Whole, model: Any) -> None:
+def _layers_out(out: PeftAdapters, step: Step, own: Whole, model: Any) -> None:
     rank = own.b.shape[-1]
     parts = own.a.shape[0] // own.b.shape[-1]
     one_hot = one_hot_of(step.ours[0], own, model)
@@ -128,7 +128,9 @@ def _layers_out(out: Theirs, step: Step, own: Whole, model: Any) -> None:
             out.ranks[module] = parts * rank
 
 
-def _experts_out(out: Theirs, step: Step, own: Sequence[Whole], model: Any, swapped: bool) -> None:
+def _experts_out(
+    out: PeftAdapters, step: Step, own: Sequence[Whole], model: Any, swapped: bool
+) -> None:
     (name,) = step.theirs
     a = torch.stack([one.a for one in own])
     (b,) = step.operation.apply([one.b for one in own], model, inward=False)
@@ -143,8 +145,9 @@ def _experts_out(out: Theirs, step: Step, own: Sequence[Whole], model: Any, swap
 
 
 def _wrapper(name: str) -> str:
-    """Where `peft` keeps the adapter of a parameter of experts: it wraps the first one, then what
-    came of it.
+    """Return the module with the adapter of a parameter of experts.
+
+    `peft` wraps the module for its first parameter, then wraps the result for the second.
     """
     module, _, parameter = name.rpartition(".")
     return f"{module}.base_layer" if "gate_up" in parameter else module
@@ -159,8 +162,8 @@ class Shapes:
     has_magnitude: bool
 
 
-class Unlike(Exception):
-    """Adapters that are not those of a run, in words."""
+class AdapterMismatch(Exception):
+    """An error: adapters that are not those of a run."""
 
 
 def from_peft(
@@ -171,8 +174,7 @@ def from_peft(
     *,
     swapped: bool,
 ) -> dict[str, Whole]:
-    """Our adapters, by the name of their weight, from tensors of `peft`; `swapped`: in the form
-    until 0.18.
+    """Return our adapters by weight from tensors of `peft`; `swapped` is its format up to 0.18.
 
     Raises:
         Unlike: a tensor is missing, of another shape, or left over, by name.
@@ -189,21 +191,21 @@ def from_peft(
         else:
             out[step.ours[0]] = _layer_in(left, step, shapes[0], model)
     if left:
-        raise Unlike(
+        raise AdapterMismatch(
             "there is no place for"
             f" {', '.join(sorted(left)[:4])}{' and others' if len(left) > 4 else ''}"
         )
     if missing := wanted.keys() - out.keys():
-        raise Unlike(f"nothing makes the adapter of {sorted(missing)[0]}")
+        raise AdapterMismatch(f"nothing makes the adapter of {sorted(missing)[0]}")
     return out
 
 
 def _taken(left: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = left.pop(name, None)
     if tensor is None:
-        raise Unlike(f"{name} is missing")
+        raise AdapterMismatch(f"{name} is missing")
     if tuple(tensor.shape) != shape:
-        raise Unlike(f"{name} has shape {list(tensor.shape)}, and {list(shape)} is needed")
+        raise AdapterMismatch(f"{name} has shape {list(tensor.shape)}, and {list(shape)} is needed")
     return tensor
 
 
@@ -233,9 +235,7 @@ def _layer_in(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any) -
 def _fill_absent(
     left: dict[str, Tensor], at: Sequence[str], shapes: Shapes, step: Step, model: Any
 ) -> None:
-    """Zeros for those of several layers that have no adapter: neither A nor B then ever has a
-    gradient.
-    """
+    """Add zeros for those of several layers without an adapter: A and B then get no gradient."""
     absent = [name for name in at if not any(key.startswith(f"{name}.lora_") for key in left)]
     if len(absent) == len(at) or shapes.has_magnitude:
         return
@@ -256,14 +256,14 @@ def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at:
     """Return an adapter of one layer of theirs whose rows each use the A of one part of ours, as
     `to_peft` writes it.
     """
-    rank, (rows, _) = shapes.b[1], shapes.b
+    rows, rank = shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
     joined = _joined([_taken(left, f"{at}.lora_B.weight", (rows, shapes.a[0]))], step, model)
     one_hot = one_hot_of(step.ours[0], Whole(a, joined[:, :rank], None), model)
     assert one_hot is not None
     b = (joined.unflatten(-1, (-1, rank)) * one_hot.unsqueeze(-1)).sum(1)
     if not torch.equal(spread(b, one_hot), joined):
-        raise Unlike(
+        raise AdapterMismatch(
             f"{at}.lora_B.weight has rank {shapes.a[0]}, and adapters of rank {rank} are needed"
         )
     length = _taken(left, f"{at}.lora_magnitude_vector", (rows,)) if shapes.has_magnitude else None
@@ -275,7 +275,10 @@ def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at:
 def _experts_in(
     left: dict[str, Tensor], step: Step, shapes: Sequence[Shapes], model: Any, swapped: bool
 ) -> dict[str, Whole]:
-    (name,), count, (rows, rank), inputs = step.theirs, len(shapes), shapes[0].b, shapes[0].a[1]
+    (name,) = step.theirs
+    count = len(shapes)
+    rows, rank = shapes[0].b
+    inputs = shapes[0].a[1]
     transposed = _TRANSPOSED in step.operation.name
     at = f"{PREFIX}{_wrapper(name)}"
     turned = swapped and not transposed
@@ -293,7 +296,7 @@ def _experts_in(
     return {weight: Whole(one.contiguous(), rows.contiguous(), None) for weight, one, rows in pairs}
 
 
-def wanted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
+def adapter_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
     """Return the adapters of a model, by the names of their weights, from the shapes of its tensors
     by name.
     """

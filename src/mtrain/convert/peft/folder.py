@@ -21,7 +21,13 @@ from mtrain.convert.huggingface.folder import ADAPTER_CONFIG as CONFIG
 from mtrain.convert.huggingface.folder import ADAPTERS as TENSORS
 from mtrain.convert.huggingface.folder import SWAPPED
 from mtrain.convert.huggingface.reader import load
-from mtrain.convert.peft.adapters import Theirs, Unlike, from_peft, to_peft, wanted
+from mtrain.convert.peft.adapters import (
+    AdapterMismatch,
+    PeftAdapters,
+    adapter_shapes,
+    from_peft,
+    to_peft,
+)
 from mtrain.convert.plain_file import read_plain
 from mtrain.convert.raw_arrays import FLOATS, as_tensor, buffer_of, converted, of_tensor
 from mtrain.convert.safetensors_file import Writer, read_header
@@ -59,7 +65,7 @@ def write_adapters(
     made = to_peft(table, weights.model, own, swapped=version == SWAPPED)
     peft = weights.run.peft
     if last := next((name for name in made.modules if name.endswith(NOT_ADAPTED)), None):
-        rule = f"`peft` adapts no {last} of this kind of model: its kernels read the weight alone"
+        rule = f"`peft` adapts no {last} of this kind of model: its kernels read only the weight"
         raise ConfigError(
             [Problem("MT521", "", None, rule, "convert export without peft=: a merged model")]
         )
@@ -83,7 +89,7 @@ def write_adapters(
     return record
 
 
-def _config(peft: PeftConfig, made: Theirs, version: str, base: str | None) -> dict[str, Any]:
+def _config(peft: PeftConfig, made: PeftAdapters, version: str, base: str | None) -> dict[str, Any]:
     assert peft.alpha is not None
     assert peft.r is not None
     alpha = int(peft.alpha) if peft.alpha == int(peft.alpha) else peft.alpha
@@ -134,11 +140,11 @@ def read_adapters(
         )
     adapters = adapter_boxes(run)
     shapes = {name: tensor.shape for name, tensor in (model_boxes(run) | adapters).items()}
-    asked = wanted(shapes)
+    asked = adapter_shapes(shapes)
     try:
         tensors = {name: as_tensor(load(tensor), tensor.dtype) for name, tensor in held.items()}
         found = from_peft(table, run.model, asked, tensors, swapped=_is_swapped(body))
-    except Unlike as error:
+    except AdapterMismatch as error:
         raise CorruptData(
             f"{folder / TENSORS} does not fit the adapters of this run: {error}"
         ) from None
@@ -158,7 +164,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return an `adapter_config.json`, as data.
 
     Raises:
-        CorruptData: there is none, or it is no JSON object.
+        CorruptData: the file is missing or not a JSON object.
     """
     file = folder / CONFIG
     try:
@@ -214,7 +220,7 @@ def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str,
 
 
 def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
-    """What adapters have that none has here."""
+    """Yield the features of adapters that mtrain does not support."""
     others = "adapters of plain LoRA or DoRA, or a model that they were merged into"
     for key, plain in _PLAIN.items():
         if (body.get(key) or None) not in (None, *plain):
@@ -252,10 +258,16 @@ def _shown(value: Any) -> str:
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    **dict.fromkeys(("use_rslora", "lora_bias", "modules_to_save", "layer_replication"), ()),
-    **dict.fromkeys(
-        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), ()
-    ),
-    **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices"), ()),
+    "use_rslora": (),
+    "lora_bias": (),
+    "modules_to_save": (),
+    "layer_replication": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "velora_config": (),
+    "alora_invocation_tokens": (),
+    "trainable_token_indices": (),
 }
-"""Keys of LoRA in `peft` -> what they may be beside nothing."""
+"""Keys of LoRA in `peft` -> the values that they may have if set."""

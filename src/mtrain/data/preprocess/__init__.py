@@ -1,7 +1,5 @@
-"""What becomes of text before training: documents of many formats to `.bin/.idx` with a manifest,
-and back to view.
+"""Preprocessing: documents of many formats become `.bin/.idx` with a manifest, and can be viewed.
 
-`sources` and `units` say what is read in which order, `record` what of it is text, `encoders` what
-makes ids, `work` what one process does, `journal` how a killed run goes on, `build` how the parts
-become a corpus.
+`inputs` finds and reads the documents, `encoders` makes token ids, `work` is the job of one
+process, `journal` resumes a killed run, and `build` joins the parts to a corpus.
 """

@@ -1,6 +1,4 @@
-"""Documents to a corpus: `.bin`, `.idx`, manifest and what was left out, there when all of it is
-right.
-"""
+"""The build of a corpus from documents: `.bin`, `.idx`, manifest and rejects, or nothing at all."""
 
 from __future__ import annotations
 
@@ -16,9 +14,10 @@ import numpy as np
 
 from mtrain import durable
 from mtrain.config.disk import manifest
-from mtrain.data.indexed import write_index
-from mtrain.data.preprocess import tables
-from mtrain.data.preprocess.encoder import OtherIds
+from mtrain.data.preprocess.encoders.base import OtherIds
+from mtrain.data.preprocess.inputs import tables
+from mtrain.data.preprocess.inputs.sources import PARTIAL, REJECTED, REMOVED, Source
+from mtrain.data.preprocess.inputs.units import UNIT, Unit, plan
 from mtrain.data.preprocess.journal import (
     BIN,
     LENGTHS,
@@ -30,9 +29,8 @@ from mtrain.data.preprocess.journal import (
     finish,
 )
 from mtrain.data.preprocess.pool import Pool
-from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, Source
-from mtrain.data.preprocess.units import UNIT, Unit, plan
 from mtrain.data.preprocess.work import Job, Result, Worker
+from mtrain.data.store.indexed import write_index
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
 ENDINGS = (".bin", ".idx", manifest.SUFFIX, REJECTED, REMOVED)
@@ -42,7 +40,7 @@ Progress = Callable[[Unit, Totals], None]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a tokenizer that is loaded."""
+    """Facts of a loaded tokenizer."""
 
     vocab_size: int
     eod: int | None
@@ -50,12 +48,12 @@ class Facts:
     dtype: str
     engine: str
     passed_over: str
-    """Why a faster library is not used."""
+    """The reason not to use a faster library."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How a corpus is made, without what it becomes."""
+    """Settings of a build that do not change the corpus."""
 
     workers: int
     max_rejects: int
@@ -66,17 +64,17 @@ class Limits:
 def tokenize(
     job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Make a corpus, or go on with one where a run was killed; returns the manifest.
+    """Build a corpus, or resume a killed build; return the manifest.
 
-    Where gigatoken turns out to have other ids than the tokenizer, and was not asked for by name,
-    all of it is made again by tokenizers, and `tell` is told so.
+    If gigatoken, chosen by `engine=auto`, gives other ids than the tokenizer, the build starts
+    again with tokenizers, and `tell` reports it.
 
     Raises:
-        ConfigError: files of this name are there, or were begun with other settings; a key that
-            should say whether a record is learned says something else.
-        CorruptInput: more records are left out than the limit.
-        CorruptData: an input or the tokenizer is not what its name says.
-        BadEnvironment: a library is missing, a process was killed, or the disk refuses.
+        ConfigError: the files exist, or were begun with other settings; a learning flag of a record
+            is neither yes nor no.
+        CorruptInput: more records are rejected than the limit.
+        CorruptData: an input or the tokenizer has another format than its name says.
+        BadEnvironment: a library is missing, a process was killed, or the disk fails.
     """
     try:
         return _made(job, prefix, limits, progress, tell)
@@ -94,9 +92,8 @@ def _made(
     folder = prefix.with_name(prefix.name + PARTIAL)
     if not os.path.exists(folder):
         refuse_existing(prefix, limits.overwrite)
-    with Pool(
-        limits.workers, Worker, job
-    ) as pool:  # before any file is open that the processes would hold
+    # the pool starts before any file is open, which its processes would inherit
+    with Pool(limits.workers, Worker, job) as pool:
         facts = pool.ask(_facts)
         if facts.passed_over:
             tell(f"gigatoken is not used: {facts.passed_over}")
@@ -126,7 +123,7 @@ def _made(
 
 
 def path_of(prefix: Path, name: str) -> Path:
-    """Where a file of the growing folder goes."""
+    """Return the final path of a file of the draft folder."""
     ending = {BIN: ".bin", "tokens.idx": ".idx", REJECTS: REJECTED}.get(name, manifest.SUFFIX)
     return prefix.with_name(prefix.name + ending)
 
@@ -147,30 +144,27 @@ def _run(worker: Worker, unit: Unit) -> Result:
 
 
 def refuse_existing(prefix: Path, overwrite: bool) -> None:
-    """Pass a prefix of which nothing is there.
+    """Pass a prefix without files.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: a file of this name exists.
     """
-    there = [prefix.name + e for e in ENDINGS if os.path.lexists(prefix.with_name(prefix.name + e))]
-    if there and not overwrite:
-        rule = (
-            f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
-        )
+    names = [prefix.name + ending for ending in ENDINGS]
+    existing = [name for name in names if os.path.lexists(prefix.with_name(name))]
+    if existing and not overwrite:
+        rule = f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'}"
         fix = f"out={prefix}-2, or overwrite=true"
         raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
 
 
 def remove_beside(prefix: Path) -> None:
-    """Remove what an older corpus of this name has beside it, and not every new one."""
+    """Remove the optional files of an older corpus of this name, which a new one may lack."""
     for ending in (REJECTED, REMOVED):
         prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
 
 
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
-    """Return all that the bytes of the corpus follow from: a killed run is gone on with only where
-    it is the same.
-    """
+    """Return all settings that the bytes of the corpus depend on, for a resumed build to match."""
     return {
         "format": manifest.FORMAT,
         "unit": UNIT,
@@ -212,14 +206,14 @@ def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
 
 
 def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress) -> None:
-    """Work on the units that are left, and take what they come to in, in their order."""
+    """Process the remaining units, and commit their results in order."""
     units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
     for unit, result in pool.each(
         _run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)
     ):
         try:
             draft.commit(result)
-        except ConfigError:  # nothing goes on from here: the file changes, or the settings do
+        except ConfigError:  # no run can resume this: the file or the settings must change
             draft.remove()
             raise
         progress(unit, draft.totals)
@@ -252,7 +246,7 @@ def _refuse_many_rejects(draft: Draft, limit: int) -> None:
 
 
 def _complete(draft: Draft, job: Job, facts: Facts) -> None:
-    """Write the index and the manifest, and say that all is there."""
+    """Write the index and the manifest, and mark the draft as finished."""
     totals = draft.totals
     folder = draft.folder
     if changed := next((source.name for source in job.sources if source.is_changed), None):
@@ -298,9 +292,7 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
 
 
 def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
-    """The index of the sequences, whose documents are looked up only where one is not
-    one sequence.
-    """
+    """Write the index; document indices are only needed if a document is not one sequence."""
     lengths = _mapped(folder / LENGTHS)
     held = _mapped(folder / SEQUENCES)
     index = folder / "tokens.idx"

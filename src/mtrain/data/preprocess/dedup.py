@@ -1,4 +1,4 @@
-"""Documents that are there more than once: the same tokens, or nearly, by MinHash of datasketch."""
+"""Duplicate documents: with equal tokens, or nearly equal ones by MinHash of datasketch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import chain
 
 import numpy as np
 
-from mtrain.data.indexed import IndexedDataset
-from mtrain.data.preprocess.encoder import library
+from mtrain.data.preprocess.encoders.base import library
+from mtrain.data.store.indexed import IndexedDataset
 
-Twice = list[tuple[int, int]]
-"""A document that is left out, and the earlier one that it repeats."""
+Duplicates = list[tuple[int, int]]
+"""(document to remove, earlier document that it repeats)."""
 
 
 def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
@@ -22,10 +22,10 @@ def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]
         yield tokens[:-1] if end is not None and len(tokens) and tokens[-1] == end else tokens
 
 
-def exact(dataset: IndexedDataset, end: int | None) -> Twice:
+def exact_duplicates(dataset: IndexedDataset, end: int | None) -> Duplicates:
     """Return documents with the tokens of an earlier one."""
     seen = dict[bytes, int]()
-    out = Twice()
+    out = Duplicates()
     for i, tokens in enumerate(_documents(dataset, end)):
         first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
         if first != i:
@@ -33,11 +33,11 @@ def exact(dataset: IndexedDataset, end: int | None) -> Twice:
     return out
 
 
-def near(
+def near_duplicates(
     dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
-) -> Twice:
-    """Return documents of whose runs of `ngram` tokens a share of about `threshold` is also that of
-    an earlier one that is kept (the Jaccard similarity, estimated).
+) -> Duplicates:
+    """Return the documents whose estimated Jaccard similarity of n-grams with an earlier, remaining
+    one is at least `threshold`.
 
     Raises:
         BadEnvironment: datasketch is not installed.
@@ -45,7 +45,7 @@ def near(
     sketch = library("datasketch", "dedup", "data dedup method=minhash")
     index = sketch.MinHashLSH(threshold=threshold, num_perm=permutations)
     kept = dict[int, object]()
-    out = Twice()
+    out = Duplicates()
     for i, tokens in enumerate(_documents(dataset, end)):
         found = sketch.MinHash(num_perm=permutations, seed=1)
         found.update_batch(_shingles(tokens, ngram))
@@ -66,7 +66,7 @@ def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
     return [one.tobytes() for one in np.unique(whole)]
 
 
-def left(count: int, twice: Twice) -> np.ndarray:
+def remaining_documents(count: int, twice: Duplicates) -> np.ndarray:
     """Return the documents that stay."""
     keep = np.ones(count, bool)
     keep[list(chain(i for i, _ in twice))] = False

@@ -1,6 +1,4 @@
-"""A corpus made of documents of others: joined, cut, drawn, or without those that are
-there twice.
-"""
+"""Corpora derived from others: joined, split, sampled, or without duplicates."""
 
 from __future__ import annotations
 
@@ -18,27 +16,27 @@ import numpy as np
 from mtrain import durable
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import split_documents
-from mtrain.data.indexed import IndexedDataset, write_index
 from mtrain.data.preprocess.build import refuse_existing, remove_beside
+from mtrain.data.preprocess.inputs.sources import PARTIAL
 from mtrain.data.preprocess.journal import disk, finish
-from mtrain.data.preprocess.sources import PARTIAL
+from mtrain.data.store.indexed import IndexedDataset, write_index
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
-"""What a corpus has in common with those that it is made of."""
+"""Manifest fields that a derived corpus inherits."""
 BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A corpus and its manifest, if it has one."""
+class OpenCorpus:
+    """An open corpus and its manifest, if it has one."""
 
     dataset: IndexedDataset
     held: manifest.Manifest | None
 
     @property
     def common(self) -> dict[str, Any]:
-        """What must be the same in corpora that are joined."""
+        """Return the fields that joined corpora inherit."""
         if self.held is None:
             return {
                 "tokenizer": {"kind": "unknown", "sha256": ""},
@@ -50,12 +48,12 @@ class Opened:
         return {name: self.held.body.get(name) for name in KEPT}
 
 
-def opened(prefix: Path) -> Opened:
+def open_prefix(prefix: Path) -> OpenCorpus:
     """Return the corpus of a prefix.
 
     Raises:
-        ConfigError: there is none.
-        CorruptData: it does not add up, or is not what its manifest says.
+        ConfigError: its files are missing.
+        CorruptData: it does not add up, or differs from its manifest.
     """
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
@@ -71,21 +69,21 @@ def opened(prefix: Path) -> Opened:
     dataset = IndexedDataset(prefix)
     if held is not None and (wrong := held.sizes_differ(prefix)):
         raise CorruptData(wrong)
-    return Opened(dataset, held)
+    return OpenCorpus(dataset, held)
 
 
 def write(
     out: Path,
-    parts: Sequence[tuple[Opened, np.ndarray]],
+    parts: Sequence[tuple[OpenCorpus, np.ndarray]],
     how: Mapping[str, Any],
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Write a corpus of documents, given by their numbers in rising order; returns its manifest.
+    """Write a corpus of documents, given by their rising numbers, and return its manifest.
 
     Raises:
-        ConfigError: corpora of other tokens are joined, or files of this name are there.
-        BadEnvironment: the disk refuses.
+        ConfigError: the corpora have different tokenizers, or files of this name exist.
+        BadEnvironment: the disk fails.
     """
     refuse_existing(out, overwrite)
     common = _common(parts)
@@ -93,7 +91,7 @@ def write(
     folder = out.with_name(out.name + PARTIAL)
     with disk(folder):
         if folder.exists():
-            rule = "a run that was killed left it, or another process works there"
+            rule = "a killed run left it, or another process works there"
             fix = "finish it, or remove it"
             raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
         folder.mkdir(parents=True)
@@ -129,7 +127,7 @@ def write(
     return body
 
 
-def _common(parts: Sequence[tuple[Opened, np.ndarray]]) -> dict[str, Any]:
+def _common(parts: Sequence[tuple[OpenCorpus, np.ndarray]]) -> dict[str, Any]:
     first, *rest = [one for one, _ in parts]
     for one in rest:
         names = [name for name in ("tokenizer", "eod") if one.common[name] != first.common[name]]
@@ -145,7 +143,7 @@ def _common(parts: Sequence[tuple[Opened, np.ndarray]]) -> dict[str, Any]:
 
 
 def runs(documents: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Neighbours among rising numbers, as (first, stop)."""
+    """Yield the runs of consecutive numbers among rising ones, as (first, stop)."""
     if not len(documents):
         return
     breaks = np.flatnonzero(np.diff(documents) != 1) + 1
@@ -154,7 +152,7 @@ def runs(documents: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _tokens(
-    folder: Path, parts: Iterable[tuple[Opened, np.ndarray]]
+    folder: Path, parts: Iterable[tuple[OpenCorpus, np.ndarray]]
 ) -> tuple[str, dict[str, int], int, list[dict[str, Any]]]:
     digest = hashlib.sha256()
     largest = -1
@@ -204,12 +202,14 @@ def _index(folder: Path, dtype: np.dtype) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def everything(one: Opened) -> np.ndarray:
+def all_documents(one: OpenCorpus) -> np.ndarray:
     """Return the numbers of all documents."""
     return np.arange(one.dataset.num_documents)
 
 
-def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarray]:
+def documents_of_shares(
+    one: OpenCorpus, shares: Sequence[float], seed: int | None
+) -> list[np.ndarray]:
     """Return the documents of each share: neighbours by tokens, or drawn with a seed, and then
     shares of documents.
 
@@ -236,12 +236,13 @@ def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarr
     return out
 
 
-def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> np.ndarray:
-    """So many documents, or as many as have no more than so many tokens, drawn without repetition,
-    in their order.
+def draw_documents(
+    one: OpenCorpus, seed: int, documents: int | None, tokens: int | None
+) -> np.ndarray:
+    """Return a random sample of `documents` documents, or of at most `tokens` tokens, in order.
 
-    A document that has more tokens than are still asked for is passed over, and the next ones are
-    tried: in the end none that is left out fits.
+    A document that exceeds the remaining tokens is skipped and the next ones are tried, so that no
+    unused document would fit at the end.
     """
     count = one.dataset.num_documents
     order = np.random.default_rng(seed).permutation(count)
@@ -261,8 +262,8 @@ def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> 
     return np.sort(np.concatenate(taken)) if taken else order
 
 
-def document_lengths(one: Opened) -> np.ndarray:
-    """Return tokens of each document; int64 [documents]."""
+def document_lengths(one: OpenCorpus) -> np.ndarray:
+    """Return the length of each document; int64 [documents]."""
     starts = np.concatenate(
         [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
     )

@@ -1,9 +1,9 @@
-"""The folder in which a corpus grows, and the journal by which a run that was killed goes on.
+"""The draft folder of a corpus, and the journal with which a killed build resumes.
 
-`PREFIX.partial/` has the settings, the growing files and `journal`, to which a line is added for
-each unit when its bytes are in the files. A line that is not whole is none. Whoever comes back cuts
-the files to what the journal says, compares their checksums while the hash of the tokens is made
-again, and goes on behind the last unit that is right.
+`PREFIX.partial/` has the settings, the growing files and `journal`, which gets a line for each unit
+after its bytes are in the files. An incomplete line is ignored. A resumed build truncates the files
+to the last line of the journal, compares their checksums while it recomputes the hash of the
+tokens, and continues after the last correct unit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, locks, strict_json
-from mtrain.data.preprocess.record import refuse_misread
-from mtrain.data.preprocess.sources import LOCK
+from mtrain.data.preprocess.inputs.record import refuse_misread
+from mtrain.data.preprocess.inputs.sources import LOCK
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
@@ -184,9 +184,7 @@ class Draft:
                 os.truncate(self.folder / name, size)
 
     def _absorb(self, files: Sequence[BinaryIO], grown: list[int], crcs: list[int]) -> bool:
-        """Return hash the next bytes of the tokens again; whether those of all files are what
-        was written.
-        """
+        """Hash the next bytes of all files again, and return whether they are as written."""
         digest = self.sha256.copy()
         found = list[int]()
         for file, size in zip(files, grown, strict=True):
@@ -259,7 +257,7 @@ class Draft:
         self._synced = time.monotonic()
 
     def done(self) -> None:
-        """Say that all files are as they will be; only their names are left to be given."""
+        """Mark all files as complete; only their renames are left."""
         with disk(self.folder):
             self.sync()
             self._add({"done": True})
@@ -311,9 +309,7 @@ def disk(place: Path) -> Iterator[None]:
 
 
 def finish(moves: list[tuple[Path, Path]], place: Callable[[Path], None]) -> None:
-    """Give files their names, those that are still to be given; `place` has the disk
-    hold a folder.
-    """
+    """Rename the files that still have their draft names, and sync their folders with `place`."""
     for old, new in moves:
         if old.exists():
             old.replace(new)

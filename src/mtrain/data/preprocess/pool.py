@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mtrain.data.preprocess.encoder import OtherIds
+from mtrain.data.preprocess.encoders.base import OtherIds
 from mtrain.errors import (
     BadEnvironment,
     ConfigError,
@@ -172,7 +172,7 @@ def _died(name: str) -> BadEnvironment:
 
 
 def _serve(pipe: Connection, parent: int, make: Callable[[Any], Any], job: Any) -> None:
-    """Be one of the processes until nothing more is asked."""
+    """Serve calls in a worker process until the pipe closes."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,6 +1,4 @@
-"""Looks at every byte of a corpus: whether it is what its manifest says, and its ids are those of a
-vocabulary.
-"""
+"""A scan of every byte of a corpus, against its manifest and the ids of a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ import numpy as np
 
 from mtrain import durable
 from mtrain.config.disk.manifest import FORMAT, Manifest, dump, path_of
-from mtrain.data.indexed import IndexedDataset
-from mtrain.data.preprocess.encoder import Encoder
+from mtrain.data.preprocess.encoders.base import Encoder
+from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 BLOCK = 1 << 24
@@ -24,10 +22,10 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Scanned:
-    """What a scan of all tokens found."""
+    """The result of a scan of all tokens."""
 
     largest: int
-    """-1: there are none."""
+    """-1 without tokens."""
     smallest: int
     sha256: str
     """Of the `.bin`."""
@@ -44,7 +42,7 @@ def verify(
             the vocabulary.
     """
     if held is None and hashed:
-        rule = "there is no manifest beside it, so nobody knows what its bytes were"
+        rule = "it has no manifest with the hashes of its bytes"
         fix = "manifest=false to look at the rest"
         raise ConfigError(
             [Problem("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")]

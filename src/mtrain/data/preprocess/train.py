@@ -1,4 +1,4 @@
-"""Trains a tokenizer on documents, by Hugging Face's tokenizers."""
+"""Training of a tokenizer on documents, by Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtrain import durable
-from mtrain.data.preprocess import tables
+from mtrain.data.preprocess.inputs import tables
+from mtrain.data.preprocess.inputs.readers import documents, surrogate_fault
+from mtrain.data.preprocess.inputs.record import Reading, Rejected, refuse_misread
+from mtrain.data.preprocess.inputs.sources import Source
+from mtrain.data.preprocess.inputs.units import Part, plan
 from mtrain.data.preprocess.journal import disk
-from mtrain.data.preprocess.readers import documents, half_of_a_letter
-from mtrain.data.preprocess.record import Reading, Rejected, refuse_misread
-from mtrain.data.preprocess.sources import Source
-from mtrain.data.preprocess.units import Part, plan
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -62,7 +62,7 @@ class Texts:
                 try:
                     self.read += len(text.encode())
                 except UnicodeEncodeError as error:
-                    self._reject(f"{place}: {half_of_a_letter(error)}")
+                    self._reject(f"{place}: {surrogate_fault(error)}")
                     continue
                 yield text
             if self.read >= self.limit:
@@ -114,7 +114,7 @@ def train(
 
 def _refuse_small(vocab_size: int, least: int) -> None:
     if vocab_size < least:
-        rule = f"letters and special tokens alone are {least} tokens"
+        rule = f"the letters and special tokens already are {least} tokens"
         raise ConfigError(
             [
                 Problem(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.indexed import IndexedDataset
-from mtrain.data.preprocess.encoder import Encoder
+from mtrain.data.preprocess.encoders.base import Encoder
+from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, Problem
 
 SHOWN = 4096
@@ -29,10 +29,7 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def histogram(dataset: IndexedDataset) -> list[tuple[int, int, int]]:
-    """Return documents of 0, 1, 2 to 3, 4 to 7, ...
-
-    tokens: first length, last length, documents.
-    """
+    """Return (first length, last length, documents) of the lengths 0, 1, 2 to 3, 4 to 7, ..."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(dataset):
         places = np.where(lengths > 0, np.frexp(lengths.astype(np.float64))[1], 0)
@@ -61,8 +58,9 @@ def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
 
 
 def tokens_as_text(ids: Sequence[int], encoder: Encoder | None) -> str:
-    """Ids, or their texts with a mark between tokens; a letter of several tokens stands whole
-    behind the last.
+    """Return ids, or their texts with a mark between tokens.
+
+    A character of several tokens is shown after the last of them.
     """
     shown = list(map(int, ids[:SHOWN]))
     more = f" ... and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""

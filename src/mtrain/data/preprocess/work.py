@@ -1,6 +1,4 @@
-"""What one process does with a unit: reads its documents, encodes them, and gives back tokens and
-counts.
-"""
+"""The work of one process: it reads and encodes the documents of a unit, and counts them."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mtrain.data.preprocess.encoder import CODES, Encoder
-from mtrain.data.preprocess.encoders import load
-from mtrain.data.preprocess.readers import documents, half_of_a_letter
-from mtrain.data.preprocess.record import Reading, Rejected
-from mtrain.data.preprocess.sentences import Splitter, splitter
-from mtrain.data.preprocess.sources import Source
-from mtrain.data.preprocess.spec import TokenizerSpec
-from mtrain.data.preprocess.units import Part, Unit
+from mtrain.data.preprocess.encoders.base import CODES, Encoder
+from mtrain.data.preprocess.encoders.loader import load
+from mtrain.data.preprocess.encoders.spec import TokenizerSpec
+from mtrain.data.preprocess.inputs.readers import documents, surrogate_fault
+from mtrain.data.preprocess.inputs.record import Reading, Rejected
+from mtrain.data.preprocess.inputs.sentences import Splitter, splitter
+from mtrain.data.preprocess.inputs.sources import Source
+from mtrain.data.preprocess.inputs.units import Part, Unit
 from mtrain.errors import ConfigError, Problem
 
 COUNTED = (
@@ -31,31 +29,29 @@ COUNTED = (
     "unknown_tokens",
     "unknown_bytes",
 )
-"""What is counted of each file."""
+"""The counts of each file."""
 BY = "rejected_by_"
-"""Begins the name of a count, which is there where it is not 0: records that say with the key
-behind it that they are not learned.
-"""
+"""Prefix, followed by a key, of the count of records that this key excludes from learning."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process of a run knows."""
+    """The settings of all processes of a run."""
 
     spec: TokenizerSpec
     reading: Reading
     sources: tuple[Source, ...]
     dtype: str | None = None
-    """None: what Megatron takes for the vocabulary."""
+    """None for Megatron's choice by the vocabulary."""
     append_eod: bool = True
     language: str | None = None
-    """Cut documents into sentences of this language."""
+    """The language whose sentences documents are split into, if any."""
     keep_newlines: bool = False
 
 
 @dataclass
 class Counted:
-    """What a part of a file came to."""
+    """The counts of a part of a file."""
 
     source: int
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
@@ -70,7 +66,7 @@ class Counted:
 
 @dataclass
 class Result:
-    """What a unit came to."""
+    """The encoded documents of a unit."""
 
     tokens: bytes
     lengths: bytes
@@ -83,11 +79,11 @@ class Result:
 
 
 class Worker:
-    """Encodes units of a job.
+    """An encoder of the units of a job.
 
     Raises:
-        ConfigError: documents are to end with a token that the tokenizer does not have.
-        CorruptData: the tokenizer is none.
+        ConfigError: documents should end with a token that the tokenizer does not have.
+        CorruptData: the tokenizer's files are not a tokenizer.
     """
 
     def __init__(self, job: Job) -> None:
@@ -140,7 +136,7 @@ class Worker:
             try:
                 size += sum(len(one.encode()) for one in text)
             except UnicodeEncodeError as error:
-                counted.reject(Rejected(number, half_of_a_letter(error)))
+                counted.reject(Rejected(number, surrogate_fault(error)))
                 continue
             texts.append(text)
             if size >= self._packer.many:
@@ -200,7 +196,7 @@ def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
     Raises:
         ConfigError: the chosen one cannot hold the ids of the tokenizer.
     """
-    from mtrain.data.indexed import token_dtype
+    from mtrain.data.store.indexed import token_dtype
 
     if chosen is None:
         return token_dtype(encoder.vocab_size)

@@ -10,7 +10,7 @@ import torch
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.data.batch import Collator, MicroBatch, Source
-from mtrain.data.permute import mix64
+from mtrain.data.samples.permutation import mix64
 from mtrain.models.bert.config import BertConfig
 
 MASKED = 0.8
@@ -47,7 +47,7 @@ class Draws:
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
-    """Return the micro-batches of `part` of the splits: see `masked`.
+    """Return the micro-batches of `part` of the splits: see `masked`. Source: Devlin et al.
 
     Source: Devlin et al. 2018, sections 3.1 and A.1.
     """

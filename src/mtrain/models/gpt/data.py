@@ -6,9 +6,14 @@ from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
-from mtrain.data.batch import Collator, Packing, next_token
-from mtrain.data.chat_batch import of_chats, of_documents
-from mtrain.data.fim import FillInTheMiddle
+from mtrain.data.batch import (
+    Collator,
+    Packing,
+    chat_collator,
+    document_collator,
+    next_token_collator,
+)
+from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
@@ -17,13 +22,13 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     data = run.data
     ends = splits.document_ends
     if isinstance(source, ChatSamples):
-        return of_chats(source)
+        return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):
-        return of_documents(source, splits.masked_eod)
+        return document_collator(source, splits.masked_eod)
     packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
     moved = None
     if data.fim.rate and data.fim.ids is not None:
         moved = FillInTheMiddle(
             data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part
         )
-    return next_token(splits.masked_eod, packing, moved)
+    return next_token_collator(splits.masked_eod, packing, moved)

@@ -15,7 +15,7 @@ import torch
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.data.batch import Collator, MicroBatch
-from mtrain.data.permute import keys, mix64
+from mtrain.data.samples.permutation import keys, mix64
 from mtrain.models.t5.config import T5Config, lengths, spans
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)

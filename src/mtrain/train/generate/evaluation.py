@@ -17,8 +17,8 @@ from mtrain.config.resolve.batches import asked
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.mock import MockSamples
-from mtrain.data.text import Tokenizer
+from mtrain.data.samples.mock import MockSamples
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches

@@ -16,8 +16,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 
 from mtrain import strict_json
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.chat import ChatFormat
-from mtrain.data.text import Tokenizer
+from mtrain.data.chats.template import ChatFormat
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, Problem, say_page
 from mtrain.train.generate.request import Questions, Request, Sampling
 from mtrain.train.generate.sampler import Sampler

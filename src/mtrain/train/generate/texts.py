@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtrain.data.chat import ChatFormat
-from mtrain.data.text import Tokenizer
+from mtrain.data.chats.template import ChatFormat
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from mtrain import strict_json
 from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.text import Tokenizer
+from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import say_page
 from mtrain.train.generate.request import Request
 from mtrain.train.generate.sampler import Sampler

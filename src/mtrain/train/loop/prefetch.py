@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.data.ahead import Ahead
 from mtrain.data.batch import GlobalBatches
+from mtrain.data.prefetch import Prefetcher
 from mtrain.devices.base import Device, Event
 from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.context import context_positions
@@ -88,7 +88,7 @@ class Feed:
         self._world = world
         self._needs = needs
         ready = _Ready(data, world, needs, ring)
-        self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
+        self._ahead = Prefetcher(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
         """How long the last step waited for its samples to be read."""
 

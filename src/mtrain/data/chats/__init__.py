@@ -1,0 +1,1 @@
+"""Chats: messages, templates, the loss mask of their tokens, and their samples."""

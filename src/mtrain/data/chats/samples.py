@@ -1,0 +1,359 @@
+"""Samples of encoded chats: one chat each or a window of several, and pairs for preferences."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain import strict_json
+from mtrain.config.compose.paths import user_path
+from mtrain.config.schema.data import DataConfig
+from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, TABLE
+from mtrain.data.samples.bin_packing import first_fit
+from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
+from mtrain.data.samples.token_stream import SHARES, split_records
+from mtrain.data.store import cache
+from mtrain.data.store.cache import writing
+from mtrain.data.store.corpus import Corpus
+from mtrain.data.store.indexed import IndexedDataset
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+NOTHING = -1
+"""The id of padding."""
+KEPT = 256
+"""Samples that are cached, as those of a micro-batch are read more than once."""
+WINDOWS = "windows.bin"
+
+
+class Prepared:
+    """Encoded chats in memory maps; `group` documents belong together: 1, or 2 of a pair."""
+
+    def __init__(self, corpus: Corpus, group: int = 1) -> None:
+        assert corpus.prefix is not None
+        folder = corpus.prefix.parent
+        self.corpus = corpus
+        self.group = group
+        self.dataset = IndexedDataset(corpus.prefix)
+        self.learned = _mapped(folder / LEARNED, np.uint8)
+        self.table = _mapped(folder / TABLE, np.dtype("<i8"))
+        documents = self.dataset.num_documents
+        if (
+            len(self.table) != documents * COLUMNS
+            or len(self.learned) != self.dataset.num_tokens
+            or documents % group
+        ):
+            raise CorruptData(
+                f"{folder}: {LEARNED} or {TABLE} does not match tokens.idx: remove the folder"
+            )
+        self.table = self.table.reshape(-1, COLUMNS)
+
+    def __len__(self) -> int:
+        return len(self.table) // self.group
+
+    def learnable(self, length: int) -> np.ndarray:
+        """Return whether all documents of each group learn something in their first `length`
+        tokens; bool [n].
+        """
+        return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
+
+    def sizes(self, chats: np.ndarray, length: int) -> np.ndarray:
+        """Return the sizes of documents that are cut at `length`; int64."""
+        return np.minimum(self.dataset.lengths[chats].astype(np.int64), length)
+
+    def document(self, number: int, length: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first `length` ids of a document and their loss mask.
+
+        Raises CorruptData for an id outside the vocabulary.
+        """
+        start = self.dataset.document_start(number)
+        ids = self.dataset[number][:length].astype(np.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise CorruptData(
+                f"{self.place(number)}: token ids from {ids.min()} to {ids.max()}; the vocabulary"
+                f" has ids 0 to {vocab_size - 1}"
+            )
+        known = self.learned[start : start + len(ids)] != 0
+        known[:1] = False
+        return ids, known
+
+    def place(self, number: int) -> str:
+        """Return file and line of a document's chat."""
+        return f"{self.corpus.meta['file']}:{self.table[number, 0]}"
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    except (OSError, ValueError) as error:
+        raise CorruptData(f"{path}: cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of documents, one for each sample: those of `order` from one of `starts` to the
+    next.
+    """
+
+    order: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, place: int) -> list[int]:
+        return self.order[self.starts[place] : self.starts[place + 1]].tolist()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of `seq_length` tokens and the one that follows, as arrays [seq_length + 1]."""
+
+    tokens: np.ndarray
+    """int64: ids, `NOTHING` for padding."""
+    learned: np.ndarray
+    """bool: the loss mask."""
+    starts: tuple[int, ...]
+    """The places where its documents begin; padding at the end counts as a document."""
+    documents: tuple[int, ...]
+
+
+class ChatSamples:
+    """The samples of a split; `len` is the number per epoch, and sample numbers go on from there.
+
+    The order of epoch e is drawn from the seed and e. A chat is cut at `seq_length` tokens; it is
+    left out if it then learns nothing. With `multiple`, a sample is the chats of one of `windows`,
+    each padded to a multiple of this many tokens.
+    """
+
+    def __init__(
+        self,
+        chats: Prepared,
+        windows: Windows,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        name: str,
+        counts: dict[str, int],
+        multiple: int | None = None,
+    ) -> None:
+        self.chats = chats
+        self.windows = windows
+        self.seq_length = seq_length
+        self.name = name
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.multiple = multiple
+        self._counts = counts
+        self._order = functools.lru_cache(maxsize=4)(self._draw)
+        self._sample = functools.lru_cache(maxsize=KEPT)(self._made)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def _draw(self, epoch: int) -> Permutation:
+        return Permutation(len(self), keys(self.seed, epoch, f"chats {self.name}", ROUNDS))
+
+    def window_of(self, number: int) -> int:
+        """Return the window of a sample."""
+        epoch, place = divmod(int(number), len(self))
+        return int(self._order(epoch)(np.array([place], np.int64))[0])
+
+    def sample(self, number: int) -> Sample:
+        """Return the sample of a number; raise CorruptData for an id outside the vocabulary."""
+        return self._sample(self.window_of(number))
+
+    def _made(self, window: int) -> Sample:
+        length = self.seq_length
+        documents = tuple(self.windows[window])
+        tokens = np.full(length + 1, NOTHING, np.int64)
+        learned = np.zeros(length + 1, np.bool_)
+        starts = []
+        at = 0
+        step = self.multiple or 1
+        for number in documents:
+            ids, known = self.chats.document(number, length, self.vocab_size)
+            tokens[at : at + len(ids)] = ids
+            learned[at : at + len(ids)] = known
+            starts.append(at)
+            at += -(-len(ids) // step) * step
+        if at < length and self.multiple is not None:
+            starts.append(at)
+        return Sample(tokens, learned, tuple(starts), documents)
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return int64 [n, seq_length + 1]: token ids, `NOTHING` for padding.
+
+        Raises CorruptData for an id outside the vocabulary.
+        """
+        return np.stack([self.sample(number).tokens for number in numbers])
+
+    def place(self, number: int) -> str:
+        """Return file and line of each chat of a sample."""
+        return ", ".join(self.chats.place(document) for document in self.sample(number).documents)
+
+    def describe(self) -> dict[str, int]:
+        """Return the numbers of chats, tokens, chats cut and left out, and samples of an epoch."""
+        return {**self._counts, "samples": len(self)}
+
+
+class PairSamples:
+    """The pairs of a split, in the order in which `ChatSamples` has chats."""
+
+    def __init__(
+        self,
+        chats: Prepared,
+        pairs: np.ndarray,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        name: str,
+        counts: Any,
+    ) -> None:
+        # a pair is two windows of one document: the rejected chat follows the chosen one
+        chosen = Windows(2 * pairs, np.arange(len(pairs) + 1))
+        self._chosen = ChatSamples(chats, chosen, seq_length, seed, vocab_size, name, counts)
+        rejected = Windows(2 * pairs + 1, chosen.starts)
+        self._rejected = ChatSamples(chats, rejected, seq_length, seed, vocab_size, name, counts)
+        self.seq_length = seq_length
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def pair(self, number: int) -> tuple[Sample, Sample]:
+        """Return the chosen and the rejected sample of a number.
+
+        Their common start is not learned.
+        """
+        return self._chosen.sample(number), self._rejected.sample(number)
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair,
+        `NOTHING` after their ends.
+        """
+        return np.stack([sample.tokens for number in numbers for sample in self.pair(number)])
+
+    def learned(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the loss mask of these tokens: bool [2 n, seq_length + 1]."""
+        return np.stack([sample.learned for number in numbers for sample in self.pair(number)])
+
+    def place(self, number: int) -> str:
+        """Return file and line of a pair."""
+        return self._chosen.place(number)
+
+    def describe(self) -> dict[str, int]:
+        """Return the numbers of pairs, tokens, pairs cut and left out, and samples of an epoch."""
+        return self._chosen.describe()
+
+
+def open_chats(
+    data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str]
+) -> dict[str, ChatSamples | PairSamples | None]:
+    """Return the samples of each split: consecutive chats, at least one for a share above zero.
+
+    Raises ConfigError if a needed split has nothing to learn, or the tokenizer has more ids than
+    the model.
+    """
+    held = corpus.meta["vocab_size"]
+    if held > vocab_size:
+        rule = f"the tokenizer of the chats has {held} tokens, the model {vocab_size}"
+        raise ConfigError(
+            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
+        )
+    chats = Prepared(corpus, 1 if data.kind == "sft" else 2)
+    learnable = chats.learnable(data.length)
+    problems = []
+    out: dict[str, ChatSamples | PairSamples | None] = dict.fromkeys(SHARES)
+    for name, part in zip(SHARES, split_records(len(chats), data.split), strict=True):
+        kept = part.start + np.flatnonzero(learnable[part.start : part.stop])
+        if len(kept):
+            order = seed if name == "train" else 0
+            out[name] = _samples(data, chats, part, kept, vocab_size, order, name)
+        elif name in need or name == "train":
+            problems.append(_nothing(data, name, len(part), len(chats)))
+    if problems:
+        raise ConfigError(problems)
+    return out
+
+
+def _nothing(data: DataConfig, name: str, held: int, total: int) -> Problem:
+    """Return the problem of a needed split of `held` chats without a sample."""
+    if not held:
+        rule = f"the {name} split has none of the {total} chats"
+        fix = f"a larger share for {name}"
+        return Problem("MT605", "data.split", list(data.split), rule, fix)
+    rule = (
+        f"{data.path}: none of the {held} chats of the {name} split has anything to learn in its"
+        f" first {data.length} tokens"
+    )
+    return Problem("MT605", "data.seq_length", data.seq_length, rule, "a larger data.seq_length")
+
+
+def _samples(
+    data: DataConfig,
+    chats: Prepared,
+    part: range,
+    kept: np.ndarray,
+    vocab_size: int,
+    seed: int,
+    name: str,
+) -> ChatSamples | PairSamples:
+    documents = (chats.group * kept[:, None] + np.arange(chats.group)).ravel()
+    lengths = chats.dataset.lengths[chats.group * part.start : chats.group * part.stop]
+    multiple = None
+    counts = {
+        "documents": len(kept),
+        "tokens": int(chats.sizes(documents, data.length).sum()),
+        "cut": int((lengths > data.length).sum()),
+        "left_out": len(part) - len(kept),
+    }
+    if data.kind == "preference":
+        return PairSamples(chats, kept, data.length, seed, vocab_size, name, counts)
+    windows = Windows(kept, np.arange(len(kept) + 1))
+    if data.packed:
+        multiple = data.packed_multiple or 1
+        windows = _packed(data, chats, documents, multiple, part)
+    return ChatSamples(chats, windows, data.length, seed, vocab_size, name, counts, multiple)
+
+
+def _packed(
+    data: DataConfig, chats: Prepared, documents: np.ndarray, multiple: int, part: range
+) -> Windows:
+    """Return the windows that first fit makes of the chats of a split, from the cache or new."""
+    settings = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
+    digest = hashlib.sha256(strict_json.dumps(settings).encode()).hexdigest()[:16]
+    folder = user_path(data.cache_dir) / f"windows-{digest}"
+
+    def meta() -> dict[str, Any] | None:
+        try:
+            counts: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            size = 8 * (counts["chats"] + counts["windows"] + 1)
+            complete = (folder / WINDOWS).stat().st_size == size
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return counts if complete else None
+
+    def make(building: Path) -> None:
+        sizes = -(-chats.sizes(documents, data.length) // multiple) * multiple
+        order, starts = first_fit(sizes, data.length)
+        (building / WINDOWS).write_bytes(np.concatenate([order, starts]).astype("<i8").tobytes())
+        rows = {"kind": "windows", "chats": len(order), "windows": len(starts) - 1}
+        (building / META).write_text(strict_json.dumps(rows) + "\n", encoding="utf-8")
+
+    with writing(folder.parent):
+        counts = cache.build_once(folder, meta, make)
+    values = _mapped(folder / WINDOWS, np.dtype("<i8"))
+    order = values[: counts["chats"]]
+    starts = values[counts["chats"] :]
+    if len(order) != len(documents) or len(starts) != counts["windows"] + 1:
+        raise CorruptData(f"{folder}: its windows are of other chats: remove the folder")
+    return Windows(documents[order], starts)

@@ -1,0 +1,1 @@
+"""Texts with images: records, decoded images, and their samples."""

@@ -1,0 +1,243 @@
+"""The features of a tokenizer.json for which gigatoken gives the ids of tokenizers.
+
+It is a list of allowed features. gigatoken 0.10 ignores some keys of a tokenizer.json, such as
+`single_word`, and a sample shows a difference only if it has the right words. Each entry here was
+compared with tokenizers on random texts (`tests/unit/test_fast_features.py`); a file with any other
+feature is encoded by tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+SPACE = "\u2581"
+"""The space in the vocabularies of sentencepiece."""
+NOTHING = (None, "")
+TOP = [
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+]
+TOKEN = ["id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"]
+BPE = [
+    "type",
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+]
+MOST_COMPARED = 4096
+"""Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands.
+"""
+Step = Mapping[str, Any]
+
+
+def unsupported(body: Mapping[str, Any]) -> str:
+    """Return the first feature of a tokenizer.json for which gigatoken may differ, or ""."""
+    return next(_reasons(body), "")
+
+
+def _reasons(body: Mapping[str, Any]) -> Iterator[str]:
+    yield from _unknown("the file", body, TOP)
+    model = body.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        yield f"its model is {kind}, and only BPE is known to be encoded alike"
+        return
+    yield from _model(model, body.get("added_tokens") or ())
+    if model.get("byte_fallback"):
+        yield from _of_sentencepiece(body)
+    else:
+        yield from _of_bytes(body)
+    yield from _added(body.get("added_tokens") or (), normalized=body.get("normalizer") is not None)
+
+
+def _unknown(what: str, values: Step, known: Collection[str]) -> Iterator[str]:
+    strange = [key for key in values if key not in known]
+    if strange:
+        yield f"{what} has a key {strange[0]}, which is not known"
+
+
+def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
+    yield from _unknown("its model", model, (*BPE, "vocab", "merges"))
+    if model.get("dropout"):
+        yield f"its merges are left out by chance (dropout {model['dropout']})"
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in NOTHING:
+            yield f"its model has {key} {model[key]!r}"
+    products = {"".join(_pair(merge)) for merge in model["merges"]}
+    if model.get("byte_fallback"):
+        bytes_ = {f"<0x{value:02X}>" for value in range(256)}
+        if not bytes_ <= model["vocab"].keys():
+            yield "its vocabulary has not a token for each byte"
+        if model.get("ignore_merges"):
+            yield (
+                "its model takes whole words that are tokens (ignore_merges), and has tokens of"
+                " bytes"
+            )
+        if bytes_ & products:
+            yield f"a merge makes {min(bytes_ & products)}, which stands for a byte"
+        return
+    letters = set(_letters())
+    if not letters <= model["vocab"].keys():
+        yield "its vocabulary has not a letter for each byte"
+    named = {token.get("content") for token in added}
+    odd = next(
+        (token for token in model["vocab"] if token not in named and not letters.issuperset(token)),
+        None,
+    )
+    if odd is not None:
+        yield f"its vocabulary has {odd[:40]!r}, which is not written in the letters of bytes"
+
+
+def _pair(merge: Any) -> Sequence[str]:
+    return merge.split(" ", 1) if isinstance(merge, str) else merge
+
+
+def _letters() -> Iterator[str]:
+    """Yield the letter that stands for each byte:
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = 256
+    for value in range(256):
+        if value in plain:
+            yield chr(value)
+        else:
+            yield chr(other)
+            other += 1
+
+
+def _steps(step: Any, inner: str) -> list[Step]:
+    """Return the steps of a normalizer or pre-tokenizer, one by one."""
+    if step is None:
+        return []
+    if step.get("type") == "Sequence":
+        return [one for each in step.get(inner) or () for one in _steps(each, inner)]
+    return [step]
+
+
+def _of_bytes(body: Step) -> Iterator[str]:
+    """Yield the reasons against a BPE on bytes, such as GPT-2's and tiktoken's vocabularies."""
+    for step in _steps(body.get("normalizer"), "normalizers"):
+        if step != {"type": "NFC"}:
+            yield f"its normalizer is {_named(step)}"
+    steps = _steps(body.get("pre_tokenizer"), "pretokenizers")
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        yield "its pre-tokenizer does not end with ByteLevel"
+        return
+    yield from _unknown(
+        "its pre-tokenizer ByteLevel",
+        steps[-1],
+        ["type", "add_prefix_space", "trim_offsets", "use_regex"],
+    )
+    if steps[-1].get("add_prefix_space", True):
+        yield "its pre-tokenizer puts a space in front (add_prefix_space)"
+    if steps[-1].get("use_regex", True) is not (len(steps) == 1):
+        yield (
+            "its pre-tokenizer ByteLevel cuts words where others do, or not where none does"
+            " (use_regex)"
+        )
+    for step in steps[:-1]:
+        how = (step.get("behavior"), step.get("invert", False))
+        regex = isinstance(step.get("pattern"), dict) and list(step["pattern"]) == ["Regex"]
+        if (
+            step.get("type") != "Split"
+            or not regex
+            or how not in (("Isolated", False), ("Removed", True))
+        ):
+            yield f"its pre-tokenizer has {_named(step)}"
+        yield from _unknown(
+            "a Split of its pre-tokenizer", step, ("type", "pattern", "behavior", "invert")
+        )
+
+
+def _of_sentencepiece(body: Step) -> Iterator[str]:
+    """Yield the reasons against a BPE of sentencepiece with tokens of bytes."""
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    front = {"type": "Prepend", "prepend": SPACE}
+    steps = _steps(body.get("normalizer"), "normalizers")
+    if steps not in ([], [spaces], [front, spaces]):
+        odd = next((step for step in steps if step not in (spaces, front)), steps[0])
+        yield f"its normalizer has {_named(odd)}"
+    cuts = _steps(body.get("pre_tokenizer"), "pretokenizers")
+    merged = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
+    metaspace = {"type": "Metaspace", "replacement": SPACE}
+    schemes = [{**metaspace, "prepend_scheme": scheme} for scheme in ("always", "first", "never")]
+    metaspaces = [{**one, "split": split} for one in schemes for split in (True, False)]
+    if steps and cuts not in ([], [merged]):
+        yield f"its pre-tokenizer has {_named(cuts[0])} behind a normalizer that writes spaces"
+    elif not steps and not (len(cuts) == 1 and cuts[0] in metaspaces):
+        cut = f"its pre-tokenizer has {_named(cuts[0])}" if cuts else "it has no pre-tokenizer"
+        yield f"{cut}, and it has no normalizer"
+
+
+def _named(step: Step) -> str:
+    said = {
+        key: value for key, value in step.items() if key not in ("type", "precompiled_charsmap")
+    }
+    return f"{step.get('type')}{f' {said}' if said else ''}"[:120]
+
+
+def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
+    """Yield tokens that are found in a text before anything else is done with it."""
+    for token in tokens:
+        name = repr(token.get("content"))[:60]
+        yield from _unknown(f"its token {name}", token, TOKEN)
+        for key in ("single_word", "lstrip", "rstrip"):
+            if token.get(key):
+                yield f"its token {name} has {key}"
+        if token.get("normalized") and normalized:
+            yield f"its token {name} is found in text that is normalized"
+        if not token.get("content"):
+            yield "it has an added token without letters"
+    if len(tokens) > MOST_COMPARED:
+        yield f"it has {len(tokens)} added tokens"
+        return
+    kinds = {
+        str(t.get("content")): (bool(t.get("special")), bool(t.get("normalized"))) for t in tokens
+    }
+    for kind, other in combinations(set(kinds.values()), 2):
+        ones = [content for content, each in kinds.items() if each == kind]
+        others = [content for content, each in kinds.items() if each == other]
+        if met := _meeting(ones, others):
+            yield (
+                f"its tokens {met[0]!r} and {met[1]!r} share letters where they meet, and are not"
+                " of one kind"
+            )
+
+
+def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    """Return two tokens of which one holds the other, or begins with what the other ends with."""
+    for left, right in ((ones, others), (others, ones)):
+        begins: dict[str, str] = {
+            content[:n]: content for content in right for n in range(1, len(content) + 1)
+        }
+        for content in left:
+            for at in range(len(content)):
+                if content[at:] in begins:
+                    return content, begins[content[at:]]
+        whole = set(right)
+        for content in left:
+            spans = (
+                content[a:b] for a in range(len(content)) for b in range(a + 1, len(content) + 1)
+            )
+            if found := next((span for span in spans if span in whole), None):
+                return content, found
+    return None

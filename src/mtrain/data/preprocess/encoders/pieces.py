@@ -1,0 +1,247 @@
+"""Pieces of a text whose token ids do not depend on what stands around them, and a memory of the
+ids of pieces.
+
+A tokenizer cuts a text before it looks for tokens, at places that are known for the cutting
+patterns below. Words repeat, so most pieces were encoded before. What cannot be cut so for sure is
+encoded as it is, by the library.
+
+Why a cut is right: every pattern is a list of alternatives that are tried from left to right, where
+the match before ended. In those of GPT-2 no alternative has white space behind anything else, so a
+match ends wherever white space follows a letter, a digit or a sign. The later ones take line ends
+behind signs, and only there. The only look ahead, `\\s+(?!\\S)`, is at the end of white space, and
+a piece ends in none, unless the text does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import tokenizers
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LATER = (
+    rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}",
+    rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_TAIL}",
+    _O200K,
+)
+"""Patterns of Llama 3 and GPT-4, Qwen 2, and GPT-4o."""
+AT_SPACES = re.compile(r"\s*\S+|\s+")
+NOT_BEHIND_SIGNS = re.compile(r"\s*\S+(?:(?<![A-Za-z0-9])[\r\n]\s*\S*)*|\s+")
+WORDS = re.compile(r"[^ \t\n\r]+")
+"""For WordPiece, which drops white space."""
+DOUBTFUL = "[\x1c-\x1f\x85\u180e\u200b]"
+"""What is white space for some engines and not for others: a text with one is encoded as it is."""
+CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u180e\u200b]"
+"""What BERT takes out of words, and DOUBTFUL."""
+_OF_ASCII = (
+    r" ?(?:[A-Za-z]+|[0-9]+|(?<! )'(?:s|t|re|ve|m|ll|d)|[^\sA-Za-z0-9]+)|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}|"
+    r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]|"
+    r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+",
+    r"[^\r\nA-Za-z0-9]?[A-Z]*[a-z]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\nA-Za-z0-9]?[A-Z]+[a-z]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[0-9]{1,3}|"
+    r" ?[^\sA-Za-z0-9]+[\r\n/]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+",
+)
+"""GPT2 and LATER for ASCII text, with explicit classes of letters and digits."""
+FINER = {
+    pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)
+}
+OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
+MANY = 1 << 19
+"""Letters of texts that are packed at once."""
+MOST = 1 << 18
+LONGEST = 48
+"""Pieces that are remembered (about 50 MB), and letters of one."""
+LETTERS = {byte: 256 + i for i, byte in enumerate([*range(33), 127])}
+"""The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand
+for themselves.
+"""
+Find = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut texts into pieces."""
+
+    pieces: Find
+    words: Find | None
+    """How ASCII is cut into what the tokenizer itself takes apart, in other words; None: it is not
+    known.
+    """
+    doubtful: str = DOUBTFUL
+
+
+def cut_of(body: dict[str, Any]) -> Cut | None:
+    """Return how texts may be cut for a tokenizer.json, or None if they may not be cut."""
+    model = body.get("model") or {}
+    normalizer = body.get("normalizer")
+    if any(body.get(key) for key in ("truncation", "padding")) or model.get("dropout"):
+        return None
+    kind = (normalizer or {}).get("type")
+    steps = _steps(body.get("pre_tokenizer"))
+    names = [step["type"] for step in steps]
+    normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
+    if kind and normalized:  # it is looked for behind the normalizer, where its name may be another
+        return None
+    if model.get("type") == "WordPiece":
+        fits = kind in (None, "BertNormalizer") and names == ["BertPreTokenizer"]
+        return Cut(WORDS.findall, OF_WORDPIECE.findall, CONTROLS) if fits else None
+    if model.get("type") not in ("BPE", None) or kind not in (None, "NFC") or not steps:
+        return None
+    *before, last = steps
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space", True):
+        return None
+    if not last.get("use_regex", True):
+        return _of_split(before[-1]) if names[:-1] == ["Split"] else None
+    if names[:-1] == ["Digits"]:
+        return Cut(AT_SPACES.findall, None)
+    return Cut(AT_SPACES.findall, FINER[GPT2].findall) if not before else None
+
+
+def _of_split(step: dict[str, Any]) -> Cut | None:
+    pattern = (step.get("pattern") or {}).get("Regex")
+    if step.get("behavior") != "Isolated" or step.get("invert") or pattern not in FINER:
+        return None
+    return Cut((AT_SPACES if pattern == GPT2 else NOT_BEHIND_SIGNS).findall, FINER[pattern].findall)
+
+
+def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the steps of a pre-tokenizer, in their order."""
+    if not isinstance(pre_tokenizer, dict):
+        return []
+    inner = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else None
+    return [pre_tokenizer] if inner is None else [step for one in inner for step in _steps(one)]
+
+
+class Pieces(dict[str, bytes]):
+    """Ids of texts as bytes of a dtype, remembered by piece; see the module.
+
+    `plain`: a text that has a special token's name in it means these characters, and not the token.
+    """
+
+    many = MANY
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, cut: Cut, code: str, plain: bool) -> None:
+        self._tokenizer = tokenizer
+        self._cut = cut
+        self._code = code
+        if type(tokenizer.model).__name__ == "BPE" and cut.words is not None:
+            self._model = tokenizer.model
+        else:
+            self._model = None
+        added = tokenizer.get_added_tokens_decoder().values()
+        names = [
+            re.escape(token.content)
+            for token in added
+            if token.content and not (plain and token.special)
+        ]
+        self._named = re.compile("|".join(names) or "(?!)").search
+        self._doubtful = re.compile(cut.doubtful).search
+        self._missing: list[str] = []
+
+    def __missing__(self, piece: str) -> bytes:
+        self._missing.append(piece)
+        return b""
+
+    def pack(self, texts: Sequence[str]) -> list[bytes]:
+        """Return the ids of each text."""
+        self._make_room()
+        out = [b""] * len(texts)
+        again = list[int]()
+        whole = list[int]()
+        # one text at a time, so that its pieces stay in the processor's cache
+        for i, text in enumerate(texts):
+            pieces = self._pieces(text)
+            if pieces is None:
+                whole.append(i)
+                continue
+            before = len(self._missing)
+            out[i] = self._joined(pieces)
+            if len(self._missing) > before:
+                again.append(i)
+        learnt = self._learn()
+        for i in again:
+            out[i] = self._joined(self._pieces(texts[i]) or [])
+        self._forget_long(learnt)
+        for i, packed in zip(whole, self._encoded([texts[i] for i in whole]), strict=True):
+            out[i] = packed
+        return out
+
+    def _pieces(self, text: str) -> list[str] | None:
+        """Return the pieces of a text; None: it is encoded as it is."""
+        if self._doubtful(text) or self._named(text):
+            return None
+        words = self._cut.words
+        return words(text) if words is not None and text.isascii() else self._cut.pieces(text)
+
+    def _make_room(self) -> None:
+        if len(self) > MOST:
+            self.clear()
+
+    def _forget_long(self, learnt: list[str]) -> None:
+        for piece in learnt:
+            if len(piece) > LONGEST:
+                del self[piece]
+
+    def _joined(self, pieces: list[str]) -> bytes:
+        if len(pieces) < 2:
+            return self[pieces[0]] if pieces else b""
+        return b"".join(itemgetter(*pieces)(self))
+
+    def _learn(self) -> list[str]:
+        """Encode the pieces that are missing."""
+        missing = list(dict.fromkeys(self._missing))
+        self._missing = []
+        if self._model is None:
+            self.update(zip(missing, self._encoded(missing), strict=True))
+            return missing
+        words = [piece for piece in missing if piece.isascii()]
+        rest = [piece for piece in missing if not piece.isascii()]
+        self.update(zip(words, self._by_model(words), strict=True))
+        self.update(zip(rest, self._encoded(rest), strict=True))
+        return missing
+
+    def _by_model(self, pieces: list[str]) -> Iterator[bytes]:
+        """Yield the packed ids of ASCII pieces, which the model gives for each word in the letters
+        of ByteLevel.
+        """
+        assert self._model is not None
+        assert self._cut.words is not None
+        ask = self._model.tokenize
+        code = self._code
+        for piece in pieces:
+            ids = [
+                token.id
+                for word in self._cut.words(piece)
+                for token in ask(word.translate(LETTERS))
+            ]
+            yield array(code, ids).tobytes()
+
+    def _encoded(self, texts: list[str]) -> list[bytes]:
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else []
+        return [array(self._code, encoding.ids).tobytes() for encoding in found]
+
+
+def pieces_of(
+    tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces
+) -> Pieces | None:
+    """Return a memory for a tokenizer; None where its texts may not be cut."""
+    cut = cut_of(json.loads(tokenizer.to_str()))
+    return None if cut is None else kind(tokenizer, cut, code, plain)

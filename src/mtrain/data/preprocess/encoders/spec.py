@@ -1,0 +1,164 @@
+"""The tokenizer that a user names: its kind and files, found without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtrain import units
+from mtrain.config.disk.files import kind_of
+from mtrain.config.disk.token_files import MAX_TOKENIZER
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
+IN_A_FOLDER = (
+    ("tokenizer.json", ("tokenizer.json",)),
+    ("sentencepiece", ("tokenizer.model",)),
+    ("sentencepiece", ("spiece.model",)),
+    ("gpt2", ("vocab.json", "merges.txt")),
+    ("bert", ("vocab.txt",)),
+)
+"""Kind, and the files of it that a folder has, in the order in which they are looked for."""
+FIX = (
+    "tokenizer=PATH of a tokenizer.json, *.model, *.tiktoken, vocab.json (with merges=), vocab.txt,"
+    " or their folder"
+)
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """A tokenizer on the disk, and the user's choices for it."""
+
+    kind: str
+    """One of KINDS."""
+    files: tuple[str, ...]
+    plain: bool = False
+    """Names of special tokens in a text are characters, and not those tokens."""
+    eod_token: str | None = None
+    """The token that ends a document; None: what the tokenizer says."""
+    lower_case: bool = True
+    """Of `bert`."""
+    pattern: str = "v2"
+    """Of `tiktoken`: how texts are cut."""
+    special_tokens: tuple[tuple[str, int], ...] = ()
+    """Of `tiktoken`."""
+    num_special_tokens: int = 1000
+    """Of the JSON form of `tiktoken`: ids before the first token."""
+    vocab_size: int | None = None
+    """Of the JSON form of `tiktoken`: tokens beyond are left out."""
+    engine: str = "auto"
+    """What encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which is gigatoken
+    where it is installed and has the same ids on a sample.
+    """
+    digests: tuple[str, ...] = field(default=(), compare=False)
+    """sha256 of the files."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest of a single file; of several a digest of theirs."""
+        if len(self.digests) == 1:
+            return self.digests[0]
+        return hashlib.sha256("|".join(self.digests).encode()).hexdigest()
+
+
+def find_tokenizer(
+    path: Path, merges: Path | None = None, kind: str | None = None, **options: object
+) -> TokenizerSpec:
+    """Return the tokenizer at a path: of a file by its name and beginning, of a folder by what lies
+    in it.
+
+    Raises:
+        ConfigError: nothing is there, or it is no tokenizer that is known.
+        CorruptData: a file is too large for one.
+    """
+    if os.path.isdir(path):
+        chosen, files = _in_folder(path, kind)
+    else:
+        readable(path)
+        chosen = kind or _kind_of_file(path, merges)
+        files = [path, *([merges or path.with_name("merges.txt")] if chosen == "gpt2" else [])]
+    for file in files:
+        readable(file)
+    if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
+        rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
+        raise ConfigError(
+            [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+        )
+    digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
+
+
+def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
+    """Return the first tokenizer in a folder, or the first of a kind: its kind and its files."""
+    for of, names in IN_A_FOLDER:
+        files = [path / name for name in names]
+        if all(map(os.path.isfile, files)):
+            found = _kind_of_model(files[0]) if of == "sentencepiece" else of
+            if kind in (None, found):
+                return found, files
+    raise _wrong(
+        path, f"a folder without a tokenizer {f'of the kind {kind}' if kind else 'that is known'}"
+    )
+
+
+def readable(path: Path) -> None:
+    """Pass a regular file that is not too large.
+
+    Raises:
+        ConfigError: it is not a regular file, or cannot be read.
+        CorruptData: it is too large.
+    """
+    try:
+        kind = kind_of(path)
+        if not kind:
+            with open(path, "rb") as file:
+                file.read(1)
+    except (OSError, ValueError) as error:
+        raise _wrong(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if kind:
+        raise _wrong(path, f"is {kind}")
+    if (size := path.stat().st_size) > MAX_TOKENIZER:
+        raise CorruptData(
+            f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(MAX_TOKENIZER)}"
+        )
+
+
+def _kind_of_file(path: Path, merges: Path | None) -> str:
+    if path.suffix == ".json":
+        return _kind_of_json(path, merges)
+    if path.suffix == ".tiktoken":
+        return "tiktoken"
+    if path.suffix == ".model":
+        return _kind_of_model(path)
+    if path.suffix == ".txt":
+        return "bert"
+    raise _wrong(path, "is no tokenizer by its name", f"{FIX}, or kind={'|'.join(KINDS)}")
+
+
+def _kind_of_json(path: Path, merges: Path | None) -> str:
+    try:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{path}: not JSON: {str(error)[:200]}") from None
+    if isinstance(body, list):
+        return "tiktoken"
+    if merges is not None or (
+        isinstance(body, dict) and "model" not in body and path.with_name("merges.txt").is_file()
+    ):
+        return "gpt2"
+    return "tokenizer.json"
+
+
+def _kind_of_model(path: Path) -> str:
+    """Llama 3 has a file of tiktoken called tokenizer.model: lines of base64 and a number."""
+    readable(path)
+    with open(path, "rb") as file:
+        words = file.read(256).split(b"\n")[0].split()
+    return "tiktoken" if len(words) == 2 and words[1].isdigit() else "sentencepiece"
+
+
+def _wrong(path: Path, rule: str, fix: str = FIX) -> ConfigError:
+    return ConfigError([Problem("MT603", "tokenizer", str(path), rule, fix, "command line")])

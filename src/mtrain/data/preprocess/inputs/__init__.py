@@ -1,0 +1,1 @@
+"""Input files as documents: formats, units of work, records, tables, sentences."""

@@ -1,0 +1,1 @@
+"""Samples of tokens by number: order, blends, packing, whole documents, synthetic tokens."""

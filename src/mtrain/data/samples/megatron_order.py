@@ -1,0 +1,378 @@
+"""Megatron-LM's order of samples, identical to megatron-core's GPTDataset and BlendedDataset.
+
+The sequences of a split are shuffled, those of all epochs together except perhaps the last, and
+laid end to end; sample j of that stream is the seq_length + 1 tokens from j * seq_length on; the
+samples are shuffled again. Both shuffles are numpy's Mersenne Twister from the seed. So they are
+computed once, in files of `data.cache_dir` that ranks map, and depend on the number of samples of
+the whole run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain import strict_json
+from mtrain.data.samples import megatron_cache
+from mtrain.data.samples.blend import Blend
+from mtrain.data.samples.greedy_blend import Greedy
+from mtrain.data.samples.token_stream import Samples
+from mtrain.data.store.cached_arrays import Arrays, build_arrays
+from mtrain.data.store.indexed import IndexedDataset
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+FINAL_EPOCH = 0.80
+"""The last epoch is shuffled separately if less than this share of it is needed."""
+SURPLUS = 0.005
+"""The share of samples that megatron-core adds to each corpus of a blend."""
+SURELY = 1 << 22
+"""Blends of at most so many samples are counted at open; for larger ones the surplus suffices."""
+CHUNK = 1 << 20
+STRIDE = 1024
+"""Sequences between two whose place in the stream is stored."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that decide the order of a split, together with the lengths of its sequences."""
+
+    first: int
+    """The first sequence of the split."""
+    sequences: int
+    tokens: int
+    seq_length: int
+    seed: int
+    epochs: int
+    samples: int
+    """Their total number."""
+    together: int
+    """The samples before the last epoch if that is shuffled separately, else all."""
+
+    @property
+    def final_apart(self) -> bool:
+        """Return whether the last epoch is shuffled separately."""
+        return self.together < self.samples
+
+
+def shape_of(
+    dataset: IndexedDataset, sequences: range, seq_length: int, seed: int, requested: int | None
+) -> Shape:
+    """Return the shape of a split of which `requested` samples are needed; None for one epoch."""
+    tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
+    epochs = 1 if requested is None else max(1, -(-(requested * seq_length + 1) // tokens))
+    samples = together = (epochs * tokens - 1) // seq_length
+    if epochs > 1 and requested is not None:
+        before = ((epochs - 1) * tokens - 1) // seq_length
+        if requested - before < int(FINAL_EPOCH * ((tokens - 1) // seq_length)):
+            together = before
+    return Shape(
+        sequences.start, len(sequences), tokens, seq_length, seed, epochs, samples, together
+    )
+
+
+def _start(dataset: IndexedDataset, sequence: int) -> int:
+    """Return the place of a sequence's first token; for sequence `len`, the end of the corpus."""
+    if sequence >= len(dataset):
+        return dataset.num_tokens
+    return int(dataset.pointers[sequence]) // dataset.dtype.itemsize
+
+
+def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]) -> None:
+    """Fill the arrays of an order; `array(name, dtype, length)` makes a plain ndarray.
+
+    `sequences` int32: the sequences of all epochs in their order. `starts` int64: the place in the
+    stream of every 1024th of them, and its end. `shuffled` uint32, or int64 if that is too small:
+    the sample at each place.
+    """
+    random = np.random.RandomState(shape.seed)
+    order = array("sequences", "<i4", shape.epochs * shape.sequences)
+    one = np.arange(shape.first, shape.first + shape.sequences, dtype=np.int32)
+    order.reshape(shape.epochs, shape.sequences)[:] = one
+    cut = (shape.epochs - 1) * shape.sequences if shape.final_apart else 0
+    for part in (order[:cut], order[cut:]):
+        if len(part):
+            random.shuffle(part)
+    wide = shape.samples >= np.iinfo(np.uint32).max - 1
+    shuffled = array("shuffled", "<i8" if wide else "<u4", shape.samples)
+    for first in range(0, shape.samples, CHUNK):
+        stop = min(first + CHUNK, shape.samples)
+        shuffled[first:stop] = np.arange(first, stop)
+    for part in (shuffled[: shape.together], shuffled[shape.together :]):
+        if len(part):
+            random.shuffle(part)
+    write_starts(order, lengths, array)
+
+
+def write_starts(
+    order: np.ndarray, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]
+) -> None:
+    """Fill `starts` for the sequences in `order`."""
+    starts = array("starts", "<i8", -(-len(order) // STRIDE) + 1)
+    end = 0
+    at = 0
+    for first in range(0, len(order), CHUNK):
+        sums = np.add.reduceat(
+            lengths[order[first : first + CHUNK]].astype(np.int64),
+            np.arange(0, min(CHUNK, len(order) - first), STRIDE),
+        )
+        starts[at : at + len(sums)] = end + np.cumsum(sums) - sums
+        end = end + int(sums.sum())
+        at = at + len(sums)
+    starts[at] = end
+
+
+class MegatronSamples(Samples):
+    """The samples of a range of sequences in Megatron's order; `len` counts those of all epochs.
+
+    Raises ConfigError if the range is too small for one sample, CorruptData for a cache of
+    Megatron-LM that does not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        sequences: range,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        name: str,
+        requested: int | None,
+        cache: Path,
+        megatron_cached: megatron_cache.MegatronCache | None = None,
+    ) -> None:
+        first = _start(dataset, sequences.start)
+        end = _start(dataset, sequences.stop)
+        self._cache = cache
+        self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
+        self.shape = shape = shape_of(dataset, sequences, seq_length, seed, requested)
+        found = None
+        if megatron_cached is not None:
+            wanted = megatron_cache.Wanted(
+                dataset.prefix, name, seed, seq_length, requested, megatron_cached.shares
+            )
+            found = megatron_cache.arrays_of(
+                megatron_cached.folder, wanted, shape.epochs * shape.sequences, shape.samples
+            )
+        arrays = _made(dataset, shape, cache) if found is None else _adopted(dataset, shape, found)
+        self.from_cache = found is not None
+        self._sequences, self._starts, self._shuffled = (
+            arrays[k] for k in ("sequences", "starts", "shuffled")
+        )
+        self._count = shape.samples
+
+    def once(self) -> MegatronSamples:
+        """Return the samples of one epoch of the same sequences, in Megatron-LM's order for one."""
+        if self.shape.epochs == 1:
+            return self
+        return MegatronSamples(
+            self.dataset,
+            self.documents,
+            self.seq_length,
+            self.shape.seed,
+            self.vocab_size,
+            self.name,
+            None,
+            self._cache,
+        )
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return tokens of the samples with these numbers; int64 [n, seq_length + 1].
+
+        After the last sample comes the first again. Raises CorruptData for an id outside the
+        vocabulary.
+        """
+        out = np.empty((len(numbers), self.seq_length + 1), np.int64)
+        for row, number in zip(out, np.asarray(numbers, np.int64) % self._count, strict=True):
+            row[:] = self.dataset.tokens[self._tokens_of(int(number))]
+        if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
+            row, column = np.argwhere((out < 0) | (out >= self.vocab_size))[0]
+            number = int(numbers[row])
+            raise self._outside(
+                int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}"
+            )
+        return out
+
+    def _tokens_of(self, number: int) -> np.ndarray:
+        """Return the place in the corpus of each token of a sample; int64 [seq_length + 1]."""
+        need = self.seq_length + 1
+        dataset = self.dataset
+        place = int(self._shuffled[number]) * self.seq_length
+        chunk = int(np.searchsorted(self._starts, place, side="right")) - 1
+        at = chunk * STRIDE
+        skipped = place - int(self._starts[chunk])
+        begins = []
+        counts = []
+        found = 0
+        while found < need and at < len(self._sequences):
+            some = np.asarray(self._sequences[at : at + STRIDE])
+            if int(some.min()) < 0 or int(some.max()) >= len(dataset):
+                raise CorruptData(
+                    f"{dataset.idx}: its order names sequences {some.min()} to {some.max()}"
+                )
+            lengths = dataset.lengths[some].astype(np.int64)
+            ends = np.cumsum(lengths)
+            # the part of each sequence after the skipped tokens and before the last needed one
+            behind = np.clip(skipped - (ends - lengths), 0, lengths)
+            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
+            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
+            counts.append(used)
+            found = found + int(used.sum())
+            skipped = max(0, skipped - int(ends[-1]))
+            at = at + STRIDE
+        if found < need:
+            raise CorruptData(
+                f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does"
+            )
+        count = np.concatenate(counts)
+        shift = np.concatenate(begins) - (np.cumsum(count) - count)
+        return np.arange(need) + np.repeat(shift, count)
+
+    def describe(self) -> dict[str, int]:
+        """Return the numbers of documents, tokens and samples, and what decides their order."""
+        s = self.shape
+        counts = {"documents": s.sequences, "tokens": s.tokens, "samples": s.samples}
+        return {**counts, "epochs": s.epochs, "together": s.together}
+
+
+def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
+    """Return the arrays of an order, from the cache if it has them."""
+    stamp = os.stat(dataset.idx)
+    key = [*vars(shape).values(), str(dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
+    digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
+    size = shape.epochs * shape.sequences + shape.samples
+    return build_arrays(
+        cache / f"order-{digest}", size, lambda array: write(shape, dataset.lengths, array)
+    )
+
+
+def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
+    """Return the arrays of an order that Megatron-LM made.
+
+    Raises CorruptData for those of another corpus.
+    """
+    order = found["sequences"]
+    for first in range(0, len(order), CHUNK):
+        some = order[first : first + CHUNK]
+        if int(some.min()) < shape.first or int(some.max()) >= shape.first + shape.sequences:
+            said = f"sequences {some.min()} to {some.max()}, and the split has {shape.first} to "
+            raise CorruptData(f"{order.filename}: {said}{shape.first + shape.sequences - 1}")  # type: ignore[attr-defined]
+
+    def array(name: str, dtype: str, length: int) -> np.ndarray:
+        found[name] = np.zeros(length, dtype)
+        return found[name]
+
+    write_starts(order, dataset.lengths, array)
+    megatron_cache.compare(found, dataset.lengths, shape.seq_length, STRIDE)
+    return found
+
+
+def normalized(weights: Sequence[float]) -> np.ndarray:
+    """Return weights that add up to one, by the same additions as megatron-core's."""
+    array = np.array(weights, np.float64)
+    return array / np.sum(array)
+
+
+def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, float]]]:
+    """Return the sequences of train, validation and test, rounded as in megatron-core, with their
+    shares.
+    """
+    ends = [0.0, *itertools.accumulate(normalized(split).tolist())]
+    bounds = [round(end * float(count)) for end in ends]
+    return list(
+        zip(
+            (range(a, b) for a, b in itertools.pairwise(bounds)),
+            itertools.pairwise(ends),
+            strict=True,
+        )
+    )
+
+
+Part = Callable[[int | None], MegatronSamples]
+"""A function that opens the samples of a corpus, as many as requested; None for one epoch."""
+
+
+class MegatronBlend(Blend):
+    """Samples of several parts in the order of megatron-core's BlendedDataset of `total` samples.
+
+    Raises ConfigError if a part has too few samples, unless they may `repeat`.
+    """
+
+    parts: list[MegatronSamples]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        parts: Sequence[MegatronSamples],
+        weights: np.ndarray,
+        total: int,
+        name: str,
+        *,
+        repeat: bool = False,
+    ) -> None:
+        self.parts = list(parts)
+        self.name = name
+        self.total = total
+        self.shares = weights
+        self.seq_length = parts[0].seq_length
+        self.vocab_size = parts[0].vocab_size
+        self.stretches = []
+        self._greedy = Greedy(weights)
+        self._repeat = repeat
+        if total <= SURELY:
+            self._suffice(self._greedy.given(total))
+
+    def once(self, samples: int) -> MegatronBlend:
+        """Return the blend of parts with one epoch each, which may repeat.
+
+        It is this blend itself if its parts have one epoch and suffice for the first `samples`.
+        """
+        parts = [part.once() for part in self.parts]
+        given = self._greedy.given(min(samples, self.total or samples))
+        enough = all(many <= len(part) for many, part in zip(given.tolist(), parts, strict=True))
+        if enough and all(part.shape.epochs == 1 for part in self.parts):
+            return self
+        return MegatronBlend(parts, self.shares, self.total or samples, self.name, repeat=True)
+
+    def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part of each sample and its number there; the first follows the last."""
+        part, index = self._greedy.places(np.asarray(numbers, np.int64) % max(1, self.total or 1))
+        counts = np.zeros(len(self.parts), np.int64)
+        np.maximum.at(counts, part, index + 1)
+        self._suffice(counts)
+        return part, index
+
+    def _suffice(self, counts: np.ndarray) -> None:
+        """Raise ConfigError if a part must give more samples than megatron-core makes of it."""
+        for part, count in zip(self.parts, counts.tolist(), strict=True):
+            if count > len(part) and not self._repeat:
+                rule = (
+                    f"the run needs {count} samples of {part.dataset.prefix}, and Megatron's order"
+                    f" makes {len(part)}"
+                )
+                fix = "data.order=keyed, or other data.blend_weights"
+                raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
+
+
+def blended(
+    parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str
+) -> MegatronBlend:
+    """Return the blend of corpora with `samples` samples.
+
+    With None, it has one epoch of each corpus. Without `weights` too, cut at `samples`.
+    """
+    if weights is None or samples is None:
+        made = [part(None) for part in parts]
+        sizes = [len(one) for one in made]
+        return MegatronBlend(made, normalized(sizes), min(samples or sum(sizes), sum(sizes)), name)
+    shares = normalized(weights)
+    target = [math.ceil(samples * share) for share in shares.tolist()]
+    made = [
+        part(math.ceil(count * (1 + SURPLUS))) for part, count in zip(parts, target, strict=True)
+    ]
+    return MegatronBlend(made, normalized(shares.tolist()), sum(target), name)

@@ -1,0 +1,1 @@
+"""Corpora on disk: token files and their index, remote stores, the cache of what was prepared."""

@@ -1,0 +1,1 @@
+"""Plain text: files to read, tokenizers, and the tokenized corpus."""

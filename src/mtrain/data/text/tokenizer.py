@@ -1,0 +1,304 @@
+"""Text to token ids and back, from a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from mtrain import units
+from mtrain.config.disk.files import kind_of
+from mtrain.config.disk.token_files import EOD_NAMES, MAX_TOKENIZER
+from mtrain.data.chats.template import ChatFormat
+from mtrain.errors import ConfigError, CorruptData, Problem
+
+MAX_ID = 1 << 24
+"""The largest token id: tables have an entry for each id, and known vocabularies are ten times
+smaller.
+"""
+MAX_GROWTH = 4096
+"""Characters that the steps of a tokenizer may make of one."""
+_STEPS = ("normalizer", "pre_tokenizer", "decoder")
+_LETTERS = ("content", "prepend", "replacement")
+
+
+def check_tokenizer(path: Path, text: str) -> None:
+    """Check a `tokenizer.json` before the tokenizers library, which trusts its sizes, reads it.
+
+    Source: the JSON of Hugging Face's tokenizers 0.23, and the header of sentencepiece's
+    `precompiled_charsmap`.
+
+    Raises:
+        CorruptData: it is not a JSON object, a token id is too large, a step makes far more text
+            than it gets, or a table of characters has not the size that it declares.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptData(f"{path}: no tokenizer.json: {str(error)[:200]}") from None
+    if not isinstance(body, dict):
+        raise CorruptData(f"{path}: no tokenizer.json: it is no JSON object")
+    largest = max(_ids(body), default=0)
+    if largest > MAX_ID:
+        raise CorruptData(
+            f"{path}: no tokenizer.json: it has the token id {str(largest)[:20]}, over {MAX_ID}"
+        )
+    for name in _STEPS:
+        steps = list(_dicts(body.get(name)))
+        growth = prod(
+            max(1, len(step[key]))
+            for step in steps
+            for key in _LETTERS
+            if isinstance(step.get(key), str)
+        )
+        if growth > MAX_GROWTH:
+            raise CorruptData(
+                f"{path}: no tokenizer.json: its {name} can make {str(growth)[:20]} letters of one"
+            )
+        for step in steps:
+            if "precompiled_charsmap" in step and not _is_charsmap(step["precompiled_charsmap"]):
+                raise CorruptData(
+                    f"{path}: no tokenizer.json: the precompiled_charsmap of its {name} is cut or"
+                    " altered"
+                )
+
+
+def _ids(body: dict[str, Any]) -> Iterator[int]:
+    model = body.get("model")
+    added = body.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    if isinstance(added, list):
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
+    yield from (number for number in ids if type(number) is int)
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a value."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _is_charsmap(value: Any) -> bool:
+    """Return whether a value is a size in four bytes, a table of that size in words of four bytes,
+    and text in UTF-8.
+    """
+    try:
+        data = base64.b64decode(value, validate=True)
+        size = int.from_bytes(data[:4], "little")
+        data[4 + size :].decode()
+    except (binascii.Error, TypeError, ValueError):
+        return False
+    return len(data) >= 4 and size % 4 == 0 and size <= len(data) - 4
+
+
+LIMIT_BYTES = MAX_TOKENIZER
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """A tokenizer from a `tokenizer.json`: encodes and decodes.
+
+    Raises ConfigError if the file is missing, CorruptData if it is not a tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            if kind := kind_of(self.path):
+                fix = "data.tokenizer=PATH of a tokenizer.json"
+                raise ConfigError(
+                    [Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)]
+                )
+            size = self.path.stat().st_size
+            if size > LIMIT_BYTES:
+                raise CorruptData(
+                    f"{path}: {units.bytes_(size)}; a tokenizer may have"
+                    f" {units.bytes_(LIMIT_BYTES)}"
+                )
+            text = self.path.read_bytes().decode()
+        except OSError as error:
+            fix = "data.tokenizer=PATH of a tokenizer.json"
+            rule = f"cannot be read: {error.strerror}"
+            raise ConfigError([Problem("MT603", "data.tokenizer", str(path), rule, fix)]) from error
+        except UnicodeDecodeError as error:
+            raise CorruptData(
+                f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+            ) from error
+        check_tokenizer(self.path, text)
+        with self._faults_named("no tokenizer.json"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        # meant for the batches of a model, they would cut or pad texts here
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @contextmanager
+    def _faults_named(self, what: str) -> Iterator[None]:
+        """Turn errors of the library into CorruptData.
+
+        It raises bare Exception or, from a panic in Rust, a BaseException.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise CorruptData(f"{self.path}: {what}: {str(error)[:500]}") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """Return one more than the largest token id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def eod(self) -> int | None:
+        """Return the id of the end-of-document token; None if no token has a known name."""
+        ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
+        return next((i for i in ids if i is not None), None)
+
+    def token_of(self, number: int) -> str | None:
+        """Return the name of a token id; None if there is no such token."""
+        return self._tokenizer.id_to_token(number)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    @cached_property
+    def byte_counts(self) -> np.ndarray:
+        """Return the UTF-8 bytes of each token's text, int64 [vocab_size], 0 for special tokens.
+
+        A token of a byte-level vocabulary has a letter for each byte, `<0x0A>` is one byte, and
+        any other token is its own text, with a space for each ▁.
+        """
+        of_bytes = "ByteLevel" in str(json.loads(self._tokenizer.to_str())["decoder"])
+        added = self._tokenizer.get_added_tokens_decoder()
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                counts[number] = 0 if added[number].special else len(token.encode())
+            elif of_bytes:
+                counts[number] = len(token)
+            elif BYTE.fullmatch(token):
+                counts[number] = 1
+            else:
+                counts[number] = len(token.replace("▁", " ").encode())
+        return counts
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without added special tokens, truncation or padding.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode it, for example because its unknown token is
+                not in its vocabulary.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_places(self, text: str) -> list[tuple[int, int]]:
+        """Return each token id of a text with the place of its first character.
+
+        No special tokens are added.
+
+        Raises:
+            CorruptData: as `encode`.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [
+            (number, start)
+            for number, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+
+    def encode_marked(
+        self, text: str, parts: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a text, and whether each lies in one of its `parts`, given as
+        spans of characters.
+
+        As in transformers, a part's tokens go from the one with its first character to the first
+        one with its last character; characters without a token, such as spaces, are skipped. No
+        special tokens are added.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode it.
+        """
+        with self._faults_named("a text cannot be encoded"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        learned = [False] * len(ids)
+        for part in parts:
+            tokens = map(encoding.char_to_token, range(*part))
+            first = next((token for token in tokens if token is not None), None)
+            tokens = map(encoding.char_to_token, reversed(range(*part)))
+            last = next((token for token in tokens if token is not None), None)
+            if first is not None and last is not None:
+                learned[first : last + 1] = [True] * (last + 1 - first)
+        return ids, learned
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts of the special tokens."""
+        return tuple(
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        )
+
+    def text_of(self, number: int) -> str:
+        """Return a token for a reader: its text, or its name if it is a part of a character."""
+        with self._faults_named("an id cannot be decoded"):
+            text = self._tokenizer.decode([number], skip_special_tokens=False)
+            name = self._tokenizer.id_to_token(number)
+        return text if name is None or (text and "\ufffd" not in text) else name
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """Return the ids of the special tokens that begin every text, such as `<s>`."""
+        with self._faults_named("a text cannot be encoded"):
+            ids = self._tokenizer.encode("").ids
+        return [number for number in ids if number != self.eod]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        with self._faults_named("ids cannot be decoded"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def end_of_document_id(tokenizer: Tokenizer) -> int:
+    """Return the id of the token that ends a document.
+
+    It is the `eos_token` of the tokenizer_config.json next to the file, else a token with a known
+    name, else BERT's separator.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    settings = ChatFormat(tokenizer.path.parent)
+    names = (settings.special("eos_token"), *EOD_NAMES, settings.special("sep_token"), "[SEP]")
+    for name in names:
+        number = tokenizer.id_of(name) if name else None
+        if number is not None:
+            return number
+    rule = (
+        f"{tokenizer.path} has no token that ends a document: no token has a known name"
+        f" ({', '.join(EOD_NAMES)})"
+    )
+    fix = f'"eos_token" in a tokenizer_config.json next to {tokenizer.path}'
+    raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
