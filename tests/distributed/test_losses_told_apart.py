@@ -46,7 +46,7 @@ def _recorded(
 
     def job() -> list[dict[str, float]]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.hooks.metrics import step_record
+        from mtrain.train.loop.result import step_record
         from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
@@ -54,7 +54,8 @@ def _recorded(
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
             lines = [
-                step_record(parts, train_step(parts, stop_requested=False)) for _ in range(STEPS)
+                step_record(run, world.size, train_step(parts, stop_requested=False))
+                for _ in range(STEPS)
             ]
             return [{key: line[key] for key in KEYS if key in line} for line in lines]
 

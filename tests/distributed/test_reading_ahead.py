@@ -174,7 +174,7 @@ def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(
 
 def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_rank() -> None:
     """A slot is written again only when the device has read it."""
-    from mtrain.train.loop.prefetch import Feed, Ring
+    from mtrain.train.loop.prefetch import Prefetcher, Ring
 
     done: list[tuple[str, str]] = []
     copied: list[int] = []
@@ -203,7 +203,7 @@ def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_ra
     )
     data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
     ring = Ring.of(device, 1)
-    feed = Feed(data, world, None, lambda place: (sum(place), 4), 1, ring)
+    feed = Prefetcher(data, world, None, lambda place: (sum(place), 4), 1, ring)
     for step in range(7):
         batches = feed.take(4 * step, 4)
         for batch, expected in zip(batches, data.microbatches(4 * step), strict=True):

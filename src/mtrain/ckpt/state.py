@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class TrainState:
     """Samples of the training split used so far: the data position, whatever the layout."""
     skipped_updates: int = 0
     """Updates that fp16 skipped in a row, up to the last step."""
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """States of hooks by name, as a checkpoint had them or as the next one gets them."""
     frozen: store.Frozen | None = None
     """What no step changes, once it was saved."""
 
@@ -72,6 +74,9 @@ def save(
         "digest": run.digest(),
         "data": data_facts,
     }
+    # Left out where no hook has a state: the files of such a run are those of earlier versions.
+    if state.hooks:
+        facts["hooks"] = state.hooks
     ranks = meeting_of(world, run)
     prune = partial(_prune, root, run.checkpoint.keep)
     with sharding.gathered(state.chunks):
@@ -127,6 +132,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     state.step = checkpoint.step
     state.consumed_samples = facts["consumed_samples"]
     state.skipped_updates = facts.get("skipped_updates", 0)
+    state.hooks = facts.get("hooks", {})
     state.schedule.num_steps = facts["schedule_steps"]
     state.schedule.step(0)
     if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:

@@ -120,7 +120,7 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
-    """Write what `train.assemble.logits` computes to `out`; `run` has one rank."""
+    """Write what `train.run.logits` computes to `out`; `run` has one rank."""
     warm(run)
     with scratch_folder() as scratch:
         run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))

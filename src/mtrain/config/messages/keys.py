@@ -15,7 +15,7 @@ from mtrain.config.messages.intended import as_key
 from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, RunConfig
 
-PLUG_INS = ("cluster.device", "model.family")
+PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
 """Keys whose words are those that ship, and those of installed plug-ins."""
 
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}

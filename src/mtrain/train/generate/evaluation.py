@@ -23,8 +23,9 @@ from mtrain.errors import say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
 from mtrain.train.generate.write import restored
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
-from mtrain.train.loop.step import TrainContext, summed
+from mtrain.train.loop.step import summed
 from mtrain.world.init import World, joined
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.plan.compare import ALLOCATED, MEASURED, PEAKS, by_rank_of
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import TrainContext
+from mtrain.train.loop.context import TrainContext
 from mtrain.world.init import World
 
 PEAKS_S = 10.0

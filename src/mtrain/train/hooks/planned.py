@@ -21,7 +21,8 @@ from mtrain.plan.compare import (
 )
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 from mtrain.train.loop.tally import may_pad
 from mtrain.units import bytes_, count, duration
 
@@ -53,10 +54,11 @@ class Planned(Hook):
         """Make the plan, on rank 0."""
         if context.world.is_rank0:
             self.plan = planned(context.run)
+            context.measures.append(self.measure)
         if self.plan is not None and (words := _ahead(context, self.plan)):
             self.progress.note(f"planned: {words}")
 
-    def beside(self, context: TrainContext, result: StepResult) -> dict[str, float]:
+    def measure(self, context: TrainContext, result: StepResult) -> dict[str, float]:
         """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the
         planned one.
 

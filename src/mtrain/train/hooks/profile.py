@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Profile(Hook):

@@ -11,7 +11,8 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import printable, say_page
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Progress(Hook):

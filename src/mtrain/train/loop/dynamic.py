@@ -18,7 +18,10 @@ import torch
 from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
 from mtrain.mcore.padding import padding_is
-from mtrain.train.loop.step import Batch, Forward, TrainContext, sum_loss
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.prefetch import Batch
+from mtrain.train.loop.step import Forward, sum_loss
+from mtrain.train.objectives import Objective
 from mtrain.train.verify.documents import documents
 
 Groups = list[list[list[int]]]
@@ -76,7 +79,7 @@ def run_documents(
     mine = shares(found, groups, world.coords["dp"])
 
     def forward(_: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        return _forward(next(mine), model)
+        return _forward(context.objective, next(mine), model)
 
     reports = mcore.get_forward_backward_func()(
         forward_step_func=around(forward) if around else forward,
@@ -89,10 +92,10 @@ def run_documents(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return [report["loss"] for report in reports]
+    return [report["metrics"] for report in reports]
 
 
-def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
+def _forward(objective: Objective, share: Share, model: Any) -> tuple[torch.Tensor, Any]:
     document = share.document
     group = None
     if share.ranks > 1:
@@ -120,4 +123,4 @@ def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
             packed_seq_params=params,
             **more,
         )
-    return output, partial(sum_loss, mask, document.get("loss_counts"))
+    return output, partial(sum_loss, objective, document)

@@ -72,7 +72,7 @@ def counts_tokens(run: RunConfig) -> bool:
     return run.model.moe is not None or run.model.dsa is not None
 
 
-class Feed:
+class Prefetcher:
     """The micro-batches of steps, in this rank's memory as the step takes them."""
 
     def __init__(

@@ -18,7 +18,7 @@ from mtrain.config.resolve.batches import size_after
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.shard_specs import shard_specs_of
-from mtrain.train.loop.step import TrainContext
+from mtrain.train.loop.context import TrainContext
 
 EVENTS = "events_{:05d}.json"
 ARRAYS = "arrays_{:05d}.f32"

@@ -146,7 +146,10 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
             run_documents(context, batches, forward_only=False, around=around)
         else:
             steps.run_pipeline(
-                context, batches, forward_only=False, forward=around(steps.forward_step)
+                context,
+                batches,
+                forward_only=False,
+                forward=around(partial(steps.forward_step, context.objective)),
             )
     recorder.phase = "optimizer"
     recorder.at = (-1, 0)

@@ -15,8 +15,9 @@ import torch
 
 from mtrain.data.batch import FURTHER, GlobalBatches
 from mtrain.mcore import api as mcore
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import WHOLE, documents_of
-from mtrain.train.loop.step import Batch, TrainContext, forward_step
+from mtrain.train.loop.step import Batch, forward_step
 
 MOST_OBSERVED = 3
 
@@ -42,7 +43,7 @@ def run_alone(
     """
     found = [part for whole in documents(batches) for part in _parted(whole, ends)]
     reports = mcore.get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=partial(forward_step, context.objective),
         data_iterator=iter(found),
         model=context.state.chunks[0],
         num_microbatches=len(found),
@@ -50,7 +51,7 @@ def run_alone(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return [report["loss"] for report in reports]
+    return [report["metrics"] for report in reports]
 
 
 def alone(ends: Sequence[int]) -> partial[list[torch.Tensor]]:

@@ -19,8 +19,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.mcore import sharding
 from mtrain.train.assemble import assemble, splits_of
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import to_device
-from mtrain.train.loop.step import TrainContext, gradients, reduce_report, train_step
+from mtrain.train.loop.step import gradients, reduce_report, train_step
 from mtrain.train.trace.activations import Recorder
 from mtrain.train.verify import documents
 from mtrain.world.init import World, joined
@@ -110,9 +111,10 @@ def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
         batches = [
             to_device(batch, context.world) for batch in documents.only(document, data, size)
         ]
-        means = reduce_report(context.world, gradients(context, batches), False)
+        reports = gradients(context, batches)
+        means = reduce_report(context.world, context.table, reports, False)
         save_gradients(context, folder / f"document_{document.number}")
-        out.append({**asdict(document), "loss": means.loss, "tokens": means.tokens})
+        out.append({**asdict(document), "loss": means["loss"], "tokens": int(means["tokens"])})
     return out
 
 
