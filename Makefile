@@ -47,7 +47,7 @@ ENGINE_SAMPLE := $(addprefix tests/distributed/test_,$(addsuffix .py,engines fie
   batch_ramp generation mup keys_of_devices captured_layers padding further_tokens)) \
   tests/distributed/test_fully_sharded.py::test_a_layout_is_proven tests/unit/test_adapter_hook.py \
   tests/distributed/test_op_overrides.py::test_the_loss_in_parts_trains_as_megatrons_from_all_logits \
-  tests/distributed/test_losses_told_apart.py::test_a_layout_logs_what_all_logits_say \
+  tests/distributed/test_auxiliary_outputs.py::test_a_layout_logs_what_all_logits_say \
   tests/distributed/test_sparse_experts.py::test_maps_are_followed_by_kernels_as_by_megatron_core \
   tests/distributed/test_fully_sharded.py::test_a_rank_keeps_its_part_of_the_weights_and_never_had_more \
   tests/distributed/test_megatron_checkpoints.py::test_weights_of_another_model_are_named_and_nothing_is_written \

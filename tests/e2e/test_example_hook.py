@@ -52,27 +52,34 @@ def best(home: Path) -> dict[str, object]:
     return found
 
 
+def losses(home: Path) -> dict[int, float]:
+    """Validation losses by step."""
+    lines = (home / "runs/run/metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["valid_loss"] for r in map(json.loads, lines) if "valid_loss" in r}
+
+
+def states(home: Path, step: int) -> dict[str, object]:
+    """States of hooks in a checkpoint."""
+    manifest = home / f"runs/run/checkpoints/step_{step:08d}/manifest.json"
+    found: dict[str, object] = json.loads(manifest.read_text())["state"]["hooks"]
+    return found
+
+
 def test_example_hook_trains_and_keeps_its_state(tmp_path: Path) -> None:
     patch = installed(tmp_path)
     run = Launched(*RUN, cwd=tmp_path, patch=patch)
     assert run.wait() == 0, run.said
-    first = best(tmp_path)
-    lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
-    losses = {r["step"]: r["valid_loss"] for r in map(json.loads, lines) if "valid_loss" in r}
-    assert first["loss"] == min(losses.values())
-    manifest = tmp_path / "runs/run/checkpoints/step_00000002/manifest.json"
-    states = json.loads(manifest.read_text())["state"]["hooks"]
-    assert states == {"best_loss": {"best": first["loss"], "step": first["step"]}}
-    again = Launched(
-        "resume",
-        "runs/run",
-        "trainer.train_iters=3",
-        "checkpoint.accept_changes=true",
-        cwd=tmp_path,
-        patch=patch,
-    )
+    # a step is saved before it is evaluated: the checkpoint of step 2 knows the loss of step 1
+    first = losses(tmp_path)[1]
+    assert best(tmp_path) == {"loss": first, "step": 1, "checkpoint": "step_00000002"}
+    assert states(tmp_path, 2) == {"best_loss": {"best": first, "step": 1}}
+    words = ("resume", "runs/run", "trainer.train_iters=4", "checkpoint.accept_changes=true")
+    again = Launched(*words, cwd=tmp_path, patch=patch)
     assert again.wait() == 0, again.said
-    assert best(tmp_path)["loss"] <= first["loss"]  # type: ignore[operator]
+    after = losses(tmp_path)
+    assert after[1] == first
+    expected = min(1, 3, key=lambda step: after[step])
+    assert states(tmp_path, 4) == {"best_loss": {"best": after[expected], "step": expected}}
 
 
 def test_hook_that_is_not_installed_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
 from mtrain.mcore import low_rank
 from mtrain.mcore.fsdp2 import FullySharded
-from mtrain.mcore.language_model import SummedLosses, Told
+from mtrain.mcore.language_model import AuxiliaryOutputs, SummedLosses
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
@@ -115,7 +115,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     chunks = [build(run, config, stage) for stage in stages]
     for chunk in chunks:
         if isinstance(chunk, SummedLosses):
-            chunk.told = told_by(run)
+            chunk.auxiliary = auxiliary_outputs_of(run)
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
@@ -124,9 +124,10 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     return chunks
 
 
-def told_by(run: RunConfig) -> Told:
-    """What a resolved run wants to know of its losses."""
-    return Told(run.trainer.z_loss_coeff or 0.0, run.log.token_accuracy, logits_at_once(run))
+def auxiliary_outputs_of(run: RunConfig) -> AuxiliaryOutputs:
+    """Return the outputs that a resolved run requests of its loss next to cross entropy."""
+    z_loss = run.trainer.z_loss_coeff or 0.0
+    return AuxiliaryOutputs(z_loss, run.log.token_accuracy, logits_at_once(run))
 
 
 def adapter_of(peft: PeftConfig) -> low_rank.Adapter:

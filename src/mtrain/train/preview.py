@@ -20,7 +20,7 @@ from mtrain.data.text import Tokenizer
 from mtrain.models.registry import family_of, imported
 
 WITH_BOUNDS = (ChatSamples, WholeDocuments, BlendOfDocuments)
-"""Samples that say themselves where their documents begin, and what pads them."""
+"""Samples that know where their documents begin, and which tokens pad them."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Token:
     text: str
     position: int
     weight: float
-    """What its loss weighs, given the tokens before it; 0: it is not learned."""
+    """Weight of its loss, given the tokens before it; 0: it is not learned."""
     padding: bool = False
     ends: bool = False
-    """Whether a document ends with it, and the one behind it sees it."""
+    """True if a document ends with it that the next document sees."""
     instead: str = ""
-    """What is predicted in its place, where that is another token: a masked one, for example."""
+    """The token predicted in its place, if that is another one: a masked token, for example."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Shown:
 
     name: str
     place: str
-    """Where it comes from; empty where that is not known."""
+    """Source of the sample; empty if it is not known."""
     documents: tuple[tuple[Token, ...], ...]
-    """Tokens that see each other, as far as they stand behind each other."""
+    """Tokens of one attention mask, in order."""
     read: str = ""
-    """What an encoder reads beside them."""
+    """The text that an encoder reads."""
 
     @cached_property
     def tokens(self) -> list[Token]:
@@ -58,7 +58,7 @@ class Shown:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens, those that are learned, padding, and documents that are not of padding alone."""
+        """Count tokens, those with a loss, padding, and documents that are not only padding."""
         return {
             "tokens": sum(not token.padding for token in self.tokens),
             "loss": sum(token.weight > 0 for token in self.tokens),
@@ -160,7 +160,7 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
                     ids[i], texts(ids[i]), positions[i], weight, padding[i], ids[i] in ends, instead
                 )
             )
-        if following and weights[stop - 1]:  # what is predicted behind the last token that is read
+        if following and weights[stop - 1]:  # the token predicted after the last one that is read
             last = positions[stop - 1] + 1
             row.append(Token(labels[stop - 1], texts(labels[stop - 1]), last, weights[stop - 1]))
         documents.append(tuple(row))
@@ -168,7 +168,7 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
 
 
 def _is_next(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float]) -> bool:
-    """Return whether what counts predicts the token behind it."""
+    """Return whether the tokens that count predict the token after them."""
     read = [i for i in range(len(ids) - 1) if weights[i]]
     return all(labels[i] == ids[i + 1] for i in read)
 

@@ -1,4 +1,4 @@
-"""How well the model of a checkpoint predicts a validation split."""
+"""The loss of a checkpoint's model on a validation split."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Measured:
 def evaluate(
     run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
 ) -> None:
-    """Print how well the model of a checkpoint predicts the validation split of `run`'s data, in
-    its layout.
+    """Print the loss of a checkpoint's model on the validation split of `run`'s data, in its
+    layout.
 
     Raises:
         ConfigError: the data has another tokenizer than the model, or no validation split.
@@ -75,8 +75,8 @@ def measured(
     tokenizer: Path | None,
     limit: int | None,
 ) -> Measured:
-    """Cross entropy over the first `limit` samples of the validation split, or all; of synthetic
-    tokens, over as many as the run evaluates.
+    """Return the cross entropy over the first `limit` samples of the validation split, or all; of
+    synthetic tokens, over as many as the run evaluates.
     """
     assert splits.validation is not None
     begin = time.perf_counter()
@@ -89,9 +89,9 @@ def measured(
         run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
     )
     iters = data.steps
-    found = summed(context, data, iters)
-    assert found is not None  # nothing stops it
-    nats, tokens = found
+    total = summed(context, data, iters)
+    assert total is not None  # only a request to stop returns None, and none is heeded here
+    nats, tokens = total
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
@@ -112,7 +112,7 @@ def measured(
 def _bytes(
     world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool
 ) -> int:
-    """Return bytes of the text that is predicted: of the labels whose loss counts, over all
+    """Return the bytes of the predicted text: of the labels whose loss counts, over all
     data-parallel ranks.
     """
     total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)

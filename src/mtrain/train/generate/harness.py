@@ -1,5 +1,5 @@
-"""The tasks of lm-evaluation-harness, by a model in any layout: every rank asks the same in the
-same order.
+"""Tasks of lm-evaluation-harness for a model in any layout: every rank makes the same requests in
+the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain.train.generate.write import restored
 from mtrain.world.init import joined
 
 MOST_TOKENS = 256
-"""Tokens of an answer where a task does not say."""
+"""Tokens of an answer if a task sets no limit."""
 
 
 def answer(
@@ -55,7 +55,7 @@ def answer(
 
 
 def results(model: Model, questions: Questions) -> dict[str, Any]:
-    """What lm-evaluation-harness says of the model; a task that ends in .yaml is a file, which runs
+    """Return the results of lm-evaluation-harness; a task that ends in .yaml is a file, which runs
     no code.
     """
     try:
@@ -104,7 +104,7 @@ class Model(TemplateLM):
         return self._tokenizer.encode(string)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Log probability of each continuation, and whether it is what greedy sampling gives."""
+        """Return the log probability of each continuation, and whether greedy sampling gives it."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._silent)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -118,7 +118,7 @@ class Model(TemplateLM):
         return out
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log probability of each text, in windows of the context."""
+        """Return the log probability of each text, in windows of the context."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):

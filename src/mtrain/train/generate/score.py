@@ -1,4 +1,4 @@
-"""How probable texts are to a model in any layout."""
+"""Probabilities of texts under a model in any layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scored:
     log_probabilities: list[float]
     """Nats, each after all tokens before it."""
     likeliest: list[bool]
-    """Whether no other token was more likely."""
+    """True where no other token was more likely."""
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
 
 
 def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
-    """Log probabilities, and ones for the likeliest tokens: float64 [2, rows, length]."""
+    """Return log probabilities, and ones for the likeliest tokens: float64 [2, rows, length]."""
     longest = len(sequences[0]) - 1
     length = -(-longest // sampler.multiple) * sampler.multiple
     device = sampler.world.torch_device
@@ -65,8 +65,9 @@ def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
 
     lengths = [len(ids) - 1 for ids in sequences]
     values = sampler.forward(padded[:, :-1].contiguous(), positions, take, {}, lengths)
-    told = torch.zeros((2, len(sequences), length), dtype=torch.float64, device=device)
+    summed = torch.zeros((2, len(sequences), length), dtype=torch.float64, device=device)
     if values is not None and sampler.world.rank == sampler.grid.rank_of(pp=sampler.grid.pp - 1):
-        told += values.double()
-    dist.all_reduce(told)
-    return told.cpu()
+        # Ranks of the last stage have the same values: only the first adds them.
+        summed += values.double()
+    dist.all_reduce(summed)
+    return summed.cpu()

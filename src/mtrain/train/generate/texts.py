@@ -1,4 +1,4 @@
-"""Texts after texts: prompts to tokens, tokens to what follows, and where that ends."""
+"""Continuations of texts: prompts to tokens, tokens to text, and the end of a text."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written after one prompt."""
+    """A text that was written after one prompt."""
 
     prompt: str
     text: str
-    """What follows the prompt, up to a text of `stop`."""
+    """The text after the prompt, up to a text of `stop`."""
     tokens: int
     ended: str
     """A word of `request.ENDINGS`."""
 
 
 def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[Written]:
-    """What follows each prompt, in their order; prompts of similar length are computed together."""
+    """Return the text after each prompt, in their order; prompts of similar length are computed
+    together.
+    """
     prompts = [encoded(tokenizer, prompt) for prompt in request.prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rows = request.rows if sampler.independent else 1
@@ -50,12 +52,12 @@ def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[
 
 
 def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the ids of a text; of one without any, the end of a document."""
+    """Return the ids of a text; of an empty text, the end of a document."""
     return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """Return a function that says of the tokens added so far whether the text ends with them: see
+    """Return a function from the tokens added so far to the ending that they cause: see
     `Sampler.continued`.
     """
     names = (ChatFormat(tokenizer.path.parent).special("eos_token"),)

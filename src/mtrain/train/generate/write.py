@@ -19,7 +19,8 @@ from mtrain.world.init import World, joined
 
 
 def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -> None:
-    """Print what the model of a checkpoint writes after each prompt, in the layout of `run`.
+    """Print the text that the model of a checkpoint writes after each prompt, in the layout of
+    `run`.
 
     Raises:
         CorruptData: the checkpoint or the tokenizer is not what was written.
@@ -43,14 +44,14 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
 
 
 def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
-    """This rank's chunks of the model of a checkpoint, to run forward only."""
+    """Return this rank's chunks of the model of a checkpoint, to run forward only."""
     chunks = build_model(run, world, wrap=False)
     ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
     return chunks
 
 
 def _print(written: Sequence[Written], seconds: float, why: str, request: Request) -> None:
-    """`why`: what stood against keeping what was read."""
+    """Print texts and speed; `why` there was no cache of keys and values, if there was none."""
     tokens = sum(one.tokens for one in written)
     rate = tokens / seconds
     if request.as_json:

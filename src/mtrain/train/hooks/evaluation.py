@@ -117,5 +117,5 @@ def _line(context: TrainContext, loss: float, samples: int) -> str:
     if over:
         line += f" ({over})"
     wanted = context.run.trainer.eval_iters * context.run.trainer.batch
-    few = f", all that there are of {wanted} that are asked for" if samples < wanted else ""
+    few = f", all samples of the {wanted} requested" if samples < wanted else ""
     return f"{line} over {samples} samples{few}"

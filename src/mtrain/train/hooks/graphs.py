@@ -18,11 +18,11 @@ class Graphs(Hook):
         self.waits = run.trainer.cuda_graph_warmup_steps
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Captures between the step that it counts and the next."""
+        """Return whether layers are still to be captured, between two steps."""
         return bool(self.waits)
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Counts, and captures once."""
+        """Count the step, and capture once."""
         if not self.waits:
             return
         self.waits -= 1

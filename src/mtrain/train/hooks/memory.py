@@ -18,8 +18,8 @@ PEAKS_S = 10.0
 
 
 class Memory(Hook):
-    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside
-    the plan.
+    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it next
+    to the plan.
 
     `peak_bytes_by_rank` is the most that was allocated; where they are known,
     `reserved_bytes_by_rank` is the most that the allocator held, and `driver_bytes_by_rank` what is
@@ -35,8 +35,8 @@ class Memory(Hook):
         world = context.world
         try:
             mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
-            told = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
-            world.store.set(f"peak/{world.rank}", strict_json.dumps(told))
+            sizes = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
+            world.store.set(f"peak/{world.rank}", strict_json.dumps(sizes))
         finally:
             found = self._of_ranks(world) if world.is_rank0 else []
         if found:

@@ -1,4 +1,4 @@
-"""The plan beside what is measured while a run goes on."""
+"""The plan next to what a run measures."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TIMES = ("step", "forward_backward", "optimizer")
 
 
 class Planned(Hook):
-    """Says before the first step what is planned of a run, and once of each part that it is not
-    what was planned, and how far off it is. `beside` is what a line of the metrics has from the
-    first step on.
+    """A note of the plan before the first step, and one of each part that turns out otherwise.
+
+    It adds planned times and memory to the metrics of each step.
 
     Parts of the time, and the memory of the first rank, are compared after `AFTER` steps, or at the
     end where there are fewer; the memory of all stages and the checkpoint at the end.
@@ -55,14 +55,13 @@ class Planned(Hook):
         if context.world.is_rank0:
             self.plan = planned(context.run)
             context.measures.append(self.measure)
-        if self.plan is not None and (words := _ahead(context, self.plan)):
+        if self.plan is not None and (words := _planned_words(context, self.plan)):
             self.progress.note(f"planned: {words}")
 
     def measure(self, context: TrainContext, result: StepResult) -> dict[str, float]:
-        """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the
-        planned one.
+        """Return the planned times of a step, and the measured and planned peaks of this rank.
 
-        Empty where nothing is known, and for a step of a smaller batch, of which there is no plan.
+        Empty on other ranks, and for a step of a smaller batch, which was not planned.
         """
         if self.plan is None or result.batch_size != context.run.trainer.batch:
             return {}
@@ -88,7 +87,7 @@ class Planned(Hook):
             self._say(rows(context.run, self.plan, self.lines, peaks, None))
 
     def finish(self, context: TrainContext) -> None:
-        """Compare what is known at the end alone."""
+        """Compare the memory of all stages and the checkpoint, which only the end shows."""
         if self.plan is not None:
             lines = self.lines if FIRST_STEPS < len(self.lines) < AFTER else []
             try:
@@ -106,16 +105,13 @@ class Planned(Hook):
         first = self.last - len(self.lines) + FIRST_STEPS + 1
         where = f"steps {first} to {self.last} are" if timed else "this run is"
         then = f"; all parts: {program()} plan --compare {self.folder}"
-        then += (
-            f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE"
-            if timed
-            else ""
-        )
+        if timed:
+            then += f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE"
         self.progress.note(f"{where} not what was planned: {'; '.join(map(_said, off))}{then}")
 
 
-def _ahead(context: TrainContext, plan: dict[str, Any]) -> str:
-    """What is planned of a step, and of the memory of a device."""
+def _planned_words(context: TrainContext, plan: dict[str, Any]) -> str:
+    """Return the planned time of a step, and the planned memory of a device, as words."""
     run = context.run
     words = []
     if plan["step_s"] is not None:

@@ -25,11 +25,11 @@ class Profile(Hook):
         self.profiler: Any = None
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Return the trace has one step alone."""
+        """Return whether the trace begins or ends after this step: it has one step only."""
         return step in (self.step - 1, self.step)
 
     def start(self, context: TrainContext) -> None:
-        """Begin at once where the first step is the one."""
+        """Begin at once if the first step is the one to profile."""
         self._begin(context)
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:

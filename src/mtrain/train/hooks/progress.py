@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+"""Progress on rank 0: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Progress(Hook):
             self.bar.start()
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Return the first line comes with the first step."""
+        """Return whether this is the first step, whose line comes at once."""
         return step == 1
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
@@ -74,7 +74,7 @@ class Progress(Hook):
             bar.stop()
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Print a line of its own."""
         if self.choice == "none":
             return
         try:
@@ -84,10 +84,8 @@ class Progress(Hook):
                 )
             else:
                 say_page(text)
-        except (
-            OSError,
-            ValueError,
-        ):  # nobody reads any more, or the disk is full: training goes on in silence
+        except (OSError, ValueError):
+            # Nobody reads any more, or the disk is full: training goes on in silence.
             self.choice = "none"
 
     def _line(self, result: StepResult) -> str:
@@ -99,13 +97,13 @@ class Progress(Hook):
         if not result.updated:
             at = "" if result.loss_scale is None else f" at loss scale {result.loss_scale:g}"
             norm = f"update skipped{at}" if at else f"{norm}, update skipped"
-        told = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
-        told += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
+        more = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
+        more += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
         padding = (
             f"padding {100 * result.padding_share:.1f}%  " if result.read < result.positions else ""
         )
         return (
-            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s "
+            f"loss {result.loss:.4f}  {more}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s "
             f" {padding}{wait}  {units.seconds(left)} left"
         )

@@ -1,9 +1,8 @@
-"""Dynamic context parallelism: each document of a global batch over as many ranks as its length
-needs.
+"""Dynamic context parallelism: each document of a global batch is sharded over as many ranks as its
+length needs.
 
-megatron-core's scheduler deals the documents out in groups; every rank makes the same plan for
-itself, so nothing is broadcast, and runs its own documents in the order in which the schedule asks
-for them.
+megatron-core's scheduler distributes the documents in groups. Every rank computes the same plan, so
+nothing is broadcast, and runs its own documents in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Share:
 
 
 def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
-    """Which rank takes part in which document; `most` tokens of a document are for one rank."""
+    """Return which ranks share which document; a rank takes at most `most` tokens of one."""
     scheduler = mcore.BalancedCPScheduler(
         most, mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
@@ -52,7 +51,7 @@ def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
 
 
 def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> Iterator[Share]:
-    """What one rank runs, in order."""
+    """Yield the documents that one rank takes part in, in order."""
     for group in groups:
         for number in group[rank]:
             yield Share(found[number], sum(number in held for held in group))
@@ -65,10 +64,10 @@ def run_documents(
     forward_only: bool,
     around: Callable[[Forward], Forward] | None = None,
 ) -> list[torch.Tensor]:
-    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each
-    part run here.
+    """Run all documents of the packed samples of a global batch; return what `sum_loss` packs of
+    each part that ran here.
 
-    `around` makes another of the function that runs one document.
+    `around` wraps the function that runs one document.
     """
     run = context.run
     world = context.world
@@ -83,8 +82,8 @@ def run_documents(
 
     reports = mcore.get_forward_backward_func()(
         forward_step_func=around(forward) if around else forward,
-        # the schedule writes its own remarks into what it is given, and asks for documents in our
-        # order
+        # The schedule writes into these dictionaries; the documents come from `mine`, whose order
+        # is that of its calls.
         data_iterator=iter([([{} for _ in found], groups)]),
         model=context.state.chunks[0],
         num_microbatches=1,

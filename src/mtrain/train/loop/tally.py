@@ -1,6 +1,4 @@
-"""What a micro-batch counts: its predictions, and the tokens of its documents without what pads
-them.
-"""
+"""Counts of a micro-batch: its predictions, and the tokens of its documents without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from mtrain.data.batch import FURTHER
 from mtrain.plan.count import flops_of_token
 
 TALLY = "tally"
-"""Of a micro-batch on the host: its `Tally`, which every part of the sequence has whole."""
+"""Key of a micro-batch on the host: its `Tally`, which context parallelism does not split."""
 
 
 def may_pad(run: RunConfig) -> bool:
@@ -32,12 +30,12 @@ def may_pad(run: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Tally:
-    """The counts of a micro-batch before the context is shared out."""
+    """The counts of a micro-batch before context parallelism splits it."""
 
     losses: float
-    """What the sum of losses is divided by."""
+    """Divisor of the sum of losses."""
     further: tuple[float, ...]
-    """The same of each token that is predicted after the next one."""
+    """Divisors for each token that is predicted after the next one."""
     rows: int
     """Samples, or rows of packed ones."""
     found: np.ndarray | None
@@ -51,7 +49,9 @@ class Tally:
 
 
 def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
-    """That of a micro-batch whose packed documents begin at `bounds`; None: it is not packed."""
+    """Return the counts of a micro-batch whose packed documents begin at `bounds`; None: it is not
+    packed.
+    """
     counts = batch.get("loss_counts", batch["loss_mask"])
     further = batch[FURTHER].flatten(0, 1).numpy() if FURTHER in batch else np.zeros((1, 0))
     depths = further.astype(np.float64).sum(axis=0).round()

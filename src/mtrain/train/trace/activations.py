@@ -1,6 +1,4 @@
-"""What every module of a model takes and gives in a step, and the gradients of both, kept for
-comparison.
-"""
+"""Inputs and outputs of every module in a step, and their gradients, recorded for comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ EVENTS = "events_{:05d}.json"
 ARRAYS = "arrays_{:05d}.f32"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 _SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
-"""What computes nothing; what holds a list of layers has another border on every stage."""
+"""Modules that compute nothing; a list of layers has another border on every stage."""
 _ROWS = "mtrain_feature_rows"
 """Noted on a tensor: which features of the whole tensor its last axis holds."""
 
@@ -78,7 +76,7 @@ class _Chunk:
         self.start = 0
         self.places: torch.Tensor | None = None
         """Place of each token [b, s] of the micro-batch among those of the step, -1 of padding and
-        ends of documents that are run alone; None: no forward is under way.
+        ends of documents that are run one by one; None: no forward is running.
         """
         self.calls: dict[str, int] = {}
         self.rows = _feature_rows(root)
@@ -264,7 +262,7 @@ class _Chunk:
 
 
 def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None:
-    """How the leading axes of a tensor count tokens, and how many tokens of a sequence it has."""
+    """Return how the leading axes of a tensor count tokens, and its tokens of a sequence."""
     batch, length = places.shape
     shape = x.shape
 
@@ -281,9 +279,7 @@ def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None
 
 
 def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor with one leading axis that counts tokens, those of a sequence's place
-    behind each other.
-    """
+    """Return the tensor with one leading axis that counts tokens, sequence position first."""
     x = x.detach()
     if not x.dim():
         return x
@@ -296,7 +292,7 @@ def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """A copy of a tensor whose gradient is told to `tell`: only that of what uses the copy."""
+    """A copy of a tensor that reports its gradient to `tell`: only that of uses of the copy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tell: Any) -> torch.Tensor:
@@ -323,8 +319,8 @@ def global_names(root: Any) -> dict[str, str]:
 
 
 def _feature_rows(root: Any) -> dict[str, list[int]]:
-    """Which features of the whole output a layer's output has, where its weight is a part by rows:
-    the halves of a gated MLP do not lie behind each other.
+    """Return the features of the whole output that a layer's output has, for weights that are
+    sharded by rows: the two halves of a gated MLP are not contiguous.
     """
     found = {}
     for name, specs in shard_specs_of(root).items():
@@ -341,7 +337,7 @@ def _feature_rows(root: Any) -> dict[str, list[int]]:
 
 
 def read(folder: Path) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
-    """What each rank kept: its facts, and the values of each event."""
+    """Yield what each rank recorded: its facts, and the values of each event."""
     for path in sorted(folder.glob("events_*.json")):
         facts = json.loads(path.read_text())
         shapes = [event["shape"] for event in facts["events"]]

@@ -23,7 +23,7 @@ _NOTHING = {
     "empty_like",
     "new_empty_strided",
 }
-"""They compute nothing."""
+"""Operations that compute nothing."""
 
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 
@@ -49,7 +49,7 @@ class Operations:
         tensors: list[Tensor],
         out: Any,
     ) -> None:
-        """One operation more; views are none."""
+        """Count an operation, unless it is a view."""
         skipped = self._skipped.get(func)
         if skipped is None:
             skipped = self._skipped[func] = (
@@ -84,7 +84,7 @@ class Operations:
         return sorted(rows, key=lambda row: -row["flops"] * row["times"])
 
     def flops(self) -> int:
-        """Of all of them."""
+        """Return the FLOPs of all operations."""
         return sum(self._flops[key] * count for key, count in self._counts.items())
 
 
@@ -108,7 +108,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of attention to every key: an addition and a multiplication for each pair in both
-    products.
+    """Return the FLOPs of attention to every key: an addition and a multiplication for each pair in
+    both GEMMs.
     """
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

@@ -1,4 +1,4 @@
-"""A traced step as data, beside the plan of the same kernels."""
+"""A traced step as data, next to the plan of the same kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 SAVED = ("activations", "loss", "recompute")
 """Parts of the plan that autograd keeps."""
 WORKING = ("working", "communication")
-"""Parts of the plan that nobody keeps."""
+"""Parts of the plan that are transient memory."""
 
 
 def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
-    """Of the run that was asked for; bytes where nothing else is said."""
+    """Return the report of a trace, for the run that the user requested; sizes are bytes."""
     run = traced.run
     seen = traced.recorder
     step = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
@@ -60,7 +60,7 @@ def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
 
 
 def planned_parts(stage: StageMemory) -> dict[str, int]:
-    """What the plan says of the tensors of a program; neither device nor allocator is in it."""
+    """Return the planned bytes of a program's tensors, without device and allocator."""
     parts = stage.parts
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
     return {
@@ -71,7 +71,7 @@ def planned_parts(stage: StageMemory) -> dict[str, int]:
 
 
 def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Return the same of a trace."""
+    """Return the traced bytes of the same parts."""
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
     return {
         **states,
@@ -81,7 +81,7 @@ def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _differences(planned: Mapping[str, int], found: Mapping[str, int]) -> dict[str, float | None]:
-    """Of the plan from the trace, in percent."""
+    """Return the differences of the plan from the trace, in percent."""
     totals = {"peak": (sum(planned.values()), sum(found.values()))}
     pairs = totals | {name: (planned[name], found[name]) for name in planned}
     return {name: round(100 * (a / b - 1), 3) if b else None for name, (a, b) in pairs.items()}

@@ -1,8 +1,7 @@
-"""One step of one rank without its memory: the program that trains, on tensors that have shapes
-alone.
+"""One step of one rank without its memory: the training program on tensors that only have shapes.
 
-Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a world that
-is not there. What a recorder sees is what the program does: no formula is in it.
+Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a fake world.
+The recorder observes the program itself: no formula is involved.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from mtrain.world.fake_world import silent_world
 
 @dataclass(frozen=True)
 class Traced:
-    """What a step of a rank was seen to do."""
+    """The recorded step of a rank."""
 
     run: RunConfig
     """As it was traced."""
     rank: int
     stage: int
     microbatches: int
-    """Of the step: so many that more would change nothing at the peak."""
+    """Micro-batches of the step: enough that more would not raise the peak."""
     recorder: Recorder
 
 
@@ -96,7 +95,7 @@ def microbatches(run: RunConfig, stage: int) -> int:
 
 
 def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
-    """What is there before a step: weights, gradients, what the optimizer keeps."""
+    """Declare what exists before a step: weights, gradients, the optimizer's state."""
     states: list[torch.Tensor] = []
     for group in (group for chunk in context.state.chunks for group in flat_buffers(chunk)):
         for (
@@ -123,7 +122,7 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
 
 
 def _watch_host(recorder: Recorder, context: steps.TrainContext) -> None:
-    """What an optimizer in host memory makes is there."""
+    """Count storages that an optimizer in host memory makes as host memory."""
 
     def on_host(value: bool) -> Callable[..., None]:
         return lambda *_: setattr(recorder, "on_host", value)
@@ -176,8 +175,8 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
 @contextmanager
 def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
-    """A weight that comes back from a hook of autograd has lost its attributes, where the gradient
-    is added.
+    """Give weights their attributes back where gradients are added: a hook of autograd returns them
+    without.
     """
     found = {
         _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()

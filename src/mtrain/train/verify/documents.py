@@ -1,5 +1,5 @@
-"""Documents of packed samples: told apart, run alone as what a packed run has to equal, and looked
-at one by one.
+"""Documents of packed samples: split, run one by one as the reference of a packed run, and observed
+one by one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
 def run_alone(
     context: TrainContext, batches: Sequence[Batch], *, forward_only: bool, ends: Sequence[int] = ()
 ) -> list[torch.Tensor]:
-    """`run_schedule` of every document as a sequence of its own, on one rank: nothing of packing is
-    used.
+    """Run every document as a sequence of its own, on one rank, without any packing; see
+    `run_schedule`.
 
     `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no
-    loss at its end, whatever the packed batches say of it.
+    loss at its end, whatever the packed batches contain.
     """
     found = [part for whole in documents(batches) for part in _parted(whole, ends)]
     reports = mcore.get_forward_backward_func()(
@@ -55,7 +55,7 @@ def run_alone(
 
 
 def alone(ends: Sequence[int]) -> partial[list[torch.Tensor]]:
-    """`run_alone` as the schedule of a run."""
+    """Return `run_alone` as the schedule of a run."""
     return partial(run_alone, ends=ends)
 
 
@@ -75,7 +75,7 @@ def _parted(
 
 
 def _inside(further: torch.Tensor) -> torch.Tensor:
-    """What counts of further tokens [1, length, depths] without predictions of what comes behind
+    """Return the weights of further tokens [1, length, depths] without predictions of tokens after
     the document.
     """
     length, depths = further.shape[1:]
@@ -121,8 +121,8 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
 
 
 def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
-    """This rank's micro-batches of the first step, in which the loss of one document
-    alone counts.
+    """Return this rank's micro-batches of the first step, in which only the loss of one document
+    counts.
     """
     batches = data.microbatches(0, size)
     numbers = data.numbers(0, size)

@@ -16,12 +16,12 @@ from mtrain.config.schema.run import RunConfig
 
 MASKS = "masks_{:05d}.json"
 HEADS = 4
-"""Axes of attention's probabilities, of which tensor-parallel ranks have other heads."""
+"""Axes of attention's probabilities; tensor-parallel ranks have different heads of them."""
 
 
 def wrong_masks(folder: Path, run: RunConfig) -> list[tuple[str, str]]:
-    """Return modules whose dropout is alike on ranks where it must not be, or not where it must,
-    each with what is wrong.
+    """Return modules whose dropout is equal on ranks where it must differ, or differs where it must
+    be equal, each with a description.
     """
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("masks_*.json"))]
     return [

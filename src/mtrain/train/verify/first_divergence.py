@@ -1,6 +1,4 @@
-"""Where a layout first computes something else than one rank, step by step: modules, gradients,
-norm, weights.
-"""
+"""The first divergence of a layout from one rank: modules, gradients, norm, weights of each step."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ NORM = "norm"
 UPDATE = "update"
 RESUME = "resume"
 LATER = 1e-3
-"""What passes modules may differ by in later steps, where weights are no longer bitwise alike."""
+"""Relative tolerance of modules in later steps, where weights are no longer bitwise equal."""
 LAYERS = ("decoder.layers.", "encoder.layers.", "mtp.layers.")
 MANY = 0.9
-"""The share of all weights from which on it is no longer a module's."""
+"""The share of all weights above which no single module is blamed."""
 Entry = tuple[dict[str, Any], dict[str, Any], np.ndarray]
-"""Facts of a rank, an event of its, and its values."""
+"""Facts of a rank, one of its events, and the values of that event."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Difference:
 
 
 class Recorded:
-    """What all ranks of a run kept, put together."""
+    """The tensors that all ranks of a run recorded, put together."""
 
     def __init__(self, folder: Path) -> None:
         self.order: list[Passed] = []
@@ -84,8 +82,8 @@ class Recorded:
         return sorted({passed.step for passed in self.order})
 
     def in_order(self, step: int, way: str) -> list[Passed]:
-        """What passes borders in a step, in the order of execution on one rank: backward is
-        forward, reversed.
+        """Return the tensors that pass borders in a step, in the order of execution on one rank:
+        backward is forward, reversed.
         """
         forward = [passed for passed in self.order if passed.step == step and passed.way == FORWARD]
         if way == FORWARD:
@@ -98,7 +96,7 @@ def first(
     one: Recorded, many: Recorded, step: int, way: str, tolerance: float
 ) -> Difference | None:
     """Return the first difference of a step, forward or backward, above a relative error of a
-    token; None: there is none.
+    token; None if nothing differs.
 
     `one` is a run on one rank; its order is the order of execution.
     """
@@ -122,7 +120,7 @@ def errors(one: Recorded, many: Recorded) -> Iterator[tuple[Passed, float]]:
 
 
 def _blamed(here: Passed, before: Passed | None) -> tuple[str, str]:
-    """Whose code makes the difference, and the sentence that says so."""
+    """Return the module whose code makes the difference, and a sentence about it."""
     own = here.module
     outward = here.side.startswith("output" if here.way == FORWARD else "input")
     noun = here.side if here.way == FORWARD else f"gradient of its {here.side}"
@@ -261,8 +259,8 @@ class Bounds:
 
 
 def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | None:
-    """Return the first difference between what `prove.observe` traced of one rank and of a layout;
-    None: none is found.
+    """Return the first difference between what `prove.observe` traced of one rank and of a layout,
+    or None.
 
     In each step: forward by modules, backward by modules, the gradient as the optimizer finds it,
     its norm, and the weights after the update; after a resume, what was read back, bitwise.
@@ -302,7 +300,7 @@ def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Diffe
 
 
 def _in_restored(many: Path, step: int) -> Difference | None:
-    """What a resume read back otherwise than it was saved."""
+    """Return the first tensor or fact that a resume did not read back as it was saved."""
     saved, restored = (
         store.Checkpoint.open(many / name / folder_name(step - 1)) for name in (MIDDLE, RESTORED)
     )
@@ -349,9 +347,7 @@ def _in_weights(
     way: str,
     step: int,
 ) -> Difference | None:
-    """Return the weight whose gradient, or that itself, is furthest off, and how many
-    others are.
-    """
+    """Return the weight that is furthest off, or whose gradient is, and how many others are."""
     odd = sorted(one.keys() ^ many.keys())
     if odd:
         return Difference(_module(odd[0]), f"{odd[0]} is on one side only", way, step, math.inf)
@@ -387,8 +383,8 @@ def _in_weights(
 def _in_norm(
     gradients: Mapping[str, torch.Tensor], one: float, many: float | None, step: int
 ) -> Difference:
-    """Which gradients a wrong norm counts otherwise than once, if one kind of weight
-    explains it.
+    """Return the kind of weight whose gradients a wrong norm does not count once, if one kind
+    explains the difference.
     """
     if many is None:
         return Difference("gradient norm", "it is no number", NORM, step, math.inf)

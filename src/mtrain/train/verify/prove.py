@@ -1,4 +1,4 @@
-"""What a layout computes, written down so that another layout can be compared with it."""
+"""A record of what a layout computes, for comparison with another layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = "steps.json"
 DOCUMENTS = "documents.json"
 MIDDLE = "middle"
 RESTORED = "restored"
-"""Folders of the checkpoint that a run goes on from, and of what it is once that is read."""
+"""Folders of the checkpoint that a run resumes from, and of its state once that is read."""
 
 
 def observe(
@@ -45,11 +45,11 @@ def observe(
     """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step,
     the whole gradient that the first update was made from, and the weights after the last.
 
-    Of packed samples also the loss and the gradient of a few documents alone. With `by_document`
+    Of packed samples also the loss and the gradient of a few single documents. With `by_document`
     nothing is packed: one rank runs each document as a sequence of its own. With `resumed` the
     second half of the steps is made by what was built anew and read back from a checkpoint. With
-    `traced`, what every module takes and gives is kept, and the gradient and the weights of every
-    step, for `train.locate`; documents are not looked at alone.
+    `traced`, the inputs and outputs of every module are kept, and the gradient and the weights of
+    every step, for `first_divergence`; single documents are not observed.
     """
     with joined(run) as world:
         splits = splits_of(run)
@@ -88,9 +88,7 @@ def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) 
 def _resumed(
     context: TrainContext, folder: Path, splits: Splits, by_document: bool
 ) -> TrainContext:
-    """Return the run as it goes on in parts that are built anew and read back what it
-    saves here.
-    """
+    """Save the run, build everything anew, and return it restored from that checkpoint."""
     run = context.run
     world = context.world
     path = ckpt_state.save(folder, run, world, context.state, {})
@@ -101,9 +99,7 @@ def _resumed(
 
 
 def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
-    """Where some documents of the first global batch are, and their losses; their gradients are
-    saved.
-    """
+    """Return places and losses of some documents of the first batch; save their gradients."""
     data = context.train_data
     size = size_after(context.batch_sizes, 0)
     out = []
@@ -132,7 +128,7 @@ def record_gradients(context: TrainContext, folder: Path) -> None:
 
 
 def save_gradients(context: TrainContext, folder: Path) -> None:
-    """Save the gradients that are there, as a checkpoint of step 0."""
+    """Save the current gradients as a checkpoint of step 0."""
     ranks = ckpt_state.meeting_of(context.world, context.run)
     shards = sharding.gradient_shards(context.state.chunks, context.state.optimizer)
     store.save(folder, 0, shards, {}, {}, "", ranks)
@@ -162,11 +158,11 @@ class Row:
 def compare(
     one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
 ) -> list[Row]:
-    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights
-    after the last.
+    """Compare what `observe` wrote for two layouts: losses, norm and gradients of the first step,
+    weights after the last.
 
-    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that
-    has no size of its own after a few steps.
+    With `zero_centered` norms, the factor is compared, which is the weight plus 1: the weight
+    itself is almost zero after a few steps.
     """
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     losses = {
@@ -198,7 +194,7 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
         same = all(x[key] == y[key] for key in ("number", "start", "stop", "tokens"))
         losses[where] = relative(x["loss"], y["loss"]) if same else float("inf")
         inside = f"document_{x['number']}/{folder_name(0)}"
-        # a token that attends to itself alone gives norms of queries a gradient of rounding
+        # a token that attends only to itself gives norms of queries a gradient of rounding errors
         found = _of_tensors(one / inside, many / inside, small=SMALL)
         errors |= {f"{where}: {key}": error for key, error in found.items()}
     if not losses:
@@ -244,7 +240,7 @@ def is_weight(key: str) -> bool:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return the difference of two numbers as a part of the first; infinite where one is none."""
+    """Return the difference of two numbers over the first; infinite if one is not a number."""
     if a is None or b is None:  # not a number
         return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)

@@ -67,16 +67,22 @@ def _by_definition() -> None:
     from mtrain.mcore.language_model import SummedLosses
 
     def sum_of_losses(
-        self: Any, hidden: Any, labels: Any, mask: Any, *, detached: bool = False, told: Any = None
+        self: Any,
+        hidden: Any,
+        labels: Any,
+        mask: Any,
+        *,
+        detached: bool = False,
+        auxiliary: Any = None,
     ) -> torch.Tensor:
         logits, _ = self.output_layer(hidden)
         x = logits.float()[..., : self.loss_vocab_size].transpose(0, 1)
         losses = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(
             labels.shape
         )
-        if told is not None:  # a further prediction
+        if auxiliary is not None:  # a further prediction
             return (losses * mask).sum()
-        z = self.told.z_loss * x.logsumexp(-1).square()
+        z = self.auxiliary.z_loss * x.logsumexp(-1).square()
         hits = ((x.argmax(-1) == labels) & (mask > 0)).sum()
         return torch.stack([((losses + z) * mask).sum(), (z * mask).sum().detach(), hits.float()])
 
@@ -103,7 +109,7 @@ def test_a_layout_logs_what_all_logits_say(name: str) -> None:
             _near(lines, wanted)
 
 
-def test_nothing_is_told_apart_unless_it_is_asked_for() -> None:
+def test_auxiliary_outputs_are_off_by_default() -> None:
     quiet = tiny_run(model=FEW)
     (first, *_), told = _alone(quiet), _alone(apply(quiet, {"log.token_accuracy": True}))
     assert set(first) == {"loss", "grad_norm"}
@@ -133,8 +139,8 @@ def test_the_memory_of_logits_reaches_the_loss() -> None:
 
     def job() -> int | None:
         import_engine()
-        from mtrain.assembly.model import told_by
+        from mtrain.assembly.model import auxiliary_outputs_of
 
-        return told_by(run).logits
+        return auxiliary_outputs_of(run).logits
 
     assert run_alone(job) == 3 * 2**19
