@@ -33,12 +33,12 @@ from mtrain.world.init import World
 def build_model(
     run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True
 ) -> list[Any]:
-    """This rank's chunks of the model: one per virtual pipeline stage, with weights from
+    """Return this rank's chunks of the model: one per virtual pipeline stage, with weights from
     `trainer.seed`.
 
     With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp`
     names; without, it can only run forward. Weights that FSDP shards have no memory before that: a
-    rank never holds all of them. Unless they are `drawn`, weights have no values.
+    rank never holds all of them. Unless `drawn`, weights have no values.
     """
     config = transformer_config(run, world.device)
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
@@ -63,8 +63,8 @@ def build_model(
 
 @contextmanager
 def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
-    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on
-    which DistributedDataParallel was made, and the default stream may not take part in a capture.
+    """Use a separate stream if whole steps are captured: autograd adds gradients up on the stream
+    on which DistributedDataParallel was made, and a capture excludes the default stream.
     """
     if run.trainer.cuda_graph_impl != "full_iteration":
         yield
@@ -96,7 +96,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
-    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
+    """Return this rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
     layers.
     """
     words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}

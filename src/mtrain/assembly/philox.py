@@ -2,7 +2,7 @@
 as 1, 2, 3, 2011).
 
 Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn
-alone. Every operation is exactly rounded or an integer's, so all devices make the same bits: a
+separately. Every operation is exactly rounded or an integer's, so all devices make the same bits: a
 device's own normal numbers differ by the last bits of its logarithm and cosine. On the host numpy
 draws the words, elsewhere torch does.
 """
@@ -31,7 +31,7 @@ distribution is a line.
 REST = 23 - BITS
 """Bits of a float's fraction that say where in its cell a number lies."""
 LEAST = 0.5
-"""The smallest number whose quantile is asked for, in units of 2^-32."""
+"""The smallest number whose quantile is needed, in units of 2^-32."""
 DIGEST = "d1e71821486b0d934ce822d71366891a7c6f55184f79ab0c7baf290e3a8c4bc5"
 """Result of `digest` on every device."""
 

@@ -94,6 +94,7 @@ def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Sho
     if isinstance(source, PairSamples):
         return [shown for number in range(count) for shown in _pair(source, number, texts)]
     form = imported(family_of(run.model).form)(run, splits, part)
+    # The weights shown are those that the loss of this split has.
     average = run.trainer.loss_average if part == "train" else "token"
     batches = GlobalBatches(source, count, 1, 0, 1, form, None, average).microbatches(0)
     return [
@@ -141,9 +142,11 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
     labels = batch["labels"].flatten().tolist()
     weights = batch["loss_mask"].flatten().tolist()
     positions = batch["position_ids"].flatten().tolist()
+    # Only samples with bounds know padding from an end-of-text token.
     padding = [False] * len(ids) if sample is None else (sample.tokens[:-1] == NOTHING).tolist()
     found = batch.get("cu_seqlens")
     bounds = [0, len(ids)] if found is None else found.tolist()
+    # Masked language models predict tokens in place, others the next one.
     following = _is_next(ids, labels, weights)
     ends = texts.ends if found is None else frozenset[int]()
     documents = []

@@ -82,6 +82,7 @@ def measured(
     begin = time.perf_counter()
     whole = len(splits.validation)
     if isinstance(splits.validation, MockSamples):
+        # Synthetic samples never end: as many as an evaluation of the run has.
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
@@ -117,6 +118,7 @@ def _bytes(
     """
     total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)
     if not any(world.coords[axis] for axis in ("tp", "cp", "pp", *(("dp",) if alone else ()))):
+        # Count ids first: a table of bytes per id makes one product of it.
         counts = np.zeros(max(tokenizer.vocab_size, 1), np.int64)
         for i in range(iters):
             for batch in data.microbatches(i * data.global_batch_size):
@@ -128,6 +130,7 @@ def _bytes(
 
 
 def _page(found: Measured) -> str:
+    # no tokenizer, or tokens that stand for no bytes
     if found.bits_per_byte is None:
         per_byte = ""
     else:

@@ -90,6 +90,7 @@ class Model(TemplateLM):
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._rows = rows
+        # Every rank makes the same requests; one bar is enough.
         self._silent = not sampler.world.is_rank0
 
     @property
@@ -109,6 +110,7 @@ class Model(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [(list(before), list(after)) for _, before, after in requests]
+        # Texts longer than the context lose their beginning, never their scored end.
         whole = [(before + after)[-(self._sampler.context + 1) :] for before, after in pairs]
         scored = score(self._sampler, whole, self._rows)
         out = []
@@ -139,6 +141,7 @@ class Model(TemplateLM):
         out = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
+            # Requests with the same options are sampled together.
             groups.setdefault(strict_json.dumps(request.args[1], sort_keys=True), []).append(number)
         for numbers in groups.values():
             asked = dict(requests[numbers[0]].args[1])
@@ -159,6 +162,7 @@ class Model(TemplateLM):
 
 def _request(prompts: tuple[str, ...], asked: dict[str, Any], rows: int) -> Request:
     until = asked.get("until") or []
+    # lm-evaluation-harness is greedy unless a task samples, whatever its temperature.
     draws = asked.get("do_sample", False)
     sampling = Sampling(
         tokens=int(asked.get("max_gen_toks", MOST_TOKENS)),

@@ -168,6 +168,7 @@ class Sampler:
 
     def _start(self, known: int) -> int:
         """Return the first token of the context of the next one, if so many are known."""
+        # Half a context at a time: dropping one token would rebuild the cache for each new one.
         half = max(1, self.context // 2)
         return max(0, -(-(known - self.context) // half)) * half
 
@@ -252,10 +253,13 @@ class Sampler:
             padding = torch.arange(tokens.shape[1], device=tokens.device) >= ends
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            # Routers with capacity would give padding the places of tokens.
             with padding_is(padding):
                 output = model(tokens, positions.expand_as(tokens), None, **options)
             return output, lambda logits, non_loss_data=True: take(logits)
 
+        # The interleaved schedule needs a micro-batch per stage; the others are repeated and
+        # ignored.
         interleaved = len(self.chunks) > 1
         found = mcore.get_forward_backward_func()(
             forward_step_func=step,

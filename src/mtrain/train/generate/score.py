@@ -31,6 +31,7 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
     A sequence has two tokens or more, at most `sampler.context` + 1; those of similar length are
     computed together.
     """
+    # longest first: the first group shows whether memory suffices
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     rows = rows if sampler.independent else 1
     out: dict[int, Scored] = {}
@@ -54,6 +55,7 @@ def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
     for row, ids in enumerate(sequences):
         padded[row, : len(ids)] = torch.tensor(ids)
     padded = padded.to(device)
+    # Padding may exceed the learned positions; its logits are not read.
     positions = torch.arange(length, device=device).clamp(max=sampler.context - 1)
     labels = padded[:, 1:, None]
     vocabulary = sampler.run.model.vocab_size

@@ -37,6 +37,7 @@ def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[
     found: dict[int, Continuation] = {}
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
+        # One call for the group: all ranks sample it together.
         texts = sampler.continued([prompts[i] for i in group], request.sampling, ending=ending)
         assert texts is not None  # nothing stops it
         found |= zip(group, texts, strict=True)
@@ -78,6 +79,7 @@ def _following(
     tokenizer: Tokenizer, prompt: list[int], added: Continuation, stop: Sequence[str]
 ) -> str:
     ids = added.ids[:-1] if added.ended == END else added.ids
+    # Decoded with the prompt: the first token of a text may lose its leading space.
     before = tokenizer.decode(prompt)
     whole = tokenizer.decode(prompt + ids)
     text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids)

@@ -31,6 +31,7 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
         known = Tokenizer(tokenizer)
         written = continued(sampler, known, request)
         seconds = time.perf_counter() - begin
+        # The longest text decides whether a cache could be used.
         longest = (
             max(len(encoded(known, prompt)) for prompt in request.prompts) + request.sampling.tokens
         )
@@ -67,6 +68,7 @@ def _print(written: Sequence[Written], seconds: float, why: str, request: Reques
     for i, one in enumerate(written):
         head = "" if len(written) == 1 else f"[{i + 1}] "
         say_page(head + (one.prompt if request.with_prompt else "") + one.text)
+    # to stderr: stdout has the text only
     if why:
         say_page(f"note: nothing is kept of what was read: {why}", error=True)
     say_page(f"{tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", error=True)

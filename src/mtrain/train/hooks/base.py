@@ -106,6 +106,7 @@ class HookList(Moments):
         self, hook: Hook, moment: str, context: TrainContext, *args: object, **kwargs: object
     ) -> None:
         """Call a moment of one hook."""
+        # A hook whose `start` failed has no file to write to; its `close` still runs.
         if hook in self.failed and moment not in LAST:
             return
         given = args if moment == "close" else (context, *args)
@@ -114,6 +115,7 @@ class HookList(Moments):
         except Exception as error:
             if moment not in LAST and (hook.collective or isinstance(error, MtrainError)):
                 raise
+            # One warning per hook: a full disk fails at every step.
             if hook not in self.failed:
                 self.failed.append(hook)
                 _warn(hook, moment, context, error)
@@ -152,6 +154,7 @@ def _warn(hook: Hook, moment: str, context: TrainContext, error: Exception) -> N
 
 def reason(error: BaseException) -> str:
     """Return an error in one line: its kind, where that says more than its text, and the text."""
+    # torch's errors are pages long; their first line says what failed.
     text = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MtrainError):
         return text

@@ -27,6 +27,7 @@ class Graphs(Hook):
             return
         self.waits -= 1
         if not self.waits:
+            # Counted in steps of this process: a resumed run captures again.
             run = context.run
             state = context.state
             micro = run.trainer.micro

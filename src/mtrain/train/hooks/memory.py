@@ -33,6 +33,7 @@ class Memory(Hook):
     def finish(self, context: TrainContext) -> None:
         """Gather the peaks."""
         world = context.world
+        # Whatever fails here, rank 0 goes on to gather: others may have reported.
         try:
             mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
             sizes = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}

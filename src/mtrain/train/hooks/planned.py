@@ -89,7 +89,10 @@ class Planned(Hook):
     def finish(self, context: TrainContext) -> None:
         """Compare the memory of all stages and the checkpoint, which only the end shows."""
         if self.plan is not None:
+            # The first steps compile kernels and are left out: a shorter run has no times to
+            # compare.
             lines = self.lines if FIRST_STEPS < len(self.lines) < AFTER else []
+            # `memory.json` was written by a hook that may have failed.
             try:
                 peaks = peaks_in(self.folder)
             except MtrainError:  # the run is done: what it wrote of itself does not end it
@@ -120,6 +123,7 @@ def _planned_words(context: TrainContext, plan: dict[str, Any]) -> str:
         words.append(f"a step of {duration(plan['step_s'])}, {rate} tokens/s{full}")
     if counts_memory(run):
         peaks = plan["peak_bytes_by_stage"]
+        # The fullest stage decides whether the run fits.
         stage = max(range(len(peaks)), key=peaks.__getitem__)
         words.append(f"{bytes_(peaks[stage])} on a device of pipeline stage {stage}")
     return "; ".join(words)

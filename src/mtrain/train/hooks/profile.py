@@ -35,12 +35,14 @@ class Profile(Hook):
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """End the trace after its step, or begin it after the step before."""
         if self.profiler is not None:
+            # Forget it first: if stopping fails, `close` must not stop it again.
             profiler = self.profiler
             self.profiler = None
             profiler.stop()
             profiler.export_chrome_trace(
                 str(self.folder / f"trace_rank{context.world.rank}.json.gz")
             )
+        # Of several steps that are reported at once, only the last is before the next one.
         if result.step == context.state.step:
             self._begin(context)
 

@@ -21,6 +21,7 @@ class Progress(Hook):
     def __init__(self, run: RunConfig, *, speaks: bool) -> None:
         choice = run.log.progress
         if choice == "auto":
+            # A log file with a redrawn line would be one line of escapes.
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
         self.interval = run.log.interval
@@ -38,6 +39,7 @@ class Progress(Hook):
         self.began = time.monotonic()
         self.first_step = context.state.step
         if self.choice == "live":
+            # An import of some tenths of a second, for a terminal only.
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
@@ -90,6 +92,7 @@ class Progress(Hook):
 
     def _line(self, result: StepResult) -> str:
         done = result.step - self.first_step
+        # From this process's own steps: a resumed run may be on other machines.
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
         batch = f"batch {result.batch_size}  " if self.grows else ""
         rate = units.count(result.read / result.seconds["step"])

@@ -64,6 +64,7 @@ class Sample(Hook):
             return
         checkpoint = self._checkpoint(context)
         try:
+            # Whatever is raised in here may have left other ranks in a collective.
             ids, problem = self._written(context, self.tokenizer, checkpoint)
         except Exception as error:
             # torch's error of a store: it ended with a rank that has warned already
@@ -102,6 +103,7 @@ class Sample(Hook):
                     problem = STOPPED
             except Exception as error:
                 problem = reason(error) or UNKNOWN
+            # All ranks have to agree before any of them enters the pipeline.
             problem = world.first_problem(problem)
             if not problem and sampler.context and checkpoint is not None:
                 try:

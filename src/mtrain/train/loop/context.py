@@ -116,6 +116,7 @@ class TrainContext:
         prefetch = self.run.data.prefetch
         ring = Ring.of(self.world.device, prefetch)
         following = partial(next_step, plan, end)
+        # Intermediate stages read almost nothing: their thread would wake for no data.
         needs = self.needs(self.train_data)
         return Prefetcher(self.train_data, self.world, needs, following, prefetch, ring)
 

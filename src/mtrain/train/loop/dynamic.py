@@ -41,6 +41,7 @@ def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
         most, mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
     _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    # megatron-core's scheduler loses documents if a group cannot hold them: refuse loudly.
     dealt = sorted({number for group in groups for held in group for number in held})
     if dealt != list(range(len(lengths))) or any(not held for group in groups for held in group):
         raise RuntimeError(
@@ -99,6 +100,7 @@ def _forward(objective: Objective, share: Share, model: Any) -> tuple[torch.Tens
     group = None
     if share.ranks > 1:
         group = mcore.parallel_state.get_hybrid_data_context_parallel_groups(group_size=share.ranks)
+        # A copy: megatron-core replaces the tensors in the dictionary.
         document = mcore.get_batch_on_this_cp_rank(dict(document), cp_group=group)
     length = share.document["tokens"].shape[1]
     params = mcore.PackedSeqParams(

@@ -33,6 +33,7 @@ class StopRequest:
         under nohup, SIGINT where a launcher forwards Ctrl-C itself.
         """
         for name in names:
+            # Ignored signals of the parent are respected; SIGTERM is what schedulers send.
             number = signal.Signals[name]
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)

@@ -85,6 +85,7 @@ class Prefetcher:
         self._data = data
         self._world = world
         self._needs = needs
+        # A stage that needs no key reads nothing: no thread for it.
         ready = _Ready(data, world, needs, ring)
         self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
@@ -168,6 +169,7 @@ def _copied(batch: Batch, world: World) -> Batch:
 
 def _part_of_context(batch: Batch, world: World) -> Batch:
     """Return this rank's part of the sequence under context parallelism."""
+    # Bounds and counts are of the whole sequence: every part needs them.
     whole = {key: value for key, value in batch.items() if key in WHOLE}
     shared = {key: value for key, value in batch.items() if key not in WHOLE}
     bounds = batch.get("cu_seqlens")

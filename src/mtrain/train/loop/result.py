@@ -134,6 +134,7 @@ class Launched:
     def result(self) -> StepResult:
         """Return the result of the step; waits for its end."""
         row = self._reading.read()
+        # A step may be read more than once: the facts of its launch stay as they are.
         known = dict(self._known)
         # Where the host did not wait for the gradient's norm, it comes after the metrics.
         if len(row) > len(self._table):
@@ -173,6 +174,7 @@ def step_record(run: RunConfig, ranks: int, result: StepResult) -> dict[str, Any
     if peak:
         record["mfu"] = rate / (peak * 1e12)
         record["mfu_full"] = record["mfu"] * result.full_flops / result.flops
+    # In low precision also the MFU of the weights' format, for comparison with bf16 runs.
     other = run.cluster.peak_tflops.get(run.precision.format)
     form = run.precision.format
     if other and form != run.precision.multiplies_in:

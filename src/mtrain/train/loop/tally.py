@@ -53,6 +53,7 @@ def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
     packed.
     """
     counts = batch.get("loss_counts", batch["loss_mask"])
+    # no depths without multi-token prediction: an array without columns has no sums
     further = batch[FURTHER].flatten(0, 1).numpy() if FURTHER in batch else np.zeros((1, 0))
     depths = further.astype(np.float64).sum(axis=0).round()
     losses = counts.numpy().astype(np.float64).sum()
@@ -65,6 +66,7 @@ def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarr
     padding = batch.get("padding")
     there = None if padding is None else ~padding.numpy()
     if bounds is not None:
+        # One pass over the tokens: the prefix sum at a document's bounds gives its tokens.
         flat = np.ones(bounds[-1], np.int64) if there is None else there.reshape(-1)
         before = np.concatenate([[0], flat.cumsum()])
         found = before[bounds[1:]] - before[bounds[:-1]]
@@ -72,6 +74,7 @@ def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarr
         found = there.sum(axis=1)
     else:
         return None
+    # A document of padding only has no tokens, and no FLOPs.
     return np.asarray(found[found > 0], np.int64)
 
 
@@ -89,6 +92,7 @@ class Flops:
         lengths = np.concatenate(
             [np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)]
         )
+        # FLOPs depend on the length only, and a step has few different lengths.
         sizes, many = np.unique(lengths, return_counts=True)
         tokens = sizes * many
         causal, full = (

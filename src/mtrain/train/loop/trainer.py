@@ -53,6 +53,7 @@ class Trainer:
         context = self.context
         context.stop.listen(context.run.trainer.stop_signals)
         with ExitStack() as stack:
+            # First in, last out: hooks may read samples until they are closed.
             stack.callback(context.close)
             for hook in reversed(self.hooks.hooks):
                 stack.callback(self.hooks.call_one, hook, "close", context)
@@ -78,6 +79,7 @@ class Trainer:
         self.hooks.call("start", context)
         make = launch_step if context.world.device.runs_ahead else train_step
         made = 0
+        # A request that came while the run was assembled, or in an evaluation of `start`.
         stopped = self._stop_requested() or context.stops
         while state.step < goal and not stopped:
             self.between_steps = False
@@ -108,6 +110,7 @@ class Trainer:
             or step % run.log.interval == 0
         ):
             return True
+        # Steps hold events of the device: a long log interval would hold thousands of them.
         if len(self.launched) == MOST_BEHIND:
             return True
         return self._works_between() or self.hooks.waits_for(context, step)

@@ -73,6 +73,7 @@ def objective_of(run: RunConfig) -> Objective:
         BadEnvironment: a plug-in does not load, or is no `Objective`.
     """
     name = run.trainer.objective
+    # A name that ships wins: a plug-in cannot replace the loss of existing runs.
     if name in plug_ins.shipped(__name__):
         kind = import_module(f"{__name__}.{name}").OBJECTIVE
     else:

@@ -51,7 +51,9 @@ class Recorder:
 
     def keep(self, event: dict[str, Any], values: torch.Tensor) -> None:
         """Keep the values of an event."""
+        # fp32 whatever the format: the comparison is of the numbers, not of their storage.
         own = values.detach().float().cpu().contiguous().numpy()
+        # A copy: the memory may be reused by the next operation.
         self.arrays.append(own.ravel().copy())
         self.events.append({**event, "shape": list(own.shape), "step": self.context.state.step + 1})
 
@@ -105,6 +107,7 @@ class _Chunk:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         context = self.recorder.context
+        # A new step: count micro-batches from its first one.
         if self.step != context.state.step:
             self.step = context.state.step
             self.number = 0
@@ -140,6 +143,7 @@ class _Chunk:
 
     def _watch(self, module: Any, name: str, path: str) -> None:
         if _EXPERTS.search(path):
+            # Experts receive tokens in an order of their own: only sums over rows are comparable.
             if hasattr(module, "num_gemms"):
                 module.register_forward_hook(self._experts(name))
             return
@@ -164,6 +168,7 @@ class _Chunk:
             rows = self.rows.get(path)
             several = isinstance(output, tuple)
             outputs = output if several else (output,)
+            # A gradient that other ranks still add to differs from the whole one.
             complete = not getattr(module, "gives_partial_gradients", False)
             kept = [
                 self._pass(x, key, f"output {i}", name, rows if i == 0 else None, backward=complete)
@@ -232,6 +237,8 @@ class _Chunk:
         if not (x.requires_grad and torch.is_grad_enabled()) or not backward or not x.dim():
             return x
         owner = self.places
+        # A copy with a hook of its own: the tensor itself may have other uses, whose gradients add
+        # up.
         marked = _Mark.apply(
             x, lambda g: self.recorder.keep({**event, "way": "backward"}, _by_token(g, owner))
         )

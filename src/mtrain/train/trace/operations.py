@@ -59,11 +59,13 @@ class Operations:
             return
         place = self._modules.get(module)
         if place is None:
+            # Layers of a model are alike: their operations are one row of the table.
             place = self._modules[module] = _INDEX.sub("*", module)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = phase, place, func._overloadpacket._qualified_op_name, shapes, _dtype(tensors, out)
         count = self._counts.get(key, 0)
         self._counts[key] = count + 1
+        # The formula of an operation runs once for each kind of arguments.
         if not count:
             self._flops[key] = _flops(func, args, kwargs, out)
 
@@ -95,9 +97,11 @@ def _dtype(tensors: list[Tensor], out: Any) -> str:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = func._overloadpacket
+    # torch has no formula for the attention of a CPU, nor for ours.
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         return _attention(args[0], args[1], args[2])
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        # backward: five GEMMs in place of two, as scores are computed again
         return _attention(args[1], args[2], args[3]) * 5 // 2
     if packet._qualified_op_name == "mtrain::attention":
         return _attention(args[0], args[1], args[2])

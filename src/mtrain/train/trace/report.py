@@ -23,6 +23,7 @@ WORKING = ("working", "communication")
 
 def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
     """Return the report of a trace, for the run that the user requested; sizes are bytes."""
+    # The traced run has portable kernels: its plan has them too, so the two can be compared.
     run = traced.run
     seen = traced.recorder
     step = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
@@ -83,6 +84,7 @@ def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
 def _differences(planned: Mapping[str, int], found: Mapping[str, int]) -> dict[str, float | None]:
     """Return the differences of the plan from the trace, in percent."""
     totals = {"peak": (sum(planned.values()), sum(found.values()))}
+    # The peaks themselves may be in different moments; parts are compared one by one.
     pairs = totals | {name: (planned[name], found[name]) for name in planned}
     return {name: round(100 * (a / b - 1), 3) if b else None for name, (a, b) in pairs.items()}
 
@@ -97,6 +99,7 @@ def _notes(asked: RunConfig, run: RunConfig) -> list[str]:
             f"traced and planned with the portable kernels; the run itself has {', '.join(others)},"
             " of which `plan` without --trace says what they keep"
         )
+    # Portable kernels are traced without quantisation.
     if asked.precision.quantized is not None:
         notes.append(
             f"products in {asked.precision.quantized} are traced in {run.precision.format}"

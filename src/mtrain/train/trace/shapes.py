@@ -36,6 +36,7 @@ class Shapes:
 
     def _chosen(self, func: Any) -> Callable[[Any, Any, Any], Any] | None:
         by_values = any(tag in func.tags for tag in _BY_VALUES)
+        # Results that depend on values, and operations that resize, are never remembered.
         if by_values or func.namespace != "aten" or func._opname in _RESIZE:
             return None
         if func.is_view or func is torch.ops.aten._unsafe_view.default:

@@ -81,6 +81,7 @@ def microbatches(run: RunConfig, stage: int) -> int:
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
     if p.hybrid_context_parallel:
         return every  # which documents a rank runs is decided among all of a step
+    # 1F1B: pp - stage micro-batches are in flight; one more shows that the peak is reached.
     if p.vpp == 1:
         return min(every, p.pp - stage + 1)
     group = p.microbatch_group_size_per_vp_stage or p.pp
@@ -108,6 +109,7 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
     for inner in inner_optimizers(context.state.optimizer):
+        # Main weights are parameters of the optimizer, moments are its state.
         states += [weight for group in inner.param_groups for weight in group["params"]]
         states += [
             t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)

@@ -66,8 +66,10 @@ def _parted(
     ending = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype))
     mask = whole["loss_mask"].masked_fill(ending, 0.0)
     cuts = (ending[0].nonzero().flatten() + 1).tolist()
+    # Two bounds may coincide where a document ends with the sequence.
     for start, stop in itertools.pairwise(sorted({0, *cuts, tokens.shape[1]})):
         part = {key: value[:, start:stop] for key, value in whole.items()}
+        # from 0, as in a sequence of its own
         positions = torch.arange(stop - start).unsqueeze(0)
         if FURTHER in part:
             part[FURTHER] = _inside(part[FURTHER])
@@ -99,6 +101,7 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
     """Return a few documents of the first `size` samples that have a loss, the longer half, the
     same on every rank.
     """
+    # As on one rank with one micro-batch: places of tokens must not depend on the layout.
     whole = GlobalBatches(data.samples, size, size, 0, 1, data.form, data.limit).microbatches(0)[0]
     bounds = whole["cu_seqlens"].tolist()
     length = whole["tokens"].shape[1] // size
@@ -108,6 +111,7 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
         for number, (start, stop) in pairs
         if bool(whole["loss_mask"][:, start:stop].any())
     ]
+    # Short documents have gradients of rounding errors: the longer half shows more.
     lengths = sorted(document.stop - document.start for document in counted)
     counted = [
         document

@@ -37,6 +37,7 @@ def _of_two(a: dict[str, Any], b: dict[str, Any], p: ParallelConfig) -> Iterator
     who = f"ranks {a['rank']} and {b['rank']} ({', '.join(others)})"
     one = a["masks"]
     two = b["masks"]
+    # Its ranks run different documents, so their masks cannot be paired to the end.
     uneven = p.hybrid_context_parallel and "dp" in others  # ranks with other numbers of documents
     if len(one) != len(two) and not uneven:
         ends = itertools.zip_longest(one, two)
@@ -47,6 +48,8 @@ def _of_two(a: dict[str, Any], b: dict[str, Any], p: ParallelConfig) -> Iterator
         )
         return
     for x, y in zip(one, two, strict=not uneven):
+        # Without sequence parallelism, tensor-parallel ranks hold whole copies outside of
+        # attention.
         copies = (
             others == ["tp"] and x["axes"] < HEADS and not x["split"] and not p.sequence_parallel
         )

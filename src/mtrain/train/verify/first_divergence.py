@@ -1,4 +1,4 @@
-"""The first divergence of a layout from one rank: modules, gradients, norm, weights of each step."""
+"""The first divergence of a layout from one rank: modules, gradients, norm or weights of a step."""
 
 from __future__ import annotations
 
@@ -213,6 +213,7 @@ def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
     """
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
+    # Ranks of expert tensor parallelism hold different features: their sums cannot be added.
     if len(width) != 1 or (
         facts["sizes"]["etp"] > 1 and event["key"].endswith("fc1") and event["side"] != "input 0"
     ):
@@ -227,6 +228,7 @@ def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
 def _of_whole(one: np.ndarray | None, many: np.ndarray | None) -> float:
     if one is None or many is None or one.shape != many.shape:
         return 0.0
+    # A token's error is measured against the size of an average token, not of its own.
     scale = float(np.linalg.norm(one)) / max(1, len(one)) ** 0.5
     worst = float(np.sqrt(np.square(one - many).sum(-1).max()))
     return worst / max(scale, 1e-30) if np.isfinite(worst) else float("inf")
@@ -273,22 +275,26 @@ def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Diffe
             seen = _in_restored(many, step)
             if seen is not None:
                 return seen
+        # Later steps compare weights that rounding has already made different.
         loose = 1 if step == 1 else max(1.0, LATER / bounds.module)
         seen = first(expected, found, step, FORWARD, bounds.module * loose)
         if seen is not None:
             return seen
+        # All modules agree here, so the report itself is wrong.
         error = relative(a[step - 1]["loss"], b[step - 1]["loss"])
         if error > bounds.loss * loose:
             return Difference("reported loss", "no module's output differs", FORWARD, step, error)
         seen = first(expected, found, step, BACKWARD, bounds.module * loose)
         if seen is not None:
             return seen
+        # Modules may agree while ranks add their gradients up wrongly.
         gradients = [
             _weights(folder / f"gradients_{step}" / folder_name(0)) for folder in (one, many)
         ]
         seen = _in_weights(gradients[0], gradients[1], bounds.gradient * loose, GRADIENT, step)
         if seen is not None:
             return seen
+        # After the gradient: if that is equal, a wrong norm is the norm's own fault.
         norms = a[step - 1]["grad_norm"], b[step - 1]["grad_norm"]
         if relative(*norms) > bounds.norm * loose:
             return _in_norm(gradients[0], norms[0], norms[1], step)
@@ -308,6 +314,7 @@ def _in_restored(many: Path, step: int) -> Difference | None:
         if not torch.equal(saved.whole(key), restored.whole(key)):
             what = f"{key} is not what was saved at step {step - 1}"
             return Difference(f"{RESUME} {_module(key)}", what, RESUME, step, math.inf)
+    # Not tensors, but a resume depends on them.
     for fact in ("optimizer_step", "schedule_steps", "consumed_samples", "loss_scale"):
         a = saved.state[fact]
         b = restored.state[fact]
@@ -356,6 +363,7 @@ def _in_weights(
     if not off:
         return None
     worst = max(off, key=lambda key: off[key])
+    # The same factor in all of them names the bug: a sum over too many ranks, or too few.
     factors = {round(_factor(one[key], many[key]), 3) for key in off if float(one[key].norm())}
     what = "the gradient" if way == GRADIENT else "the weight after the update"
     if len(factors) == 1 and way == GRADIENT:
@@ -363,6 +371,7 @@ def _in_weights(
     else:
         scaled = " differs"
     reason = ", what passes the modules does not" if way == GRADIENT else ", its gradient does not"
+    # A wrong learning rate or scale is in every weight.
     if len(off) > MANY * len(one):
         return Difference(
             "every weight",
@@ -390,6 +399,7 @@ def _in_norm(
         return Difference("gradient norm", "it is no number", NORM, step, math.inf)
     squares: dict[str, float] = {}
     for key, value in gradients.items():
+        # The norm squared is a sum over kinds: try whether one kind was added 0, 2 or 4 times.
         squares[_kind(key)] = squares.get(_kind(key), 0.0) + float(value.double().square().sum())
     excess = many**2 - one**2
     found = (

@@ -59,6 +59,7 @@ def observe(
         record_gradients(context, folder / "gradients")
         results = []
         for made in range(run.trainer.steps):
+            # Half of the steps before, half after: errors of a resume show in the second half.
             if resumed and made and made == run.trainer.steps // 2:
                 context = _resumed(context, folder / MIDDLE, splits, by_document)
                 if recorder is not None:
@@ -129,6 +130,7 @@ def record_gradients(context: TrainContext, folder: Path) -> None:
 
 def save_gradients(context: TrainContext, folder: Path) -> None:
     """Save the current gradients as a checkpoint of step 0."""
+    # In the format of checkpoints, which assembles tensors of any layout.
     ranks = ckpt_state.meeting_of(context.world, context.run)
     shards = sharding.gradient_shards(context.state.chunks, context.state.optimizer)
     store.save(folder, 0, shards, {}, {}, "", ranks)
@@ -221,10 +223,12 @@ def _of_tensors(
         }
         for folder in (one, many)
     )
+    # A weight that one side lacks cannot be compared: infinite.
     if left.keys() != right.keys():
         odd = sorted(left.keys() ^ right.keys())
         return {f"only on one side: {', '.join(odd[:3])}": float("inf")}
     factors = {key for key in left if offset and "norm" in key and "bias" not in key}
+    # A tensor that is almost zero would be compared by its rounding errors.
     least = small * math.sqrt(sum(float(value.double().square().sum()) for value in left.values()))
     return {
         key: _distance(value, right[key], 1.0 if key in factors else 0.0, least)

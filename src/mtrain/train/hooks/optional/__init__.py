@@ -28,5 +28,6 @@ def _hook(name: str, run: RunConfig, folder: Path) -> Hook:
         entry = plug_ins.found(plug_ins.HOOKS)[name]
         kind = plug_ins.load_class(entry, f"hook {name!r}", Hook)
     hook = kind.of(run, folder)
+    # The key of its state: two packages may call their classes the same.
     hook.name = name
     return hook
