@@ -82,11 +82,11 @@ class Stream:
         blocks = -(-count // PER_BLOCK) + int(bool((starts % PER_BLOCK).any()))
         first = (starts // PER_BLOCK).to(device).unsqueeze(1)
         words = self.words((first + torch.arange(blocks, device=device)).flatten())
-        found = words.view(torch.int32).view(len(starts), -1)
+        elements = words.view(torch.int32).view(len(starts), -1)
         shifts = (starts % PER_BLOCK).unique()
         if len(shifts) == 1:
-            return found[:, int(shifts) : int(shifts) + count]
-        return found.gather(
+            return elements[:, int(shifts) : int(shifts) + count]
+        return elements.gather(
             1, (starts % PER_BLOCK).to(device).unsqueeze(1) + torch.arange(count, device=device)
         )
 
@@ -181,7 +181,7 @@ def digest(device: str) -> str:
     """Return the SHA-256 of what streams give on a torch device, of whole and cut rows:
     `DIGEST` on each.
     """
-    found = hashlib.sha256()
+    whole = hashlib.sha256()
     probe = torch.empty(0, device=device)
     where = None if probe.is_cpu else probe.device
     for top, bottom, width, span in (
@@ -191,5 +191,5 @@ def digest(device: str) -> str:
     ):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)
         for drawn in (normal(bits), uniform(bits), normal(bits).bfloat16().float()):
-            found.update(drawn.cpu().numpy().tobytes())
-    return found.hexdigest()
+            whole.update(drawn.cpu().numpy().tobytes())
+    return whole.hexdigest()

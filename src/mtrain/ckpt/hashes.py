@@ -257,15 +257,15 @@ class Shard:
             return self._bytes(entry.at + start, stop - start)
         # Whole blocks, as only they have hashes: up to two more than were requested.
         first = blocks.start * entry.block_bytes
-        found = self._bytes(
+        data = self._bytes(
             entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first
         )
         for block in blocks:
             self._compare(
-                name, entry, block, found[block * entry.block_bytes - first :][: entry.block_bytes]
+                name, entry, block, data[block * entry.block_bytes - first :][: entry.block_bytes]
             )
         known.blocks.update((name, block) for block in blocks)
-        return found[start - first : stop - first]
+        return data[start - first : stop - first]
 
     def check(self) -> None:
         """Compare every byte with its hash.
@@ -427,14 +427,14 @@ def _read_header(path: Path, file: int, size: int) -> Header:
 
 
 def _entry(
-    found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
+    facts: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
 ) -> Entry:
-    start, stop = map(int, found["data_offsets"])
-    shape = tuple(map(int, found["shape"]))
+    start, stop = map(int, facts["data_offsets"])
+    shape = tuple(map(int, facts["shape"]))
     nbytes = stop - start
     # Offsets that do not match the shape would read the bytes of another entry.
-    if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[found["dtype"]]:
+    if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[facts["dtype"]]:
         raise ValueError("a tensor has another size than its shape")
     return Entry(
-        found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
+        facts["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
     )

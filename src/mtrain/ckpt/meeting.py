@@ -56,17 +56,17 @@ class Meeting:
             self.store.set(f"{place}/problem", problem)
         if self.store.add(f"{place}/here", 1) == self.size:
             if self.store.add(f"{place}/problems", 0):
-                found = self.store.get(f"{place}/problem")
+                answer = self.store.get(f"{place}/problem")
             else:
-                found = b""
-            self.store.set(f"{place}/over", found.decode() or " ")
+                answer = b""
+            self.store.set(f"{place}/over", answer.decode() or " ")
         self._await(f"{place}/over", "barrier", number)
-        found = self.store.get(f"{place}/over")
+        answer = self.store.get(f"{place}/over")
         # All ranks came here, so all have read the answer of the barrier before.
         if self.rank == 0:
             for name in ("problems", "problem", "here", "over"):
                 self.store.delete_key(f"barrier/{number - 1}/{name}")
-        return found.decode().strip()
+        return answer.decode().strip()
 
     def tell(self, text: str) -> str:
         """Return the text of rank 0, on every rank.

@@ -91,7 +91,7 @@ def _meeting(
     offset = list(wanted.offset)
     shape = list(wanted.shape)
     flat = wanted.flat
-    found = {}
+    meeting = {}
     for piece in pieces:
         range_of = piece["flat"]
         # The usual case first, without arithmetic: the layout that reads is the one that wrote.
@@ -101,8 +101,8 @@ def _meeting(
         elif not _meet(wanted.offset, wanted.shape, piece["offset"], piece["shape"]):
             continue
         # Replicas write the same piece: it counts once.
-        found[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
-    return found
+        meeting[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
+    return meeting
 
 
 def _boxes(region: Region) -> Iterator[tuple[int, Region]]:

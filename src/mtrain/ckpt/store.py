@@ -360,10 +360,10 @@ class _Reader:
         limit = READ_BYTES // shard.tensor.element_size()
         for part in parts(wanted, entry["pieces"], limit, what):
             tick()
-            found = self.elements(part.piece, part.start, part.stop).as_strided(
+            elements = self.elements(part.piece, part.start, part.stop).as_strided(
                 part.shape, part.there
             )
-            memory.as_strided(part.shape, part.here, part.at).copy_(found)
+            memory.as_strided(part.shape, part.here, part.at).copy_(elements)
         shard.tensor.copy_(memory.view(shard.tensor.shape))
 
     def elements(self, piece: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:

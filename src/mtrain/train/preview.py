@@ -71,10 +71,10 @@ class Shown:
         """Return the counts in words."""
         counts = self.counts
         many = "document" if counts["documents"] == 1 else "documents"
-        said = (
+        text = (
             f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
         )
-        return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
+        return text + (f", {counts['padding']} of padding" if counts["padding"] else "")
 
 
 def _parts(document: tuple[Token, ...]) -> int:
@@ -144,11 +144,11 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
     positions = batch["position_ids"].flatten().tolist()
     # Only samples with bounds know padding from an end-of-text token.
     padding = [False] * len(ids) if sample is None else (sample.tokens[:-1] == NOTHING).tolist()
-    found = batch.get("cu_seqlens")
-    bounds = [0, len(ids)] if found is None else found.tolist()
+    cu_seqlens = batch.get("cu_seqlens")
+    bounds = [0, len(ids)] if cu_seqlens is None else cu_seqlens.tolist()
     # Masked language models predict tokens in place, others the next one.
     following = _is_next(ids, labels, weights)
-    ends = texts.ends if found is None else frozenset[int]()
+    ends = texts.ends if cu_seqlens is None else frozenset[int]()
     documents = []
     for start, stop in pairwise(bounds):
         row = []

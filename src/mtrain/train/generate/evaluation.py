@@ -62,9 +62,9 @@ def evaluate(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
         )
         chunks = restored(run, world, checkpoint)
-        found = measured(run, world, chunks, splits, tokenizer, limit)
+        result = measured(run, world, chunks, splits, tokenizer, limit)
         if world.is_rank0:
-            say_page(strict_json.dumps(vars(found), indent=2) if as_json else _page(found))
+            say_page(strict_json.dumps(vars(result), indent=2) if as_json else _page(result))
 
 
 def measured(
@@ -129,20 +129,20 @@ def _bytes(
     return int(total)
 
 
-def _page(found: Measured) -> str:
+def _page(result: Measured) -> str:
     # no tokenizer, or tokens that stand for no bytes
-    if found.bits_per_byte is None:
+    if result.bits_per_byte is None:
         per_byte = ""
     else:
-        per_byte = f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
-    first = f"loss {found.loss:.4f} nats per token"
-    if found.perplexity is not None:
+        per_byte = f", {result.bits_per_byte:.4f} bits per byte of {result.bytes}"
+    first = f"loss {result.loss:.4f} nats per token"
+    if result.perplexity is not None:
         first += (
-            f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per"
+            f", perplexity {result.perplexity:.2f}\n{result.bits_per_token:.4f} bits per"
             f" token{per_byte}"
         )
     return (
         f"{first}\n"
-        f"{found.tokens} tokens of {found.samples} samples in {found.seconds:.1f} s, "
-        f"{found.tokens / found.seconds:.0f} tokens/s"
+        f"{result.tokens} tokens of {result.samples} samples in {result.seconds:.1f} s, "
+        f"{result.tokens / result.seconds:.0f} tokens/s"
     )

@@ -42,15 +42,15 @@ def answer(
         if not world.is_rank0:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
         sampler = Sampler(run, world, restored(run, world, checkpoint))
-        found = results(Model(sampler, Tokenizer(tokenizer), questions.rows), questions)
+        report = results(Model(sampler, Tokenizer(tokenizer), questions.rows), questions)
         if world.is_rank0:
             kept = {
-                key: found[key]
+                key: report[key]
                 for key in ("results", "n-shot", "n-samples", "versions")
-                if key in found
+                if key in report
             }
             say_page(
-                strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(found)
+                strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(report)
             )
 
 
@@ -63,7 +63,7 @@ def results(model: Model, questions: Questions) -> dict[str, Any]:
             yaml.safe_load(Path(name).read_text()) if name.endswith((".yaml", ".yml")) else name
             for name in questions.tasks
         ]
-        found = simple_evaluate(
+        report = simple_evaluate(
             model,
             tasks=tasks,
             limit=questions.limit,
@@ -79,7 +79,7 @@ def results(model: Model, questions: Questions) -> dict[str, Any]:
         raise ConfigError(
             [Problem("MT511", "tasks", list(questions.tasks), rule, fix, "command line")]
         ) from error
-    return dict(found or {})  # one of the processes of a machine gets them
+    return dict(report or {})  # one of the processes of a machine gets them
 
 
 class Model(TemplateLM):
@@ -144,10 +144,10 @@ class Model(TemplateLM):
             # Requests with the same options are sampled together.
             groups.setdefault(strict_json.dumps(request.args[1], sort_keys=True), []).append(number)
         for numbers in groups.values():
-            asked = dict(requests[numbers[0]].args[1])
+            options = dict(requests[numbers[0]].args[1])
             prompts = tuple(requests[number].args[0] for number in numbers)
             written = continued(
-                self._sampler, self._tokenizer, _request(prompts, asked, self._rows)
+                self._sampler, self._tokenizer, _request(prompts, options, self._rows)
             )
             for number, one in zip(numbers, written, strict=True):
                 out[number] = one.text
@@ -160,15 +160,15 @@ class Model(TemplateLM):
         return ChatFormat(self._tokenizer.path.parent).render(chat_history)
 
 
-def _request(prompts: tuple[str, ...], asked: dict[str, Any], rows: int) -> Request:
-    until = asked.get("until") or []
+def _request(prompts: tuple[str, ...], options: dict[str, Any], rows: int) -> Request:
+    until = options.get("until") or []
     # lm-evaluation-harness is greedy unless a task samples, whatever its temperature.
-    draws = asked.get("do_sample", False)
+    draws = options.get("do_sample", False)
     sampling = Sampling(
-        tokens=int(asked.get("max_gen_toks", MOST_TOKENS)),
-        temperature=float(asked.get("temperature", 1.0)) if draws else 0.0,
-        top_k=int(asked.get("top_k", 0)),
-        top_p=float(asked.get("top_p", 1.0)),
-        min_p=float(asked.get("min_p", 0.0)),
+        tokens=int(options.get("max_gen_toks", MOST_TOKENS)),
+        temperature=float(options.get("temperature", 1.0)) if draws else 0.0,
+        top_k=int(options.get("top_k", 0)),
+        top_p=float(options.get("top_p", 1.0)),
+        min_p=float(options.get("min_p", 0.0)),
     )
     return Request(prompts, sampling, (until,) if isinstance(until, str) else tuple(until), rows)

@@ -213,7 +213,7 @@ class Sampler:
         length = -(-count // self.multiple) * self.multiple
         padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
         positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
-        found = self.forward(
+        logits = self.forward(
             padded,
             positions,
             lambda logits: logits[:, min(count, logits.shape[1]) - 1],
@@ -222,8 +222,8 @@ class Sampler:
         )
         if cache is not None:
             cache.advance(count)
-            return found
-        return None if found is None else mcore.gather_from_tensor_model_parallel_region(found)
+            return logits
+        return None if logits is None else mcore.gather_from_tensor_model_parallel_region(logits)
 
     def forward(
         self,
@@ -261,7 +261,7 @@ class Sampler:
         # The interleaved schedule needs a micro-batch per stage; the others are repeated and
         # ignored.
         interleaved = len(self.chunks) > 1
-        found = mcore.get_forward_backward_func()(
+        outputs = mcore.get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
             model=self.chunks if interleaved else self.chunks[0],
@@ -271,7 +271,7 @@ class Sampler:
             forward_only=True,
             collect_non_loss_data=True,
         )
-        return found[0] if found else None
+        return outputs[0] if outputs else None
 
 
 class _Text:

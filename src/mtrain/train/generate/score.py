@@ -39,8 +39,8 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
         for first in range(0, len(order), rows):
             begin_phase("evaluation")
             group = order[first : first + rows]
-            found = _scored(sampler, [sequences[i] for i in group])
-            for i, (values, likeliest) in zip(group, found.unbind(1), strict=True):
+            scored = _scored(sampler, [sequences[i] for i in group])
+            for i, (values, likeliest) in zip(group, scored.unbind(1), strict=True):
                 count = len(sequences[i]) - 1
                 out[i] = Scored(values[:count].tolist(), (likeliest[:count] > 0).tolist())
     return [out[i] for i in range(len(sequences))]

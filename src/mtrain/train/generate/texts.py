@@ -34,19 +34,19 @@ def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rows = request.rows if sampler.independent else 1
     ending = endings(tokenizer, request.stop)
-    found: dict[int, Continuation] = {}
+    continuations: dict[int, Continuation] = {}
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
         # One call for the group: all ranks sample it together.
         texts = sampler.continued([prompts[i] for i in group], request.sampling, ending=ending)
         assert texts is not None  # nothing stops it
-        found |= zip(group, texts, strict=True)
+        continuations |= zip(group, texts, strict=True)
     return [
         Written(
             prompt,
-            _following(tokenizer, prompts[i], found[i], request.stop),
-            len(found[i].ids),
-            found[i].ended,
+            _following(tokenizer, prompts[i], continuations[i], request.stop),
+            len(continuations[i].ids),
+            continuations[i].ended,
         )
         for i, prompt in enumerate(request.prompts)
     ]

@@ -39,12 +39,12 @@ class Memory(Hook):
             sizes = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
             world.store.set(f"peak/{world.rank}", strict_json.dumps(sizes))
         finally:
-            found = self._of_ranks(world) if world.is_rank0 else []
-        if found:
+            peaks = self._of_ranks(world) if world.is_rank0 else []
+        if peaks:
             known = [
-                key for key in MEASURED if key == ALLOCATED or any(key in one for one in found)
+                key for key in MEASURED if key == ALLOCATED or any(key in one for one in peaks)
             ]
-            by_rank = {by_rank_of(key): [one.get(key) for one in found] for key in known}
+            by_rank = {by_rank_of(key): [one.get(key) for one in peaks] for key in known}
             self.path.write_text(strict_json.dumps(by_rank))
 
     def _of_ranks(self, world: World) -> list[dict[str, int]]:

@@ -66,14 +66,14 @@ class Planned(Hook):
         if self.plan is None or result.batch_size != context.run.trainer.batch:
             return {}
         times = {f"planned_{name}_s": self.plan[f"{name}_s"] for name in TIMES}
-        found = {key: round(value, 6) for key, value in times.items() if value is not None}
+        record = {key: round(value, 6) for key, value in times.items() if value is not None}
         if counts_memory(context.run):
             peak = context.world.device.memory_stats()["peak_bytes"]
-            found |= {
+            record |= {
                 "peak_bytes": peak,
                 "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0],
             }
-        return found
+        return record
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Compare after `AFTER` steps of the whole batch."""
@@ -99,8 +99,8 @@ class Planned(Hook):
                 peaks = {}
             self._say(rows(context.run, self.plan, lines, peaks, saved_in(self.folder)))
 
-    def _say(self, found: Iterable[Row]) -> None:
-        off = [row for row in found if row.beyond and row.part not in self.said]
+    def _say(self, compared: Iterable[Row]) -> None:
+        off = [row for row in compared if row.beyond and row.part not in self.said]
         if not off:
             return
         self.said |= {row.part for row in off}

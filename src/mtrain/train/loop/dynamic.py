@@ -18,10 +18,9 @@ from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
 from mtrain.mcore.padding import padding_is
 from mtrain.train.loop.context import TrainContext
-from mtrain.train.loop.prefetch import Batch
+from mtrain.train.loop.prefetch import Batch, documents
 from mtrain.train.loop.step import Forward, sum_loss
 from mtrain.train.objectives import Objective
-from mtrain.train.verify.documents import documents
 
 Groups = list[list[list[int]]]
 """`groups[i][rank]`: the documents that a rank takes part in between two barriers, in order."""
@@ -51,11 +50,11 @@ def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
     return groups  # type: ignore[no-any-return]
 
 
-def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> Iterator[Share]:
+def shares(documents: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> Iterator[Share]:
     """Yield the documents that one rank takes part in, in order."""
     for group in groups:
         for number in group[rank]:
-            yield Share(found[number], sum(number in held for held in group))
+            yield Share(documents[number], sum(number in held for held in group))
 
 
 def run_documents(
@@ -72,11 +71,11 @@ def run_documents(
     """
     run = context.run
     world = context.world
-    found = documents(batches)
+    wholes = documents(batches)
     most = run.parallel.max_seqlen_per_dp_cp_rank
     assert most is not None
-    groups = deal_out([d["tokens"].shape[1] for d in found], most, world.grid.dp)
-    mine = shares(found, groups, world.coords["dp"])
+    groups = deal_out([d["tokens"].shape[1] for d in wholes], most, world.grid.dp)
+    mine = shares(wholes, groups, world.coords["dp"])
 
     def forward(_: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         return _forward(context.objective, next(mine), model)
@@ -85,7 +84,7 @@ def run_documents(
         forward_step_func=around(forward) if around else forward,
         # The schedule writes into these dictionaries; the documents come from `mine`, whose order
         # is that of its calls.
-        data_iterator=iter([([{} for _ in found], groups)]),
+        data_iterator=iter([([{} for _ in wholes], groups)]),
         model=context.state.chunks[0],
         num_microbatches=1,
         seq_length=run.data.length,

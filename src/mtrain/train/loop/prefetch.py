@@ -153,10 +153,20 @@ def documents_of(batch: Batch) -> Documents:
     return Documents(bounds, max(stop - start for start, stop in pairwise(bounds)))
 
 
+def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Return the documents of packed samples, each as `[1, length]` tensors."""
+    parts = []
+    for batch in batches:
+        rows = {key: value for key, value in batch.items() if key not in WHOLE}
+        for start, stop in pairwise(documents_of(batch).bounds):
+            parts.append({key: value[:, start:stop] for key, value in rows.items()})
+    return parts
+
+
 def _measured(batch: Batch) -> Batch:
-    found = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
-    bounds = found[DOCUMENTS].bounds if DOCUMENTS in found else None
-    return {**found, TALLY: tally_of(batch, bounds)}
+    measured = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
+    bounds = measured[DOCUMENTS].bounds if DOCUMENTS in measured else None
+    return {**measured, TALLY: tally_of(batch, bounds)}
 
 
 def _copied(batch: Batch, world: World) -> Batch:

@@ -50,13 +50,13 @@ class MetricTable:
     def divided(self, row: Sequence[float]) -> dict[str, float]:
         """Return the metrics by name from their totals over all ranks."""
         totals = {metric.name: row[place] for place, metric in enumerate(self.metrics)}
-        found = {}
+        divided = {}
         for metric in self.metrics:
             total = totals[metric.name]
             # A step may have no prediction that counts: its mean is 0, not an error.
             divisor = 1.0 if metric.reduce == SUM else max(1.0, totals[metric.reduce])
-            found[metric.name] = total / divisor
-        return found
+            divided[metric.name] = total / divisor
+        return divided
 
 
 def packed(declared: Sequence[Metric], metrics: Iterable[Metric]) -> torch.Tensor:
@@ -89,8 +89,8 @@ def summed_report(
     values = torch.zeros(len(table), dtype=torch.float64, device=world.torch_device)
     # Tensor-parallel ranks report the same losses: one of them counts.
     if reports and world.coords["tp"] == 0:
-        found = torch.stack([report.double() for report in reports]).sum(0)
-        values[: len(found)] = found
+        sums = torch.stack([report.double() for report in reports]).sum(0)
+        values[: len(sums)] = sums
     for name, number in own.items():
         values[table.place(name)] = float(number)
     begin_phase("report")

@@ -38,14 +38,14 @@ class Tally:
     """Divisors for each token that is predicted after the next one."""
     rows: int
     """Samples, or rows of packed ones."""
-    found: np.ndarray | None
+    tokens: np.ndarray | None
     """Tokens of each document, or of each row, int64; None: every row is a whole sample."""
 
     def lengths(self, length: int) -> np.ndarray:
         """Return tokens of each document, or of each row, where a whole sample has `length`; int64,
         none is 0.
         """
-        return np.full(self.rows, length, np.int64) if self.found is None else self.found
+        return np.full(self.rows, length, np.int64) if self.tokens is None else self.tokens
 
 
 def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
@@ -69,13 +69,13 @@ def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarr
         # One pass over the tokens: the prefix sum at a document's bounds gives its tokens.
         flat = np.ones(bounds[-1], np.int64) if there is None else there.reshape(-1)
         before = np.concatenate([[0], flat.cumsum()])
-        found = before[bounds[1:]] - before[bounds[:-1]]
+        tokens = before[bounds[1:]] - before[bounds[:-1]]
     elif there is not None:
-        found = there.sum(axis=1)
+        tokens = there.sum(axis=1)
     else:
         return None
     # A document of padding only has no tokens, and no FLOPs.
-    return np.asarray(found[found > 0], np.int64)
+    return np.asarray(tokens[tokens > 0], np.int64)
 
 
 class Flops:

@@ -264,8 +264,8 @@ class _Chunk:
             if tokens * world.grid.tp != whole:
                 return None
             own = own[:, world.coords["tp"] * tokens :][:, :tokens]
-        found: list[int] = own.t().flatten().tolist()
-        return found
+        token_places: list[int] = own.t().flatten().tolist()
+        return token_places
 
 
 def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None:
@@ -329,7 +329,7 @@ def _feature_rows(root: Any) -> dict[str, list[int]]:
     """Return the features of the whole output that a layer's output has, for weights that are
     sharded by rows: the two halves of a gated MLP are not contiguous.
     """
-    found = {}
+    rows_of = {}
     for name, specs in shard_specs_of(root).items():
         path, _, last = name.rpartition(".")
         if last != "weight" or any(len(spec.shape) - spec.lead != 2 for spec in specs):
@@ -339,8 +339,8 @@ def _feature_rows(root: Any) -> dict[str, list[int]]:
             first = spec.offset[spec.lead]
             rows += range(first, first + spec.shape[spec.lead])
         if len(specs) > 1 or len(rows) < specs[0].global_shape[specs[0].lead]:
-            found[path] = rows
-    return found
+            rows_of[path] = rows
+    return rows_of
 
 
 def read(folder: Path) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:

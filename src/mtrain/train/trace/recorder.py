@@ -341,8 +341,8 @@ class _Saved:
             self.recorder._move(life, "temporary")
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    for one in found:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for one in values:
         if isinstance(one, Tensor):
             yield one
         elif isinstance(one, list | tuple):
@@ -386,8 +386,8 @@ def _single_rank() -> Iterator[None]:
         with _disable_current_modes():
             put(state)
 
-    def gather(found: list[Any], own: Any, group: Any = None) -> None:
-        found[:] = [own] * len(found)
+    def gather(objects: list[Any], own: Any, group: Any = None) -> None:
+        objects[:] = [own] * len(objects)
 
     def with_attributes(self: Any, *args: Any, **more: Any) -> Any:
         before = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}

@@ -132,9 +132,9 @@ def _plain(out: Any) -> bool:
     )
 
 
-def _storages(found: Any) -> set[int]:
+def _storages(values: Any) -> set[int]:
     every: set[int] = set()
-    for one in found:
+    for one in values:
         if isinstance(one, Tensor):
             every.add(one.untyped_storage()._cdata)
         elif isinstance(one, list | tuple):
@@ -142,11 +142,11 @@ def _storages(found: Any) -> set[int]:
     return every
 
 
-def _kind(found: Any) -> Iterator[Any]:
+def _kind(values: Any) -> Iterator[Any]:
     """Yield what of the arguments determines the shapes of the result; numbers with their types,
     which determine its type.
     """
-    for one in found:
+    for one in values:
         if isinstance(one, Tensor):
             yield one.shape, one.stride(), one.dtype, one.storage_offset(), one.device
         elif isinstance(one, list | tuple):

@@ -180,13 +180,13 @@ def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
     """Give weights their attributes back where gradients are added: a hook of autograd returns them
     without.
     """
-    found = {
+    weights = {
         _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()
     }
     real = linear._add_in_place
 
     def add_in_place(weight: Any, dy: Any, x: Any) -> Any:
-        return real(found[_place(weight)], dy, x)
+        return real(weights[_place(weight)], dy, x)
 
     with mock.patch.object(linear, "_add_in_place", add_in_place):
         yield

@@ -16,20 +16,10 @@ import torch
 from mtrain.data.batch import FURTHER, GlobalBatches
 from mtrain.mcore import api as mcore
 from mtrain.train.loop.context import TrainContext
-from mtrain.train.loop.prefetch import WHOLE, documents_of
+from mtrain.train.loop.prefetch import documents
 from mtrain.train.loop.step import Batch, forward_step
 
 MOST_OBSERVED = 3
-
-
-def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Return the documents of packed samples, each as `[1, length]` tensors."""
-    found = []
-    for batch in batches:
-        rows = {key: value for key, value in batch.items() if key not in WHOLE}
-        for start, stop in itertools.pairwise(documents_of(batch).bounds):
-            found.append({key: value[:, start:stop] for key, value in rows.items()})
-    return found
 
 
 def run_alone(
@@ -41,12 +31,12 @@ def run_alone(
     `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no
     loss at its end, whatever the packed batches contain.
     """
-    found = [part for whole in documents(batches) for part in _parted(whole, ends)]
+    parts = [part for whole in documents(batches) for part in _parted(whole, ends)]
     reports = mcore.get_forward_backward_func()(
         forward_step_func=partial(forward_step, context.objective),
-        data_iterator=iter(found),
+        data_iterator=iter(parts),
         model=context.state.chunks[0],
-        num_microbatches=len(found),
+        num_microbatches=len(parts),
         seq_length=context.run.data.length,
         micro_batch_size=1,
         forward_only=forward_only,

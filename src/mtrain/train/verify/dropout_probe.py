@@ -52,14 +52,14 @@ def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
     """Record what torch's dropout draws: the module, whether its input is split by features, the
     axes, and a hash of the mask; for attention, a hash of the generator's state before it.
     """
-    found: list[dict[str, Any]] = []
+    masks: list[dict[str, Any]] = []
     real = F.dropout
     attend = F.scaled_dot_product_attention
 
     def keep(axes: int, drawn: torch.Tensor) -> None:
         digest = hashlib.sha256(drawn.cpu().contiguous().numpy().tobytes()).hexdigest()
         module, split = inside[-1] if inside else ("", False)
-        found.append({"module": module, "split": split, "axes": axes, "drawn": digest})
+        masks.append({"module": module, "split": split, "axes": axes, "drawn": digest})
 
     def dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -87,7 +87,7 @@ def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
     F.dropout = dropout
     F.scaled_dot_product_attention = attention
     try:
-        yield found
+        yield masks
     finally:
         F.dropout = real
         F.scaled_dot_product_attention = attend

@@ -160,8 +160,8 @@ def difference(one: list[Entry], many: list[Entry]) -> float:
         kept = (places < len(known)) & known[np.minimum(places, len(known) - 1)]
         values = values[kept]
         cut = cut[kept]
-        found = np.square(values - cut).reshape(len(values), -1).sum(1)
-        error = float(np.sqrt(found.max())) if len(found) else 0.0
+        squares = np.square(values - cut).reshape(len(values), -1).sum(1)
+        error = float(np.sqrt(squares.max())) if len(squares) else 0.0
         worst = max(worst, error / max(scale, 1e-30)) if np.isfinite(error) else float("inf")
     return worst
 
@@ -239,11 +239,11 @@ def _of_scalars(one: list[Entry], many: list[Entry]) -> float:
     own.
     """
     expected = sum(float(values) for _, _, values in one)
-    found: dict[int, float] = {}
+    sums: dict[int, float] = {}
     for facts, _, values in many:
         rank = facts["coords"]["tp"]
-        found[rank] = found.get(rank, 0.0) + float(values)
-    worst = max(abs(value - expected) for value in found.values())
+        sums[rank] = sums.get(rank, 0.0) + float(values)
+    worst = max(abs(value - expected) for value in sums.values())
     return worst / max(abs(expected), 1e-30) if np.isfinite(worst) else float("inf")
 
 
@@ -268,7 +268,7 @@ def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Diffe
     its norm, and the weights after the update; after a resume, what was read back, bitwise.
     """
     expected = Recorded(one)
-    found = Recorded(many)
+    recorded = Recorded(many)
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     for step in range(1, steps + 1):
         if step == steps // 2 + 1 and (many / RESTORED).exists():
@@ -277,14 +277,14 @@ def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Diffe
                 return seen
         # Later steps compare weights that rounding has already made different.
         loose = 1 if step == 1 else max(1.0, LATER / bounds.module)
-        seen = first(expected, found, step, FORWARD, bounds.module * loose)
+        seen = first(expected, recorded, step, FORWARD, bounds.module * loose)
         if seen is not None:
             return seen
         # All modules agree here, so the report itself is wrong.
         error = relative(a[step - 1]["loss"], b[step - 1]["loss"])
         if error > bounds.loss * loose:
             return Difference("reported loss", "no module's output differs", FORWARD, step, error)
-        seen = first(expected, found, step, BACKWARD, bounds.module * loose)
+        seen = first(expected, recorded, step, BACKWARD, bounds.module * loose)
         if seen is not None:
             return seen
         # Modules may agree while ranks add their gradients up wrongly.
@@ -333,18 +333,18 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return weights of a checkpoint by module and layer:
     `decoder.layers.3.mlp.linear_fc1.weight`.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for key, value in whole_tensors(checkpoint).items():
         name = key.removeprefix(MODEL)
         row = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
         if not is_weight(key):
             continue
         if row is None or name.removeprefix(row)[:1].isdigit():
-            found[name] = value
+            weights[name] = value
         else:
             rest = name.removeprefix(row)
-            found |= {f"{row}{layer}.{rest}": part for layer, part in enumerate(value)}
-    return found
+            weights |= {f"{row}{layer}.{rest}": part for layer, part in enumerate(value)}
+    return weights
 
 
 def _in_weights(
@@ -402,12 +402,12 @@ def _in_norm(
         # The norm squared is a sum over kinds: try whether one kind was added 0, 2 or 4 times.
         squares[_kind(key)] = squares.get(_kind(key), 0.0) + float(value.double().square().sum())
     excess = many**2 - one**2
-    found = (
+    guesses = (
         (abs(excess - times * square) / abs(excess), times, kind)
         for kind, square in squares.items()
         for times in (-1, 1, 3)
     )
-    off, times, kind = min(found)
+    off, times, kind = min(guesses)
     error = relative(one, many)
     if off < 1e-3:
         return Difference(

@@ -197,8 +197,8 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
         losses[where] = relative(x["loss"], y["loss"]) if same else float("inf")
         inside = f"document_{x['number']}/{folder_name(0)}"
         # a token that attends only to itself gives norms of queries a gradient of rounding errors
-        found = _of_tensors(one / inside, many / inside, small=SMALL)
-        errors |= {f"{where}: {key}": error for key, error in found.items()}
+        differences = _of_tensors(one / inside, many / inside, small=SMALL)
+        errors |= {f"{where}: {key}": error for key, error in differences.items()}
     if not losses:
         return []
     return [
