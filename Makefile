@@ -31,7 +31,7 @@ test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
 full: install .triton-3.6
-	$(PYTEST) -m full --part=$(or $(PART),1/1)
+	$(PYTEST) -m 'full or engine' --part=$(or $(PART),1/1)
 
 # The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
 .triton-3.6: | $(STAMP)
@@ -42,24 +42,24 @@ ENGINE := $(VENV)/megatron-core-0.19.2
 $(ENGINE): $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --ignore-requires-python --target $@ megatron-core==0.19.2
 
-ENGINE_SAMPLE := $(addprefix tests/distributed/test_,$(addsuffix .py,engines fields_are_accounted_for core_fields \
-  adapter_patches later_releases builders hybrid_patterns convert_boxes layouts_match families_match resume \
-  batch_ramp generation mup keys_of_devices captured_layers padding further_tokens)) \
-  tests/distributed/test_fully_sharded.py::test_a_layout_is_proven tests/unit/test_adapter_hook.py \
-  tests/distributed/test_op_overrides.py::test_the_loss_in_parts_trains_as_megatrons_from_all_logits \
-  tests/distributed/test_auxiliary_outputs.py::test_a_layout_logs_what_all_logits_say \
-  tests/distributed/test_sparse_experts.py::test_maps_are_followed_by_kernels_as_by_megatron_core \
-  tests/distributed/test_fully_sharded.py::test_a_rank_keeps_its_part_of_the_weights_and_never_had_more \
-  tests/distributed/test_megatron_checkpoints.py::test_weights_of_another_model_are_named_and_nothing_is_written \
-  tests/distributed/test_any_rank.py::test_the_plan_names_every_weight_of_a_stage_as_it_is_built \
-  tests/distributed/test_sparse_attention.py::test_with_as_many_keys_as_there_are_it_is_plain_mla \
-  tests/distributed/test_soap.py::test_the_same_gradients_make_the_same_bits_in_every_layout \
-  tests/distributed/test_padded_exchange.py::test_steps_have_the_bits_of_exact_exchanges \
-  tests/distributed/test_packing_is_proven.py::test_one_global_batch_has_one_loss_and_one_gradient_in_any_split
+ENGINE_SAMPLE := $(addprefix tests/distributed/test_,$(addsuffix .py,engines engine_fields core_fields \
+  adapter_patches later_releases builders hybrid_patterns convert_boxes layouts families resume \
+  batch_ramp generation mup device_keys captured_layers padding further_tokens)) \
+  tests/distributed/test_fully_sharded.py::test_fully_sharded_layout_is_proven tests/unit/test_adapter_hook.py \
+  tests/distributed/test_op_overrides.py::test_op_override_chunked_loss_trains_as_megatron \
+  tests/distributed/test_auxiliary_outputs.py::test_auxiliary_outputs_layout_equals_all_logits \
+  tests/distributed/test_sparse_experts.py::test_sparse_experts_kernels_follow_maps_as_megatron \
+  tests/distributed/test_fully_sharded.py::test_fully_sharded_rank_never_holds_whole_weights \
+  tests/distributed/test_megatron_checkpoints.py::test_megatron_checkpoint_foreign_model_writes_nothing \
+  tests/distributed/test_any_rank.py::test_any_rank_plan_names_every_weight_of_a_stage \
+  tests/distributed/test_sparse_attention.py::test_sparse_attention_all_keys_equal_plain_mla \
+  tests/distributed/test_soap.py::test_soap_every_layout_has_equal_bits \
+  tests/distributed/test_padded_exchange.py::test_padded_exchange_equals_exact_exchange_bitwise \
+  tests/distributed/test_packing.py::test_packing_any_split_has_one_loss_and_gradient
 
 # A sample on that release: fields, patches, layouts, resume, and runs of either release that go on in the other
 engines: $(ENGINE)
-	PYTHONPATH=$(CURDIR)/$(ENGINE) MTRAIN_TWO_ENGINES=1 $(PYTEST) $(ENGINE_SAMPLE)
+	PYTHONPATH=$(CURDIR)/$(ENGINE) MTRAIN_TWO_ENGINES=1 $(PYTEST) -m 'not full' $(ENGINE_SAMPLE)
 
 lint: install
 	$(BIN)/ruff check .

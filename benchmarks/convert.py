@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from mtrain.config.compose.composer import compose
-from mtrain.convert.tensor_file import Writer
-from mtrain.recipes.hf_write import config_json
+from mtrain.convert.safetensors_file import Writer
+from mtrain.recipes.huggingface.exporter import config_json
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)
@@ -34,7 +34,7 @@ def make(model: str, out: Path) -> int:
     """Write a folder of a shipped model with made-up weights in bf16; its bytes."""
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.huggingface.model import tables
     from mtrain.convert.match import shapes_of_theirs, written
 
     run = resolve(

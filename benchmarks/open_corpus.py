@@ -100,7 +100,7 @@ def opened(prefix: str, order: str) -> dict[str, Any]:
     """Return seconds until the corpus is open, and until the first batch is read,
     without imports.
     """
-    from mtrain.config.schema.trainer import DataConfig
+    from mtrain.config.schema.data import DataConfig
     from mtrain.data import WholeDocuments, open_splits, prepare
     from mtrain.data.batch import GlobalBatches
     from mtrain.data.chat_batch import of_documents

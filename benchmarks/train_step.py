@@ -255,7 +255,7 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
     from mtrain.assembly.transformer import transformer_config
     from mtrain.config.engine.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     config = transformer_config(run, world.device)
     spec = get_gpt_layer_local_spec(normalization=run.model.normalization)
@@ -374,7 +374,7 @@ def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
 
 def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
     """Return the model's weights under the names of Hugging Face's Llama, in fp32."""
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     state = {k: v.detach().float().clone() for k, v in unwrap(chunk).named_parameters()}
     m = run.model

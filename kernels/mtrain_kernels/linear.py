@@ -117,13 +117,12 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """`x weight^T` without gradients: `x` [t, k], `weight` [n, k] in any strides, the result [t,
-    n].
+def product(x: Tensor, weight: Tensor, out: Tensor | None = None, *, plain: bool = False) -> Tensor:
+    """Return `x weight^T` without gradients: `x` [t, k], `weight` [n, k], the result [t, n].
 
-    `out` is memory that the result may be written to.
+    `out` is memory that the result may be written to. `plain`: by torch's BLAS, whatever `use` set.
     """
-    if not fits(x, weight):
+    if plain or not fits(x, weight):
         return torch.mm(x, weight.t(), out=out)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return y
@@ -134,7 +133,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return product(dy.t(), x.t())
 
 
-def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
+def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor, *, plain: bool = False) -> None:
     """Add `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t,
     k].
 
@@ -148,7 +147,7 @@ def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
         torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
     elif into.dtype != x.dtype:
         into.addmm_(dy.t().to(into.dtype), x.to(into.dtype))
-    elif not fits(dy.t(), x.t()):
+    elif plain or not fits(dy.t(), x.t()):
         into.addmm_(dy.t(), x)
     elif into.stride(0) == 1 != into.stride(1):
         into.t().add_(product(x.t(), dy.t()))
@@ -156,12 +155,16 @@ def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
         into.add_(weight_gradient(dy, x))
 
 
-def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
-    """Return zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens`
-    rows of which n > k.
+def zero_gradient(
+    weight: Tensor, dtype: torch.dtype, tokens: int, *, plain: bool = False
+) -> Tensor:
+    """Return zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient`.
+
+    With n > k rows, oneDNN copies less of `tokens` inputs if the gradient is transposed.
     """
     n, k = weight.shape
-    if n > k and dtype == weight.dtype and fits(weight.new_empty((1, 1)).expand(tokens, k), weight):
+    rows = weight.new_empty((1, 1)).expand(tokens, k)
+    if n > k and dtype == weight.dtype and not plain and fits(rows, weight):
         return weight.new_zeros((k, n), dtype=dtype).t()
     return weight.new_zeros((n, k), dtype=dtype)
 

@@ -39,9 +39,16 @@ class Implementation:
         return self.obstacle(device)
 
 
+def _cpu_obstacle(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"it is for a CPU, the tensors are on {device.type}"
+
+
 REFERENCE = Implementation("reference", lambda device: None)
+CPU = Implementation("cpu", _cpu_obstacle)
 TRITON = Implementation("triton", triton_obstacle)
-STANDARD = {i.name: i for i in (TRITON, REFERENCE)}  # in the order in which `auto` tries them
+# in the order in which `auto` tries them
+STANDARD = {i.name: i for i in (TRITON, REFERENCE)}
+WITH_CPU = {i.name: i for i in (TRITON, CPU, REFERENCE)}
 
 
 @dataclass(frozen=True)
@@ -176,22 +183,34 @@ def ops() -> dict[str, Op]:
 
 
 @torch.compiler.assume_constant_result
-def pick(name: str, impl: str, device: torch.device, obstacle: str | None = None) -> str:
-    """`choose` by an op's name, returning the implementation alone; for use inside ops, also under
-    torch.compile.
-    """
-    return choose(ops()[name], impl, device, obstacle)[0]
+def pick(
+    name: str,
+    impl: str,
+    device: torch.device,
+    obstacle: str | None = None,
+    cpu_obstacle: str | None = None,
+) -> str:
+    """Return the name that `choose` returns; for use inside ops, also under torch.compile."""
+    return choose(ops()[name], impl, device, obstacle, cpu_obstacle)[0]
 
 
-def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
+def choose(
+    op: Op,
+    impl: str,
+    device: torch.device,
+    obstacle: str | None = None,
+    cpu_obstacle: str | None = None,
+) -> tuple[str, str]:
     """Return the implementation that `impl` names and the reason, which `auto` logs once.
 
-    `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a
-    width) is beyond every implementation but the reference. Raises `Unavailable` where the named
-    one cannot run, and `ValueError` for a name that nobody has.
+    `impl` is `auto` or the name of an implementation. `obstacle` is why the kernels and libraries
+    do not take this input (its dtype, its width), `cpu_obstacle` why `cpu` does not; the reference
+    takes every input. Raises `Unavailable` where the named one cannot run, and `ValueError` for an
+    unknown name.
     """
+    beyond = {"reference": None, "cpu": cpu_obstacle}
     reasons = {
-        name: implementation.available(device) or (obstacle if name != "reference" else None)
+        name: implementation.available(device) or beyond.get(name, obstacle)
         for name, implementation in op.implementations.items()
     }
     if impl == "auto":

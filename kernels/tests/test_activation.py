@@ -42,16 +42,17 @@ def compare(kind: str, found: dict[str, Any], **options: Any) -> None:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", reference.KINDS)
-def test_value_and_gradients_are_those_of_the_definition(kind: str, dtype: torch.dtype) -> None:
+def test_activation_equals_definition_with_gradients(kind: str, dtype: torch.dtype) -> None:
     for i, shape in enumerate(SHAPES):
         compare(kind, inputs(shape, dtype, weighted=i % 2 == 0))
     compare(kind, inputs(SHAPES[-1], dtype, weighted=True))
 
 
-def test_the_definition_is_that_of_the_papers() -> None:
+def test_activation_definition_equals_papers() -> None:
     x = torch.randn(3, 10, dtype=torch.float64)
     gate, up = x.chunk(2, -1)
     below = gate.clamp(max=0.5)
@@ -73,14 +74,14 @@ def test_the_definition_is_that_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize("kind", reference.KINDS)
-def test_strides_do_not_matter(kind: str) -> None:
+def test_activation_strides_do_not_matter(kind: str) -> None:
     weights = parity.layouts(torch.rand(3, 4, device=DEVICE).requires_grad_())
     for (_, x), (_, weight) in zip(parity.layouts(inputs((3, 4, 40))["x"]), weights, strict=True):
         compare(kind, {"x": x, "weight": weight})
 
 
 @pytest.mark.parametrize("kind", reference.KINDS)
-def test_what_is_huge_or_no_number_is_treated_alike(kind: str) -> None:
+def test_activation_huge_and_nan_are_treated_alike(kind: str) -> None:
     found = inputs((6, 40), weighted=True)
     # torch's gelu(inf) is inf or nan, by the place in a vector
     infinite = 1e18 if kind == "geglu" else float("inf")
@@ -90,7 +91,7 @@ def test_what_is_huge_or_no_number_is_treated_alike(kind: str) -> None:
     compare(kind, found)
 
 
-def test_the_edge_of_the_clamp_has_the_gradient_of_torch() -> None:
+def test_activation_clamp_edge_has_torch_gradient() -> None:
     edge = torch.tensor(
         [[2.0, -2.0, 2.0, -2.0, 2.0, -2.0], [2.0, 1.0, 3.0, 2.0, -2.0, -3.0]], device=DEVICE
     )
@@ -125,13 +126,13 @@ def test_the_edge_of_the_clamp_has_the_gradient_of_torch() -> None:
         ("swiglu_clamped", "gate <= limit, dgate", "gate <= 2 * limit, dgate"),
     ],
 )
-def test_a_seeded_bug_is_caught(kind: str, old: str, new: str) -> None:
+def test_activation_seeded_bug_is_found(kind: str, old: str, new: str) -> None:
     with parity.caught(KERNELS, old, new):
         for shape in ((2, 2 * 5001), (130, 66)):
             compare(kind, inputs(shape, weighted=True))
 
 
-def test_torch_accepts_the_registration() -> None:
+def test_activation_passes_torch_registration() -> None:
     for kind, weighted in (("swiglu", True), ("squared_relu", False)):
         found = inputs((5, 18), weighted=weighted)
         arguments = (found["x"], found.get("weight"), kind, 1.0, 2.0)
@@ -145,7 +146,7 @@ def test_torch_accepts_the_registration() -> None:
         )
 
 
-def test_a_compiled_function_gives_the_same_gradient() -> None:
+def test_activation_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return op.activation(x, "geglu", weight=weight, impl="triton").square().sum()
 
@@ -157,7 +158,7 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
     torch.testing.assert_close(compiled, plain)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_activation_unfit_is_refused() -> None:
     x = torch.ones(3, 5)
     with pytest.raises(ValueError, match="choose one of swiglu, geglu"):
         op.activation(x, "swish")

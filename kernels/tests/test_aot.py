@@ -18,11 +18,12 @@ from mtrain_kernels.aot import Row, table
 from mtrain_kernels.registry import ops
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arch", "variants"),
     [(90, False), *(pytest.param(arch, True, marks=pytest.mark.full) for arch in (80, 90, 100))],
 )
-def test_every_kernel_compiles_for_every_target_without_spilling(
+def test_aot_every_kernel_compiles_without_spilling(
     compilation: dict[str, Any], arch: int, variants: bool
 ) -> None:
     """Where not all `variants` of a kernel are asked for, the first of each."""
@@ -35,13 +36,13 @@ def test_every_kernel_compiles_for_every_target_without_spilling(
     }
 
 
-def test_a_spill_and_too_much_shared_memory_are_faults() -> None:
+def test_aot_spill_and_shared_memory_are_faults() -> None:
     row = Row("norm", "tiny", "kernel", 80, 4, 255, 200 * 1024, 16)
     assert len(row.faults()) == 2
     assert Row("norm", "tiny", "kernel", 90, 4, 255, 200 * 1024, 0).faults() == []
 
 
-def test_an_interpreted_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aot_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain_kernels.runtime.interpreted", lambda: True)
     with pytest.raises(RuntimeError, match="without TRITON_INTERPRET"):
         aot.compile_op("norm", "tiny", 90)
@@ -51,7 +52,7 @@ OLDEST = Path(__file__).resolve().parents[2] / ".triton-3.6"
 
 
 @pytest.mark.full
-def test_the_oldest_triton_compiles_every_kernel_without_spilling() -> None:
+def test_aot_oldest_triton_compiles_without_spilling() -> None:
     assert OLDEST.exists(), "make .triton-3.6 fetches the oldest Triton that is admitted"
     found = compiled.compile_apart((90,), triton=OLDEST)
     assert found["triton"].startswith("3.6.")
@@ -59,7 +60,7 @@ def test_the_oldest_triton_compiles_every_kernel_without_spilling() -> None:
     assert compiled.worse([Row(**row) for row in found["rows"]], found["triton"]) == []
 
 
-def test_what_got_worse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aot_regressions_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("norm", "tiny", "kernel", 90, 4, 60, 0, 0, {"128": 4}, 100, 200)
     monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
     compiled.RECORD.write_text(json.dumps({"3.9": {compiled.name_of(row): compiled.numbers(row)}}))
@@ -75,7 +76,7 @@ def test_what_got_worse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert compiled.worse([replace(row, registers=70)], "3.10") == []
 
 
-def test_the_recorded_kernels_do_not_spill_and_are_in_the_readme() -> None:
+def test_aot_recorded_kernels_do_not_spill() -> None:
     """And what streams reads no 16 bits a lane: 5% of the bytes are scalars of a row or a tile."""
     record = json.loads(compiled.RECORD.read_text())
     shown = (
@@ -104,7 +105,7 @@ def test_the_recorded_kernels_do_not_spill_and_are_in_the_readme() -> None:
             )
 
 
-def test_a_tile_is_its_loop_over_memory() -> None:
+def test_aot_tile_is_its_loop_over_memory() -> None:
     lines = [
         "LDC R1, c[0x0]",
         "LDG.E.64 R2, [R1]",
@@ -136,7 +137,7 @@ def test_a_tile_is_its_loop_over_memory() -> None:
         assert sass.tile_bytes(f"%x = tt.load %p {said} : tensor<4x!tt.ptr<f32>>") == (0, 16, False)
 
 
-def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
+def test_aot_occupancy_follows_lanes() -> None:
     """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer
     lanes.
     """
@@ -167,7 +168,7 @@ def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
     assert sass._issue([("FMUL2", ""), ("IMAD", "")] * 100, 4) == 300
 
 
-def test_rows_of_one_op_are_written_anew_and_the_others_stay() -> None:
+def test_aot_rows_of_one_op_are_replaced_only() -> None:
     before, now = (
         compiled.table(
             [Row(op, "tiny", "kernel", 90, 4, registers, 0, 0, {128: 4}, 1, 2) for op in ops]

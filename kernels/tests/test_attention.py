@@ -16,7 +16,7 @@ from mtrain_kernels.registry import Unavailable
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = ["flash", "math", "reference"]  # those that run on a CPU too, without an interpreter
+HERE = ["cpu", "flash", "math", "reference"]  # those that run on a CPU too, without an interpreter
 EDGES = [0, 4, 5, 12]
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -41,6 +41,7 @@ H100 = Call(
     "cuda",
     (9, 0),
     torch.bfloat16,
+    1,
     32,
     8,
     4096,
@@ -115,7 +116,7 @@ def definition(
 
 @pytest.mark.parametrize("impl", ["auto", *HERE])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_backend_that_runs_here_gives_what_the_definition_says(way: str, impl: str) -> None:
+def test_attention_backends_equal_definition(way: str, impl: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = inputs(way, dtype)
         try:
@@ -129,11 +130,11 @@ def test_every_backend_that_runs_here_gives_what_the_definition_says(way: str, i
 
 @pytest.mark.parametrize("way", ["full", "packed, window", "sink"])
 @pytest.mark.parametrize("sizes", [(12, 5), (5, 12)])
-def test_values_may_have_another_width(sizes: tuple[int, int], way: str) -> None:
+def test_attention_values_may_have_another_width(sizes: tuple[int, int], way: str) -> None:
     parity.check(op.attention, definition, inputs(way, sizes=sizes))
 
 
-def test_strides_do_not_matter() -> None:
+def test_attention_strides_do_not_matter() -> None:
     found = inputs("packed")
     layouts = {n: dict(parity.layouts(found[n])) for n in ("q", "k", "v")}
     for name in layouts["q"]:
@@ -142,7 +143,7 @@ def test_strides_do_not_matter() -> None:
         )
 
 
-def test_the_choice_is_explained() -> None:
+def test_attention_choice_is_explained() -> None:
     found = op.explain(**inputs("sink"))
     assert found.chosen == "math" if DEVICE == "cpu" else found.chosen in RULES
     assert "flash" in found.rejected
@@ -156,7 +157,7 @@ def test_the_choice_is_explained() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("impl", RULES)
-def test_a_named_backend_that_cannot_run_says_why(impl: str, way: str) -> None:
+def test_attention_unusable_named_backend_states_reason(impl: str, way: str) -> None:
     found = inputs(way)
     try:
         assert op.explain(**found, impl=impl).chosen == impl
@@ -200,7 +201,9 @@ def changed(**fields: Any) -> Call:
         (changed(device="cpu", sink=True), "math"),
     ],
 )
-def test_the_rules_choose(call: Call, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_choice_follows_rules(
+    call: Call, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backends, "HAS_VARLEN", True)
     monkeypatch.setattr(backends, "HAS_FLASH3", False)
     monkeypatch.setattr(backends, "HAS_TRITON", True)
@@ -210,7 +213,7 @@ def test_the_rules_choose(call: Call, chosen: str, monkeypatch: pytest.MonkeyPat
     assert "not installed" in found.rejected["flash3"]
 
 
-def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(
+def test_attention_windows_and_packing_use_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "HAS_FLASH3", False)
@@ -225,7 +228,7 @@ def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(
             assert op._decide.__wrapped__(call, "auto").chosen == chosen
 
 
-def test_flash3_is_first_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_flash3_is_first_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_FLASH3", True)
     for call in (
         H100,
@@ -278,9 +281,7 @@ def stand_in(
 @pytest.mark.parametrize(
     "way", ["causal", "window", "window to both sides", "packed", "packed, window"]
 )
-def test_torchs_packed_attention_is_called_as_it_wants(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_torch_varlen_call_is_valid(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     found = inputs(way, sizes=(16, 8))
@@ -309,7 +310,7 @@ def test_torchs_packed_attention_is_called_as_it_wants(
 
 
 @pytest.mark.parametrize("way", ["full", "causal", "window", "packed", "packed, window", "cap"])
-def test_flash3_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_flash3_call_is_valid(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def varlen(
         q,
         k,
@@ -351,7 +352,7 @@ def test_flash3_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("way", ["causal", "packed, window", "cap"])
-def test_a_compiled_function_gives_the_same_gradient(way: str) -> None:
+def test_attention_compiled_gradient_is_equal(way: str) -> None:
     found = inputs(way)
     leaves = [found[n] for n in "qkv"]
 
@@ -363,7 +364,7 @@ def test_a_compiled_function_gives_the_same_gradient(way: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), plain)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_attention_unfit_is_refused() -> None:
     found = inputs("full")
     mask = torch.ones(12, 12, dtype=torch.bool, device=DEVICE)
     edges = torch.tensor(EDGES, device=DEVICE)
@@ -390,7 +391,7 @@ def test_what_does_not_fit_is_refused() -> None:
             op.attention(**found | change)
 
 
-def test_more_heads_than_a_grid_has_are_no_launch_of_triton() -> None:
+def test_attention_excess_heads_avoid_triton() -> None:
     many, most = (torch.empty(rows, 1, 1, 8, device="meta") for rows in (1 << 16, (1 << 16) - 1))
     with pytest.raises(Unavailable, match="65535 heads"):
         op.attention(many, many, many, impl="triton")

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_are_those_of_the_loops(name: str, dtype: torch.dtype) -> None:
+def test_attention_reference_equals_loops_with_gradients(name: str, dtype: torch.dtype) -> None:
     sizes, case = CASES[name]
     q, k, v = _inputs(sizes, dtype)
     causal = case.get("causal", False)
@@ -107,20 +107,20 @@ def test_value_and_gradients_are_those_of_the_loops(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (2, 0), (3, 2), (-1, 1), (2, -1), (-1, -1)])
 @pytest.mark.parametrize(("s", "t"), [(1, 1), (5, 5), (4, 9)])
-def test_who_sees_whom_is_what_the_loop_says(
+def test_attention_reference_visibility_equals_loop(
     s: int, t: int, window: tuple[int, int], causal: bool
 ) -> None:
     found = visible(torch.arange(s), torch.arange(t), causal=causal, window=window)
     assert torch.equal(found, _naive_visible(s, t, causal, window))
 
 
-def test_positions_may_come_in_any_order() -> None:
+def test_attention_reference_positions_may_be_unordered() -> None:
     order = torch.tensor([3, 0, 2, 1])
     whole = visible(torch.arange(4), torch.arange(4), causal=True)
     assert torch.equal(visible(order, torch.arange(4), causal=True), whole[order])
 
 
-def test_segments_do_not_see_each_other() -> None:
+def test_attention_reference_segments_are_isolated() -> None:
     at = torch.arange(4)
     segments = torch.tensor([0, 0, 1, 1])
     seen = visible(at, at, causal=True, q_segments=segments, k_segments=segments)
@@ -129,7 +129,7 @@ def test_segments_do_not_see_each_other() -> None:
         visible(at, at, q_segments=segments)
 
 
-def test_strides_and_an_empty_batch_do_not_matter() -> None:
+def test_attention_reference_strides_and_empty_batch_work() -> None:
     q, k, v = (x.transpose(1, 2) for x in _inputs((2, 4, 4, 6, 6, 8, 8), torch.float32))
     plain = attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
     torch.testing.assert_close(attention(q, k, v, causal=True), plain)
@@ -150,7 +150,7 @@ def test_strides_and_an_empty_batch_do_not_matter() -> None:
         ),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
+def test_attention_reference_unfit_shapes_are_refused(
     shapes: Any, arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -159,9 +159,7 @@ def test_shapes_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("scale", [None, 0.9])
-def test_attention_to_parts_of_the_keys_merges_to_attention_to_all(
-    softcap: float, scale: float | None
-) -> None:
+def test_attention_reference_partial_keys_merge_to_all(softcap: float, scale: float | None) -> None:
     whole = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
     parts = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
     seen = visible(torch.arange(9), torch.arange(9), causal=True)

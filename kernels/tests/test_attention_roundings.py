@@ -108,11 +108,11 @@ definition: Callable[..., Any] = partial(op.attention, impl="reference")
 
 @pytest.mark.parametrize("loud", [1.0, 16.0])
 @pytest.mark.parametrize("name", FEATURES)
-def test_what_fused_kernels_round_stays_within_the_limits(name: str, loud: float) -> None:
+def test_roundings_of_fused_kernels_stay_within_limits(name: str, loud: float) -> None:
     parity.check(fused, definition, inputs(name, loud), tolerance=limits)
 
 
-def test_torchs_own_kernel_keeps_them_too() -> None:
+def test_roundings_of_torch_kernel_stay_within_limits() -> None:
     """On a CPU in blocks of 32 queries, between which it rounds gradients of keys: one block alone
     is fused.
     """
@@ -123,7 +123,7 @@ def test_torchs_own_kernel_keeps_them_too() -> None:
     parity.check(definition, definition, {**short, "causal": True}, tolerance=limits)
 
 
-def test_a_tolerance_of_a_whole_tensor_is_no_bound() -> None:
+def test_roundings_whole_tensor_tolerance_is_no_bound() -> None:
     """Rows that see few keys have gradients, and errors, many times those of the others."""
     with pytest.raises(AssertionError, match="gradient of q"):
         parity.check(fused, definition, inputs("causal", 16.0), tolerance=3e-2)
@@ -133,10 +133,10 @@ def test_a_tolerance_of_a_whole_tensor_is_no_bound() -> None:
     ("fault", "name"),
     [("delta", "causal"), ("scale", "causal"), ("a tile", "causal"), ("slope", "all of it")],
 )
-def test_a_fault_is_beyond_the_limits(fault: str, name: str) -> None:
+def test_roundings_fault_exceeds_limits(fault: str, name: str) -> None:
     with pytest.raises(AssertionError, match=r"gradient of [qk]"):
         parity.check(partial(fused, fault), definition, inputs(name), tolerance=limits)
 
 
-def test_tolerance_of_a_whole_tensor_misses_an_error_of_a_hundredth() -> None:
+def test_roundings_whole_tensor_tolerance_misses_a_hundredth() -> None:
     parity.check(partial(fused, "scale"), definition, inputs("causal"), tolerance=3e-2)

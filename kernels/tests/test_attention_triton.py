@@ -71,9 +71,9 @@ ours = partial(op.attention, impl="triton")
 definition = partial(op.attention, impl="reference")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_each_pair_of_features_is_the_definition_and_its_gradient(names: tuple[str, str]) -> None:
+def test_attention_triton_feature_pairs_equal_definition(names: tuple[str, str]) -> None:
     parity.check(ours, definition, inputs(names))
 
 
@@ -85,13 +85,15 @@ def test_each_pair_of_features_is_the_definition_and_its_gradient(names: tuple[s
         *(pytest.param(torch.bfloat16, pair, marks=pytest.mark.full) for pair in PAIRS),
     ],
 )
-def test_features_in_half_precision(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+def test_attention_triton_half_precision_features(
+    dtype: torch.dtype, names: tuple[str, ...]
+) -> None:
     parity.check(ours, definition, inputs(names, dtype), tolerance=roundings.limits)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("names", [(), ("window", "sink"), ("cap",)], ids="+".join)
-def test_several_samples_and_key_heads(names: tuple[str, ...]) -> None:
+def test_attention_triton_several_samples_and_key_heads(names: tuple[str, ...]) -> None:
     parity.check(ours, definition, inputs(names, batch=2, groups=3))
 
 
@@ -100,24 +102,24 @@ def test_several_samples_and_key_heads(names: tuple[str, ...]) -> None:
     "sizes", [(20, 20), (64, 64), (80, 80), (96, 96), (192, 128), (24, 16), (256, 256), (12, 40)]
 )
 @pytest.mark.parametrize("names", [(), tuple(FEATURES)], ids=["causal", "all"])
-def test_heads_of_any_width(sizes: tuple[int, int], names: tuple[str, ...]) -> None:
+def test_attention_triton_any_head_width(sizes: tuple[int, int], names: tuple[str, ...]) -> None:
     parity.check(ours, definition, inputs(names, sizes=sizes))
 
 
 @pytest.mark.parametrize("s", [1, 16, 17])
-def test_lengths_of_a_tile_and_one_beside(s: int) -> None:
+def test_attention_triton_lengths_around_a_tile(s: int) -> None:
     parity.check(ours, definition, inputs(("window", "sink"), s=s, sizes=(24, 8), batch=2 - s % 2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("window", [(-1, -1), (3, 5), (0, 0), (-1, 4)])
-def test_windows_to_both_sides(window: tuple[int, int]) -> None:
+def test_attention_triton_windows_to_both_sides(window: tuple[int, int]) -> None:
     """With a sink, since a query that sees one key alone has a gradient of 0."""
     parity.check(ours, definition, inputs(("sink",)) | {"causal": False, "window": window})
 
 
 @pytest.mark.full
-def test_strides_do_not_matter() -> None:
+def test_attention_triton_strides_do_not_matter() -> None:
     found = inputs(("packed",))
     layouts = {n: dict(parity.layouts(found[n])) for n in ("q", "k", "v")}
     for name in layouts["q"]:
@@ -148,7 +150,7 @@ def written_out(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_part_of_the_keys_has_its_log_sum_exp_and_gradients_through_both(packed: bool) -> None:
+def test_attention_triton_partial_keys_have_lse_and_gradients(packed: bool) -> None:
     torch.manual_seed(0)
     # two chunks, as ranks of a ring hold
     q_at = torch.cat([torch.arange(8, 20), torch.arange(60, 73)]).to(DEVICE)
@@ -164,7 +166,7 @@ def test_a_part_of_the_keys_has_its_log_sum_exp_and_gradients_through_both(packe
     )
 
 
-def test_parts_merge_to_the_whole() -> None:
+def test_attention_triton_partial_keys_merge() -> None:
     found = inputs(("sink",))
     q, k, v, sink = (found[n] for n in ("q", "k", "v", "sink"))
     at = torch.arange(41, device=DEVICE)
@@ -178,7 +180,7 @@ def test_parts_merge_to_the_whole() -> None:
     torch.testing.assert_close(parts.with_sink(out, lse, sink), definition(**found))
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
+def test_attention_triton_is_deterministic() -> None:
     found = inputs(("window", "sink"), torch.bfloat16, s=20)
     leaves = [found[n] for n in ("q", "k", "v", "sink")]
     first, second = (torch.autograd.grad(ours(**found).square().sum(), leaves) for _ in range(2))
@@ -198,7 +200,9 @@ def test_the_same_call_gives_the_same_bits() -> None:
     ],
 )
 @pytest.mark.full
-def test_a_seeded_bug_is_seen(module: str, old: str, new: str, names: tuple[str, ...]) -> None:
+def test_attention_triton_seeded_bug_is_found(
+    module: str, old: str, new: str, names: tuple[str, ...]
+) -> None:
     if old == "- left":
         old = "left - shift"
         new = "left - shift - 1"
@@ -207,7 +211,7 @@ def test_a_seeded_bug_is_seen(module: str, old: str, new: str, names: tuple[str,
         parity.check(ours, definition, inputs(names))
 
 
-def test_hidden_tiles_are_not_visited() -> None:
+def test_attention_triton_hidden_tiles_are_skipped() -> None:
     """Not-a-number in keys and values that nobody sees does not show, not even as zero times it."""
     found = inputs(("packed", "window"))
     with torch.no_grad():
@@ -222,7 +226,7 @@ def test_hidden_tiles_are_not_visited() -> None:
         )
 
 
-def test_fake_tensors_know_shapes_strides_and_gradients() -> None:
+def test_attention_triton_fake_tensors_have_shapes_and_gradients() -> None:
     found = inputs(("window", "sink"), s=5)
     q, k, v, sink = (found[n] for n in ("q", "k", "v", "sink"))
     for wide in (False, True):
@@ -237,15 +241,13 @@ def test_fake_tensors_know_shapes_strides_and_gradients() -> None:
     assert (out.shape, out.permute(2, 0, 1, 3).is_contiguous()) == ((2, 4, 5, 8), True)
 
 
-def test_a_head_is_cut_into_two_parts_and_what_was_measured_is_taken(
+def test_attention_triton_split_heads_use_measured_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [Widths.of(d, e) for d, e in ((128, 128), (192, 128), (80, 80))] == [
-        *(
-            Widths(128, 0, 128, True, True),
-            Widths(128, 64, 128, True, True),
-            Widths(64, 16, 128, True, False),
-        )
+        Widths(128, 0, 128, True, True),
+        Widths(128, 64, 128, True, True),
+        Widths(64, 16, 128, True, False),
     ]
     q = torch.empty(1, 4, 4000, 128, dtype=torch.bfloat16, device="meta")
     monkeypatch.setitem(tiles.TABLES, ("keys", 128), (SMALL["keys"], Tile(32, 64)))

@@ -47,7 +47,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_parts_are_small_and_make_the_same_files_again(
+def test_build_te_parts_are_small_and_reproducible(
     te: ModuleType, packages: Path, tmp_path: Path
 ) -> None:
     parts = te.split(sorted(packages.iterdir()), tmp_path / "parts", 100)
@@ -58,7 +58,7 @@ def test_parts_are_small_and_make_the_same_files_again(
     assert files(tmp_path / "joined") == files(packages)
 
 
-def test_parts_that_came_otherwise_or_not_at_all_are_named(
+def test_build_te_bad_or_missing_parts_are_named(
     te: ModuleType, packages: Path, tmp_path: Path
 ) -> None:
     parts = te.split(sorted(packages.iterdir()), tmp_path / "parts", 100)
@@ -76,9 +76,7 @@ def test_parts_that_came_otherwise_or_not_at_all_are_named(
         te.join(tmp_path / "parts", tmp_path / "joined")
 
 
-def test_the_build_asks_no_network_and_takes_headers_where_they_are(
-    te: ModuleType, packages: Path
-) -> None:
+def test_build_te_uses_local_headers_without_network(te: ModuleType, packages: Path) -> None:
     tools, wheel, install = te.steps(packages, Path("site"), 16, nvidia_wheels=True)
     for step in (tools, wheel, install):
         assert {"--no-index", "--no-deps"} <= set(step.argv)
@@ -96,13 +94,13 @@ def test_the_build_asks_no_network_and_takes_headers_where_they_are(
     assert "NVTE_BUILD_USE_NVIDIA_WHEELS" not in others[1].environment
 
 
-def test_packages_of_two_releases_are_refused(te: ModuleType, packages: Path) -> None:
+def test_build_te_packages_of_two_releases_are_refused(te: ModuleType, packages: Path) -> None:
     (packages / NAMES[1]).rename(packages / NAMES[1].replace("2.20.2", "2.19.0"))
     with pytest.raises(te.Wrong, match="it holds none; the three packages are of one release"):
         te.steps(packages, Path("site"), 1, nvidia_wheels=False)
 
 
-def test_a_wheel_that_was_not_built_is_named(
+def test_build_te_unbuilt_wheel_is_named(
     te: ModuleType,
     packages: Path,
     tmp_path: Path,
@@ -142,16 +140,21 @@ def admitted(python: str, release: str) -> bool:
     return len(counts) == 1 and counts[0].specifier.contains(release)
 
 
-def test_the_newest_transformer_engine_is_taken_where_megatron_core_takes_it() -> None:
+def test_build_te_newest_is_taken_where_accepted() -> None:
     assert [
         admitted("3.11", release) for release in ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2")
-    ] == [*(False, True, True, False, False)]
+    ] == [False, True, True, False, False]
     assert [admitted("3.12", release) for release in RELEASES] == [
-        *(False, True, True, True, True, False)
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
     ]
 
 
-def test_no_release_is_admitted_that_megatron_core_itself_refuses() -> None:
+def test_build_te_refused_by_megatron_is_not_admitted() -> None:
     """megatron-core 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine without one.
 
     `constraints.txt` says which release of megatron-core comes with a Python, and so which Pythons

@@ -42,7 +42,7 @@ def compare(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_the_definition_is_the_sum_written_out(activation: str, packed: bool) -> None:
+def test_causal_conv1d_definition_equals_sum(activation: str, packed: bool) -> None:
     found = inputs((2, 3, 9, 4), packed=packed) | {"activation": activation}
     x, weight, bias = (found[n].detach().double() for n in ("x", "weight", "bias"))
     wanted = torch.zeros_like(x)
@@ -61,7 +61,7 @@ def test_the_definition_is_the_sum_written_out(activation: str, packed: bool) ->
     )
 
 
-def test_packed_sequences_are_what_they_are_alone() -> None:
+def test_causal_conv1d_packed_equal_separate() -> None:
     found = inputs((1, 3, 10, 4), packed=False)
     parts = [
         reference.causal_conv1d(**found | {"x": part}) for part in found["x"].split([4, 1, 5], -1)
@@ -72,38 +72,40 @@ def test_packed_sequences_are_what_they_are_alone() -> None:
     )
 
 
-def test_the_gradient_of_the_definition_is_that_of_differences() -> None:
+def test_causal_conv1d_definition_gradient_equals_differences() -> None:
     found = inputs((1, 2, 5, 3))
     leaves = tuple(found[n].detach().double().requires_grad_() for n in ("x", "weight", "bias"))
     function = partial(reference.causal_conv1d, segments=found["segments"])
     assert torch.autograd.gradcheck(function, leaves)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_values_and_gradients_are_those_of_the_definition(
+def test_causal_conv1d_equals_definition_with_gradients(
     activation: str, packed: bool, bias: bool, dtype: torch.dtype
 ) -> None:
     compare(inputs(dtype=dtype, bias=bias, packed=packed) | {"activation": activation})
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1, 1), (1, 2, 2, 4), (0, 2, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (1, 9, 1030, 2)]
 )
-def test_sizes_may_be_anything(sizes: tuple[int, ...]) -> None:
+def test_causal_conv1d_any_size(sizes: tuple[int, ...]) -> None:
     compare(inputs(sizes))
 
 
-def test_strides_do_not_matter() -> None:
+def test_causal_conv1d_strides_do_not_matter() -> None:
     found = inputs()
     layouts = {n: dict(parity.layouts(found[n])) for n in ("x", "weight", "bias")}
     for name in layouts["x"]:
         compare(found | {n: other[name] for n, other in layouts.items()})
 
 
-def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> None:
+def test_causal_conv1d_nan_stays_in_taps_and_segment() -> None:
     found = inputs()
     with torch.no_grad():
         found["x"][0, 1, 4] = float("nan")
@@ -111,7 +113,7 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
     compare(found)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -136,18 +138,19 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
         ),
     ],
 )
-def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+def test_causal_conv1d_seeded_bug_is_found(old: str, new: str) -> None:
     with parity.caught(KERNELS, old, new):
         compare(inputs())
         compare(inputs(packed=False))
 
 
-def test_torch_accepts_the_registration() -> None:
+@pytest.mark.full
+def test_causal_conv1d_passes_torch_registration() -> None:
     found = inputs(bias=False)
     torch.library.opcheck(op._conv, (found["x"], found["weight"], None, found["segments"], True))
 
 
-def test_a_compiled_function_gives_the_same_gradient() -> None:
+def test_causal_conv1d_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return op.causal_conv1d(x, weight, bias, impl="triton").square().sum()
 
@@ -159,7 +162,7 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
     )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_causal_conv1d_unfit_is_refused() -> None:
     found = inputs()
     for change, said in (
         ({"x": found["x"][0]}, "floating"),

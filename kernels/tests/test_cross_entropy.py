@@ -44,12 +44,12 @@ def run(impl: str, **terms: Any) -> Any:
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "vocab"), [(5, 77), (1, 1), (3, 10000), (0, 5)])
-def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, tokens, vocab):
+def test_cross_entropy_equals_definition_with_gradients(impl, terms, dtype, tokens, vocab):
     check(run(impl, **terms), lambda **kw: defined(**kw, **terms), inputs(tokens, vocab, dtype))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_the_definition_is_that_of_pytorch(smoothing):
+def test_cross_entropy_definition_equals_torch(smoothing):
     given = inputs(6, 50, torch.float64)
     check(
         lambda **kw: defined(**kw, label_smoothing=smoothing),
@@ -60,13 +60,13 @@ def test_the_definition_is_that_of_pytorch(smoothing):
     )
 
 
-def test_strides_do_not_matter():
+def test_cross_entropy_strides_do_not_matter():
     given = inputs(4, 65, torch.float32)
     for _, logits in layouts(given["logits"]):
         check(run("triton"), defined, {**given, "logits": logits})
 
 
-def test_leading_dimensions_are_kept():
+def test_cross_entropy_leading_dimensions_are_kept():
     given = inputs(6, 9, torch.float32)
     folded = op.cross_entropy(
         given["logits"].view(2, 3, 9), given["labels"].view(2, 3), impl="triton"
@@ -75,7 +75,7 @@ def test_leading_dimensions_are_kept():
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_logits_far_from_zero_have_a_loss(impl):
+def test_cross_entropy_large_logits_have_a_loss(impl):
     """As far below as above: an exponential of the distance from zero would overflow, or times 0 be
     no number.
     """
@@ -87,7 +87,7 @@ def test_logits_far_from_zero_have_a_loss(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_what_is_not_finite_shows_in_its_row_alone(impl):
+def test_cross_entropy_non_finite_stays_in_its_row(impl):
     given = inputs(6, 40, torch.float32)
     with torch.no_grad():
         given["logits"][0, 3] = torch.nan
@@ -98,7 +98,7 @@ def test_what_is_not_finite_shows_in_its_row_alone(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_nothing_of_an_ignored_row_shows_not_even_nan(impl):
+def test_cross_entropy_ignored_row_hides_even_nan(impl):
     given = inputs(6, 40, torch.float32)
     with torch.no_grad():
         given["logits"][1, :] = torch.nan
@@ -110,7 +110,7 @@ def test_nothing_of_an_ignored_row_shows_not_even_nan(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_label_outside_the_vocabulary_makes_its_loss_nan(impl):
+def test_cross_entropy_label_outside_vocabulary_gives_nan(impl):
     given = inputs(3, 10, torch.float32)
     given["labels"] = torch.tensor([10, 2, -1])
     losses = op.cross_entropy(**given, impl=impl)
@@ -120,7 +120,7 @@ def test_a_label_outside_the_vocabulary_makes_its_loss_nan(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_opcheck(impl):
+def test_cross_entropy_passes_opcheck(impl):
     given = inputs(3, 40, torch.float32)
     torch.library.opcheck(
         op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), impl)
@@ -146,7 +146,7 @@ def test_opcheck(impl):
         ("column, mask=inside, other=0.0)", "column, mask=column < columns - 1, other=0.0)"),
     ],
 )
-def test_a_seeded_bug_is_noticed(old, new):
+def test_cross_entropy_seeded_bug_is_found(old, new):
     with caught(MODULE, old, new):
         for terms in TERMS.values():
             check(
@@ -160,9 +160,7 @@ def test_a_seeded_bug_is_noticed(old, new):
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("vocab", "columns"), [(77, 128), (1, 9)])
-def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(
-    impl, terms, dtype, vocab, columns
-):
+def test_cross_entropy_columns_beyond_vocabulary_are_excluded(impl, terms, dtype, vocab, columns):
     given = inputs(5, columns, dtype)
     given["labels"] %= vocab
     given["labels"][1] = -100
@@ -182,7 +180,7 @@ def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_label_in_the_padding_makes_its_loss_nan(impl):
+def test_cross_entropy_label_in_padding_gives_nan(impl):
     given = inputs(3, 10, torch.float32)
     given["labels"] = torch.tensor([7, 2, 9])
     assert op.cross_entropy(**given, vocab_size=7, impl=impl).isnan().tolist() == [
@@ -216,8 +214,9 @@ def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[tuple[T
     ]
 
 
+@pytest.mark.full
 @pytest.mark.dist
-def test_padding_lies_on_the_last_ranks_whole_and_in_part():
+def test_cross_entropy_padding_spans_last_ranks():
     # of 4 parts of 16
     given = inputs(7, 64, torch.float32)
     vocabs = [63, 48, 33, 16, 1]
@@ -241,7 +240,7 @@ def test_padding_lies_on_the_last_ranks_whole_and_in_part():
 
 @pytest.mark.dist
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-def test_a_vocabulary_in_two_parts_is_the_whole(terms):
+def test_cross_entropy_two_vocabulary_parts_equal_whole(terms):
     given = inputs(7, 66, torch.float32)
     with torch.no_grad():
         given["logits"][0, :33] = -torch.inf  # a part without any mass
@@ -257,7 +256,7 @@ def test_a_vocabulary_in_two_parts_is_the_whole(terms):
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_cross_entropy_unfit_is_refused():
     given = inputs(3, 10, torch.float32)
     with pytest.raises(ValueError, match="one for each row"):
         op.cross_entropy(given["logits"], given["labels"][:2])

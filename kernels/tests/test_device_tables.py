@@ -18,7 +18,7 @@ def made(number: int) -> Tensor:
     return torch.tensor([number])
 
 
-def test_a_table_is_made_once_and_those_met_longest_ago_go() -> None:
+def test_device_tables_are_cached_least_recent_go() -> None:
     tables = DeviceTables(2)
     first = tables.of("a", CPU, lambda: made(1))
     assert tables.of("a", CPU, lambda: made(2)) is first
@@ -28,7 +28,7 @@ def test_a_table_is_made_once_and_those_met_longest_ago_go() -> None:
     assert tables.of("b", CPU, lambda: made(4)) == 4
 
 
-def test_what_a_graph_reads_stays_and_what_it_writes_is_its_own(
+def test_device_tables_graph_inputs_stay_outputs_are_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[Tensor] = []

@@ -50,7 +50,7 @@ def ends(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_path: Path) -> None:
+def test_first_touch_compares_measures_and_resumes(tmp_path: Path) -> None:
     some = ("--ops", "norm", "--stages")
     code, said = walk(tmp_path, *some, "environment,parity")
     assert code == 0, said
@@ -74,7 +74,7 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
 
 
 @pytest.mark.full
-def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_named(
+def test_first_touch_special_numbers_find_wrong_function(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -93,7 +93,7 @@ def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_n
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # a bench of every op, all runs and two trainings, in the interpreter
-def test_all_ops_are_walked_on_a_cpu(tmp_path: Path) -> None:
+def test_first_touch_walks_all_ops_on_cpu(tmp_path: Path) -> None:
     code, said = walk(
         tmp_path, "--whole", "--stages", "environment,parity,train,profile,ops,autotune"
     )
@@ -106,7 +106,7 @@ def test_all_ops_are_walked_on_a_cpu(tmp_path: Path) -> None:
     assert found["profile tiny bf16 triton"]["result"]["gaps"]
 
 
-def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
+def test_first_touch_dead_or_slow_stage_is_a_result(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = touch.Results(tmp_path)
@@ -146,7 +146,7 @@ def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
     assert tried == ["parity", "parity", "ops", "train", "train"]
 
 
-def test_a_unit_that_hangs_is_ended_before_its_stage(touch: ModuleType, tmp_path: Path) -> None:
+def test_first_touch_hanging_unit_ends_before_its_stage(touch: ModuleType, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             assert touch._wait(child, lambda: 0, 60, 0.5) == touch.STUCK
@@ -157,7 +157,7 @@ def test_a_unit_that_hangs_is_ended_before_its_stage(touch: ModuleType, tmp_path
         assert touch._wait(child, lambda: 0, 60, 60) == 0
 
 
-def test_what_does_not_fit_the_budget_is_a_result_and_the_next_call_does_it(
+def test_first_touch_over_budget_unit_is_left_to_next_call(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = touch.Results(tmp_path)
@@ -180,7 +180,7 @@ def test_what_does_not_fit_the_budget_is_a_result_and_the_next_call_does_it(
     assert "two calls" in ends(tmp_path)["parity one"]["error"]
 
 
-def test_a_stage_gets_its_share_of_the_budget_and_what_those_before_it_leave(
+def test_first_touch_stage_shares_the_remaining_budget(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {}
@@ -200,7 +200,7 @@ def test_a_stage_gets_its_share_of_the_budget_and_what_those_before_it_leave(
     assert order[-1] == 1.0
 
 
-def test_no_run_is_tried_where_the_gate_is_shut(
+def test_first_touch_closed_gate_tries_no_run(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = touch.Results(tmp_path)
@@ -224,7 +224,7 @@ def test_no_run_is_tried_where_the_gate_is_shut(
     )
 
 
-def test_stages_begin_anew_and_the_others_are_kept(touch: ModuleType, tmp_path: Path) -> None:
+def test_first_touch_restarted_stages_keep_the_others(touch: ModuleType, tmp_path: Path) -> None:
     results = touch.Results(tmp_path)
     for stage in ("gate", "parity", "runs"):
         results.add(stage, "one", result=stage)
@@ -232,7 +232,7 @@ def test_stages_begin_anew_and_the_others_are_kept(touch: ModuleType, tmp_path: 
     assert [line["stage"] for line in results.lines()] == ["parity"]
 
 
-def test_processes_of_a_stage_share_its_units(
+def test_first_touch_stage_processes_share_units(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_stages as stages
@@ -249,7 +249,7 @@ def test_processes_of_a_stage_share_its_units(
     }
 
 
-def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> None:
+def test_first_touch_error_shows_last_line_of_cause(touch: ModuleType) -> None:
     import run
 
     error = RuntimeError("compilation of kernel")
@@ -257,7 +257,7 @@ def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> No
     assert run.last_line(error) == "ValueError: shapes do not fit"
 
 
-def test_gaps_of_a_trace_are_where_nothing_ran(touch: ModuleType) -> None:
+def test_first_touch_trace_gaps_are_idle_time(touch: ModuleType) -> None:
     import first_touch_train as stages
 
     def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, Any]:
@@ -280,7 +280,7 @@ def test_gaps_of_a_trace_are_where_nothing_ran(touch: ModuleType) -> None:
     assert stages.gaps_of(trace[-1:])["of"] == "operations of the host"
 
 
-def test_the_bench_notices_a_wrong_gradient(
+def test_first_touch_bench_finds_wrong_gradient(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import run
@@ -302,16 +302,14 @@ def test_the_bench_notices_a_wrong_gradient(
     assert not run.agree(wrong, first)
 
 
-def test_what_liger_changes_in_the_process_is_measured_last(
-    touch: ModuleType, tmp_path: Path
-) -> None:
+def test_first_touch_liger_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
     import first_touch_train
 
     names = list(first_touch_train.rivals(touch.Walk(False), tmp_path))
     assert ["liger" in name for name in names] == [False] * 2 + [True] * 4
 
 
-def test_tiles_are_measured_for_models_of_experts_and_of_attention(
+def test_first_touch_tiles_are_measured_for_moe_and_attention(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_ops as stages
@@ -328,13 +326,16 @@ def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
         assert unit() == {}
     assert asked == [
-        *((65536, 128, 2048, 768), (65536, 256, 7168, 2048)),
-        *((32, 8, (128, 128), 8192), (128, 128, (192, 128), 8192)),
-        *((8192, 4096, 128256, torch.bfloat16), (8192, 7168, 129280, torch.bfloat16)),
+        (65536, 128, 2048, 768),
+        (65536, 256, 7168, 2048),
+        (32, 8, (128, 128), 8192),
+        (128, 128, (192, 128), 8192),
+        (8192, 4096, 128256, torch.bfloat16),
+        (8192, 7168, 129280, torch.bfloat16),
     ]
 
 
-def test_the_bench_measures_the_tiles_that_a_run_takes(
+def test_first_touch_bench_uses_run_tiles(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import run
@@ -352,7 +353,8 @@ def test_the_bench_measures_the_tiles_that_a_run_takes(
         tuning.use({})
 
 
-def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
+@pytest.mark.full
+def test_first_touch_optimizer_step_compares_changes(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_ops as stages
@@ -381,7 +383,7 @@ def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
             assert said["wrong"] == ["triton"], (new, said)
 
 
-def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(
+def test_first_touch_gpu_unrunnable_kernel_is_wrong(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_ops as stages
@@ -398,7 +400,7 @@ def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(
         assert said.get("wrong") == wrong
 
 
-def test_what_cannot_be_compared_is_timed(
+def test_first_touch_incomparable_is_timed(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import run
@@ -419,7 +421,7 @@ def test_what_cannot_be_compared_is_timed(
     assert auto.backward_s is not None
 
 
-def test_tensors_are_compared_to_their_end_in_pieces(
+def test_first_touch_tensors_compare_to_the_end_in_pieces(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import run

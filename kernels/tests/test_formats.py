@@ -12,9 +12,9 @@ import torch
 from mtrain_kernels import registry
 from mtrain_kernels.activation import op as activation
 from mtrain_kernels.activation import reference as activation_reference
+from mtrain_kernels.attention import cpu
 from mtrain_kernels.attention import op as attention
 from mtrain_kernels.attention import reference as attention_reference
-from mtrain_kernels.attention import short
 from mtrain_kernels.causal_conv1d import op as conv
 from mtrain_kernels.causal_conv1d import reference as conv_reference
 from mtrain_kernels.cross_entropy import op as cross_entropy
@@ -268,7 +268,7 @@ CASES: dict[str, Case] = {
         impls=("reference",),
     ),
     "attention: short": Case(
-        lambda impl, **kw: short.attention(**kw),
+        lambda impl, **kw: cpu.attention(**kw),
         lambda **kw: attention_reference.attention(**kw, causal=True),
         HEADS,
         roundings=16,
@@ -310,11 +310,10 @@ CALLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "impl", "dtype"), CALLS, ids=str)
-def test_half_precision_is_rounded_at_the_end_and_nowhere_before(
-    name: str, impl: str, dtype: torch.dtype
-) -> None:
+def test_formats_half_is_rounded_only_at_the_end(name: str, impl: str, dtype: torch.dtype) -> None:
     if impl == "triton":
         pytest.importorskip("triton")
     case = CASES[name]
@@ -326,7 +325,7 @@ def test_half_precision_is_rounded_at_the_end_and_nowhere_before(
     )
 
 
-def test_every_op_with_a_definition_in_half_precision_is_here() -> None:
+def test_formats_every_half_definition_is_covered() -> None:
     here = {name.partition(":")[0] for name in CASES}
     assert here | ELSEWHERE.keys() == registry.ops().keys()
     assert not here & ELSEWHERE.keys()

@@ -83,7 +83,7 @@ def assert_same_operands(x: Tensor, counts: list[int], recipe: Recipe, **options
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_operands_are_those_of_the_definition_to_the_bit(counts: list[int], recipe: Recipe) -> None:
+def test_fp8_grouped_operands_equal_definition_bitwise(counts: list[int], recipe: Recipe) -> None:
     given = inputs(counts)
     for options in ({}, {"straight": False}, {"transposed": False}):
         assert_same_operands(given["x"], counts, recipe, **options)
@@ -94,10 +94,11 @@ def test_operands_are_those_of_the_definition_to_the_bit(counts: list[int], reci
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(made, right, strict=True))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_value_and_gradients_are_those_of_the_definition(counts: list[int], recipe: Recipe) -> None:
+def test_fp8_grouped_equals_definition_with_gradients(counts: list[int], recipe: Recipe) -> None:
     given = inputs(counts)
     parity.check(
         partial(layer, "triton", recipe), partial(layer, "reference", recipe), given, upcast=False
@@ -109,7 +110,7 @@ def test_value_and_gradients_are_those_of_the_definition(counts: list[int], reci
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> None:
+def test_fp8_grouped_errors_are_of_eight_bits(recipe: Recipe) -> None:
     given = inputs([70, 0, 9], 96, 256, 0, torch.float32)
     leaves = [given["x"], given["weight"]]
     step = torch.randn(79, 96, device=DEVICE)
@@ -127,7 +128,7 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
     assert all(0.005 < error < 0.09 for error in errors), errors  # see `test_fp8_linear`
 
 
-def test_one_group_in_blocks_is_the_dense_layer_to_the_bit() -> None:
+def test_fp8_grouped_one_blockwise_group_equals_dense() -> None:
     given = inputs([150], rest=0)
     recipe = RECIPES[1]
     ours = layer("reference", recipe, **given)
@@ -144,9 +145,7 @@ def test_one_group_in_blocks_is_the_dense_layer_to_the_bit() -> None:
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(
-    recipe: Recipe, impl: str
-) -> None:
+def test_fp8_grouped_recomputation_is_bitwise_without_operands(recipe: Recipe, impl: str) -> None:
     given = gated([130, 0, 1])
     leaves = [given[name] for name in ("x", "share", "weight")]
     kept = {}
@@ -167,7 +166,7 @@ def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_they_stay(
+def test_fp8_grouped_gradients_accumulate_weights_quantise_once(
     impl: str,
 ) -> None:
     given = inputs([3, 0, 5], 20, 36)
@@ -190,7 +189,7 @@ def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_the
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2])
-def test_weights_that_are_freed_in_between_are_quantised_again_to_the_bit(recipe: Recipe) -> None:
+def test_fp8_grouped_freed_weights_requantise_bitwise(recipe: Recipe) -> None:
     given = inputs([3, 0, 5], 20, 36)
     weight = given["weight"]
     found = {}
@@ -206,7 +205,7 @@ def test_weights_that_are_freed_in_between_are_quantised_again_to_the_bit(recipe
     assert not torch.equal(found[True, 2][0], right[0])
 
 
-def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_grouped_descriptors_equal_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain_kernels.fp8_grouped import triton
 
     made: list[bool] = []
@@ -230,7 +229,7 @@ def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.full
-def test_what_is_no_number_stays_in_its_row_and_group() -> None:
+def test_fp8_grouped_nan_stays_in_row_and_group() -> None:
     found = inputs([3, 0, 4], 20, 36)
     with torch.no_grad():
         found["x"][1, 5] = float("nan")
@@ -289,7 +288,7 @@ BUGS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("module", "old", "new"), BUGS)
-def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
+def test_fp8_grouped_seeded_bug_is_found(module: str, old: str, new: str) -> None:
     with parity.caught(module, old, new):
         for recipe in RECIPES:
             if (
@@ -315,7 +314,7 @@ def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
 
 
 @pytest.mark.full
-def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
+def test_fp8_grouped_passes_registration_and_refuses_unfit() -> None:
     given = inputs([3, 0, 2], 8, 16)
     ends = given["counts"].cumsum(0).int()
     x = given["x"].detach()
@@ -334,4 +333,4 @@ def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> No
         ({"main_grads": list}, "list of weights"),
     ):
         with pytest.raises(ValueError, match=said):
-            grouped_fp8(**{**given, "recipe": RECIPES[0], **change})
+            grouped_fp8(**(given | {"recipe": RECIPES[0]} | change))

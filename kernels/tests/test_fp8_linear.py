@@ -44,7 +44,7 @@ def operands(m: int, n: int, k: int, kinds: tuple[str, str]) -> dict[str, Tensor
     "kinds", [("one", "one"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 )
 @pytest.mark.parametrize("sizes", SIZES)
-def test_products_are_those_of_what_operands_stand_for(
+def test_fp8_linear_products_equal_dequantised_operands(
     sizes: tuple[int, int, int], kinds: tuple[str, str]
 ) -> None:
     given = operands(*sizes, kinds)
@@ -69,12 +69,11 @@ def inputs(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[
     return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_value_and_gradients_are_those_of_the_definition(
-    recipe: Recipe, dtype: torch.dtype
-) -> None:
+def test_fp8_linear_equals_definition_with_gradients(recipe: Recipe, dtype: torch.dtype) -> None:
     for m, n, k in SIZES[1:]:
         given = inputs(m, n, k, dtype)
         parity.check(
@@ -86,7 +85,7 @@ def test_value_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> None:
+def test_fp8_linear_errors_are_of_eight_bits(recipe: Recipe) -> None:
     given = inputs(64, 96, 256, torch.float32)
     step = torch.randn(2, 64, 96, device=DEVICE)
     leaves = list(given.values())
@@ -117,7 +116,7 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
         ("inside // size * ACROSS", "0 * inside // size * ACROSS"),
     ],
 )
-def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+def test_fp8_linear_seeded_bug_is_found(old: str, new: str) -> None:
     given = operands(200, 300, 384, ("1x128", "128x128"))
     wanted = op.scaled_product(**given, dtype=torch.float32, impl="reference")
     with parity.caught(KERNELS, old, new), parity.poisoned():
@@ -126,7 +125,7 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         )
 
 
-def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
+def test_fp8_linear_equal_amax_parts_multiply_as_whole() -> None:
     recipe = RECIPES[0]
     given = inputs(8, 12, 32)
     x = given["x"].detach()
@@ -144,7 +143,7 @@ def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_that_is_freed_in_between_is_quantised_again_to_the_bit(recipe: Recipe) -> None:
+def test_fp8_linear_freed_weight_requantises_bitwise(recipe: Recipe) -> None:
     given = inputs(64, 96, 256)
     found = {}
     for leaves, faulty in ((False, False), (True, False), (True, True)):
@@ -179,7 +178,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def test_a_gradient_goes_where_it_is_sent_in_fp32() -> None:
+def test_fp8_linear_gradient_goes_to_its_fp32_buffer() -> None:
     kept: list[Tensor] = []
 
     def keep(weight: Tensor, dweight: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ def test_a_gradient_goes_where_it_is_sent_in_fp32() -> None:
     assert not given["weight"].grad.any()
 
 
-def test_what_cublas_does_not_take_is_refused_where_it_is_named_and_else_goes_to_another(
+def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[str] = []
@@ -222,7 +221,7 @@ def test_what_cublas_does_not_take_is_refused_where_it_is_named_and_else_goes_to
     assert taken[8:] == ["torch"] * 2
 
 
-def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
+def test_fp8_linear_passes_registration_and_refuses_unfit() -> None:
     given: dict[str, Any] = operands(5, 6, 130, ("1x128", "128x128"))
     arguments = (*given.values(), torch.bfloat16, "triton")
     # others multiply what FP8 has not

@@ -43,7 +43,8 @@ def inputs(
         n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
     }
     found["k"] = found["k"] / 2
-    found["g"], found["beta"] = -found["g"].abs(), found["beta"].sigmoid()
+    found["g"] = -found["g"].abs()
+    found["beta"] = found["beta"].sigmoid()
     for name, value in WAYS[way].items():
         found[name] = (
             torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
@@ -58,7 +59,7 @@ def inputs(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
+def test_gated_delta_rule_recurrence_equals_plain_numbers(way: str) -> None:
     found = inputs(way)
     y, last = reference.gated_delta_rule_sequential(**found)
     given = {name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)}
@@ -88,13 +89,13 @@ def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 13, 64])
 @pytest.mark.parametrize("way", WAYS)
-def test_chunks_give_what_the_recurrence_gives_with_every_gradient(way: str, chunk: int) -> None:
+def test_gated_delta_rule_chunks_equal_recurrence_with_gradients(way: str, chunk: int) -> None:
     definition = reference.gated_delta_rule_sequential
     parity.check(partial(reference.gated_delta_rule, chunk=chunk), definition, inputs(way))
     parity.check(partial(op.gated_delta_rule, chunk=chunk), definition, inputs(way))
 
 
-def test_a_chunk_that_forgets_what_it_has_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_rule_forgetful_chunk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "solve_triangular", lambda system, right, **_: right)
     with pytest.raises(AssertionError):
         parity.check(
@@ -105,7 +106,7 @@ def test_a_chunk_that_forgets_what_it_has_written_is_seen(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 8e-2)]
 )
-def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
+def test_gated_delta_rule_low_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
     # A state remembers many steps: what its inputs' rounding does to it is larger than one step of
     # the dtype.
     definition = reference.gated_delta_rule_sequential
@@ -116,14 +117,14 @@ def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> Non
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("times", [0, 1, 5])
-def test_times_and_heads_may_be_anything(times: int, heads: int) -> None:
+def test_gated_delta_rule_any_times_and_heads(times: int, heads: int) -> None:
     found = inputs("normed", times, heads=heads)
     parity.check(
         partial(op.gated_delta_rule, chunk=4), reference.gated_delta_rule_sequential, found
     )
 
 
-def test_a_state_that_fades_fast_overflows_nowhere() -> None:
+def test_gated_delta_rule_fast_decay_never_overflows() -> None:
     found = inputs("normed", times=200, dtype=torch.float32)
     with torch.no_grad():
         found["g"] -= 30
@@ -133,7 +134,7 @@ def test_a_state_that_fades_fast_overflows_nowhere() -> None:
     assert all(g.isfinite().all() for g in (y, last, *gradients))
 
 
-def test_packed_sequences_are_what_they_are_alone_and_a_state_is_gone_on_from() -> None:
+def test_gated_delta_rule_packed_equal_separate_and_resume() -> None:
     found = inputs("normed")
     parts = ("q", "k", "v", "g", "beta")
     cut = [
@@ -153,7 +154,7 @@ def test_packed_sequences_are_what_they_are_alone_and_a_state_is_gone_on_from() 
     torch.testing.assert_close((torch.cat(ys, 1), state), whole)
 
 
-def test_the_backward_keeps_the_inputs_alone() -> None:
+def test_gated_delta_rule_backward_keeps_inputs_only() -> None:
     kept: list[int] = []
     found = inputs("normed", times=128, dtype=torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -163,7 +164,7 @@ def test_the_backward_keeps_the_inputs_alone() -> None:
     assert sorted(kept) == sorted(found[n].numel() for n in ("q", "k", "v", "g", "beta"))
 
 
-def test_an_input_alone_has_the_gradient_that_it_has_among_all() -> None:
+def test_gated_delta_rule_single_input_gradient_is_equal() -> None:
     """A query reaches no state: what its gradient is made of must not be asked of the state."""
     found = inputs("all of it")
     names = [name for name, x in found.items() if isinstance(x, Tensor) and x.requires_grad]
@@ -200,7 +201,7 @@ def fla_stand_in(
 
 @pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_library_is_called_as_it_wants(
+def test_gated_delta_rule_library_call_is_valid(
     way: str, edges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = inputs(way, dtype=torch.float32)
@@ -222,7 +223,7 @@ def test_the_library_is_called_as_it_wants(
     )
 
 
-def test_the_named_one_runs_or_says_why_not() -> None:
+def test_gated_delta_rule_named_runs_or_states_reason() -> None:
     found = inputs("all of it", dtype=torch.float32)
     with pytest.raises(Unavailable, match=r"fla"):
         op.gated_delta_rule(**found, impl="fla")
@@ -234,7 +235,7 @@ def test_the_named_one_runs_or_says_why_not() -> None:
     )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_gated_delta_rule_unfit_is_refused() -> None:
     found = inputs("all of it")
     for change, said in (
         ({"q": found["q"][0]}, "must both be"),

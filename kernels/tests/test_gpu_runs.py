@@ -61,7 +61,7 @@ def tried(
     """Try a run, and note its result where later runs look for it."""
     from first_touch_results import Results, Walk
 
-    made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
+    made = tuple(runs.Command(**(each | {"argv": tuple(each["argv"])})) for each in commands)
     results = Results(folder)
     said = runs._tried(
         Walk(True), folder / "runs" / name, runs.Entry(name, "a test", made), results
@@ -74,7 +74,7 @@ def command(program: str, losses: list[float], *more: str, **hold: Any) -> dict[
     return {"program": program, "argv": ["{home}", "run", json.dumps(losses), *more], "hold": hold}
 
 
-def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: ModuleType) -> None:
+def test_gpu_runs_are_valid_and_state_why(runs: ModuleType) -> None:
     listed = runs.entries()
     assert listed[0].name == "gate"
     assert all(entry.why for entry in listed)
@@ -86,7 +86,7 @@ def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: Modul
     )
 
 
-def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_path: Path) -> None:
+def test_gpu_runs_unread_entries_are_refused(runs: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "runs.yaml"
 
     def refused(*said: str) -> str:
@@ -104,9 +104,7 @@ def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_pat
     )
 
 
-def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(
-    runs: ModuleType, tmp_path: Path
-) -> None:
+def test_gpu_runs_later_word_replaces_same_key(runs: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "runs.yaml"
     path.write_text(
         "common: [model=llama_tiny, precision=bf16]\nruns:\n- {name: a, why: b, argv:"
@@ -119,7 +117,7 @@ def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(
     assert not second.trains
 
 
-def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) -> None:
+def test_gpu_runs_conditions_are_evaluated(runs: ModuleType, program: str, tmp_path: Path) -> None:
     good = tried(
         runs,
         tmp_path,
@@ -141,7 +139,7 @@ def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) 
             tried(runs, tmp_path, command(program, [2.0, 2.0, 2.0], **hold))
 
 
-def test_an_exit_code_is_told_with_the_last_line(
+def test_gpu_runs_exit_code_comes_with_last_line(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     ends = {**command(program, [2.0], exit=3), "environment": {"ENDS_WITH": "3"}}
@@ -150,7 +148,7 @@ def test_an_exit_code_is_told_with_the_last_line(
         tried(runs, tmp_path, {**ends, "hold": {}})
 
 
-def test_losses_are_compared_with_those_of_a_run_before(
+def test_gpu_runs_losses_compare_with_earlier_run(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     near = {"run": "first", "within": 1e-3}
@@ -168,7 +166,7 @@ def test_losses_are_compared_with_those_of_a_run_before(
         tried(runs, tmp_path, command(program, [3.0, 2.5, 2.0000001], same_as={"run": "first"}))
 
 
-def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
+def test_gpu_runs_kill_after_a_step_then_resume(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     killed = {**command(program, [3.0, 2.0], "1", "--stay"), "kill_after_step": 2}
@@ -184,7 +182,7 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
         tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
 
 
-def test_a_run_that_is_asked_to_stop_ends_by_itself(
+def test_gpu_runs_stopped_run_ends_by_itself(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     stopped = {
@@ -197,7 +195,7 @@ def test_a_run_that_is_asked_to_stop_ends_by_itself(
         tried(runs, tmp_path, {**stopped, "hold": {"exit": 75}})
 
 
-def test_what_an_earlier_try_left_is_not_taken_for_this_one(
+def test_gpu_runs_earlier_leftovers_are_ignored(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     """A call that was cut off, or `--again`, leaves a run that has all steps already."""
@@ -211,7 +209,7 @@ def test_what_an_earlier_try_left_is_not_taken_for_this_one(
         tried(runs, tmp_path, killed)
 
 
-def test_a_run_that_was_late_in_an_earlier_call_is_waited_for(
+def test_gpu_runs_late_run_of_earlier_call_is_awaited(
     runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from first_touch_results import Results
@@ -225,7 +223,7 @@ def test_a_run_that_was_late_in_an_earlier_call_is_waited_for(
     assert runs._result_of("first", results) == {"losses": [1.0]}
 
 
-def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
+def test_gpu_runs_command_uses_tree_without_launcher(
     runs: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from first_touch_results import tree_environment
@@ -237,9 +235,7 @@ def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
     assert {key for key in given if given[key] != os.environ.get(key)} == {"PYTHONPATH", "OTHER"}
 
 
-def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(
-    runs: ModuleType, tmp_path: Path
-) -> None:
+def test_gpu_runs_missing_requirement_skips_with_reason(runs: ModuleType, tmp_path: Path) -> None:
     from first_touch_device import Skipped
     from first_touch_results import Results, Walk
 
@@ -257,7 +253,7 @@ def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(
     )
 
 
-def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> None:
+def test_gpu_runs_host_time_is_by_layer_and_direction(runs: ModuleType) -> None:
     import first_touch_host as host
     import torch
     from torch import nn
@@ -297,9 +293,7 @@ def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> Non
     assert 0 < timed["us_of_a_layer"]["forward"] < 1e6 * timed["step_s"]
 
 
-def test_a_device_is_stalled_after_its_rank_has_joined(
-    runs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_runs_stall_follows_join(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("stalls", BENCH / "stall" / "sitecustomize.py")
     assert spec is not None
     assert spec.loader is not None
@@ -318,7 +312,7 @@ def test_a_device_is_stalled_after_its_rank_has_joined(
     assert told == ["0.1 s", "asked", "0.1 s", "asked", "4.0 s", 3, stalls.CYCLES]
 
 
-def test_launches_of_a_trace_fall_between_the_marks(runs: ModuleType) -> None:
+def test_gpu_runs_trace_launches_fall_between_marks(runs: ModuleType) -> None:
     import first_touch_host as host
 
     def event(name: str, at: float, cat: str) -> dict[str, Any]:
@@ -337,7 +331,7 @@ def test_launches_of_a_trace_fall_between_the_marks(runs: ModuleType) -> None:
     assert host.by_layer(host.marks_of(trace)) == {"forward": {"us": 30.0, "launches": 2, "of": 1}}
 
 
-def test_functions_are_told_by_module_with_what_they_take_themselves(runs: ModuleType) -> None:
+def test_gpu_runs_functions_list_own_time_by_module(runs: ModuleType) -> None:
     import first_touch_host as host
 
     profile = cProfile.Profile()
@@ -414,7 +408,7 @@ def made(runs: ModuleType, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
+def test_gpu_runs_summary_compares_plan_and_goal(made: Path) -> None:
     summary = json.loads((made / "summary.json").read_text())
     assert (summary["device"]["name"], summary["device"]["sm"]) == ("NVIDIA H200", 90)
     assert (summary["commit"], summary["command"]) == ("0123456789ab", "python first_touch.py")
@@ -450,9 +444,7 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
     assert f"memory, 1b bf16 triton: {held}, driver, sampled 101.00 GB (planned 104.00 GB)" in page
 
 
-def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(
-    runs: ModuleType, tmp_path: Path
-) -> None:
+def test_gpu_runs_memory_is_compared_with_its_plan_part(runs: ModuleType, tmp_path: Path) -> None:
     """The driver's figure has the context of the device, and the allocator's has what it holds
     beside tensors.
     """
@@ -487,7 +479,7 @@ def readme(runs: ModuleType) -> ModuleType:
     return gpu_readme
 
 
-def test_the_pages_say_what_the_newest_results_say(readme: ModuleType) -> None:
+def test_gpu_runs_pages_state_newest_results(readme: ModuleType) -> None:
     assert readme.main(["--check"]) == 0, "python kernels/bench/gpu_readme.py writes it"
     for (name, marker), content in readme.sections(*readme.newest()).items():
         text = (ROOT / name).read_text()
@@ -495,9 +487,7 @@ def test_the_pages_say_what_the_newest_results_say(readme: ModuleType) -> None:
         assert readme.filled(text.replace(content, "other"), marker, content) == text
 
 
-def test_results_that_are_kept_change_what_the_pages_say(
-    readme: ModuleType, made: Path, tmp_path: Path
-) -> None:
+def test_gpu_runs_kept_results_change_pages(readme: ModuleType, made: Path, tmp_path: Path) -> None:
     results = tmp_path / "gpu"
     shutil.copytree(readme.RESULTS, results)
     before = readme.newest(results)
@@ -516,9 +506,7 @@ def test_results_that_are_kept_change_what_the_pages_say(
         readme.filled("a page", "gpu", "text")
 
 
-def test_the_headline_is_a_few_lines_that_name_the_device_and_the_page_of_all_figures(
-    readme: ModuleType, made: Path
-) -> None:
+def test_gpu_runs_headline_names_device_and_page(readme: ModuleType, made: Path) -> None:
     from first_touch_train import SHAPES
 
     assert set(readme.MODELS) == set(SHAPES)
@@ -544,9 +532,7 @@ def test_the_headline_is_a_few_lines_that_name_the_device_and_the_page_of_all_fi
         assert len(readme.sections(folder, kept)["README.md", "gpu"].split("\n")) <= 5
 
 
-def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(
-    readme: ModuleType, made: Path
-) -> None:
+def test_gpu_runs_dry_or_unknown_commit_is_refused(readme: ModuleType, made: Path) -> None:
     summary = json.loads((made / "summary.json").read_text())
     for changed, why in (
         ({"dry": True}, "of a dry run"),
@@ -557,7 +543,7 @@ def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(
             readme.add(made, made / "gpu")
 
 
-def test_results_of_the_first_card_are_kept_with_device_versions_and_commit(
+def test_gpu_runs_results_name_device_and_commit(
     readme: ModuleType,
 ) -> None:
     for folder in readme.RESULTS.iterdir():

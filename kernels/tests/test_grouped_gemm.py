@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtrain_kernels import parity
+from mtrain_kernels import linear, parity
 from mtrain_kernels.grouped_gemm import op, products, reference
 from mtrain_kernels.registry import Unavailable
 from torch import Tensor
@@ -55,7 +55,7 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> None:
+def test_grouped_gemm_definition_equals_layer_and_zeros() -> None:
     found = inputs([3, 0, 2], rest=2)
     y = reference.grouped_gemm(**found)
     layer = reference.grouped_linear(
@@ -65,9 +65,10 @@ def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> No
     assert y[5:].count_nonzero() == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_values_and_gradients_are_those_of_the_definition(
+def test_grouped_gemm_equals_definition_with_gradients(
     counts: list[int], dtype: torch.dtype
 ) -> None:
     compare(inputs(counts, dtype=dtype, rest=3))
@@ -75,22 +76,23 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_torchs_product_gives_the_same(counts: list[int]) -> None:
+def test_grouped_gemm_torch_product_is_equal(counts: list[int]) -> None:
     compare(inputs(counts, (24, 40), torch.bfloat16, rest=3), "torch")
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 4), (4, 0), (150, 20), (20, 150)])
-def test_sizes_may_be_anything(sizes: tuple[int, int]) -> None:
+def test_grouped_gemm_any_size(sizes: tuple[int, int]) -> None:
     compare(inputs([2, 0, 3], sizes))
     compare(inputs([0, 0], sizes))
 
 
-def test_programs_walk_over_many_tiles() -> None:
+@pytest.mark.full
+def test_grouped_gemm_programs_walk_over_many_tiles() -> None:
     with small_tiles():
         compare(inputs([40, 0, 21], rest=18))
 
 
-def test_strides_do_not_matter() -> None:
+def test_grouped_gemm_strides_do_not_matter() -> None:
     found = inputs([3, 4])
     layouts = {n: dict(parity.layouts(found[n])) for n in ("x", "weight", "bias")}
     for name in layouts["x"]:
@@ -101,7 +103,7 @@ def test_strides_do_not_matter() -> None:
             compare(half | {"x": x}, "torch")
 
 
-def test_what_is_no_number_stays_in_its_row_and_group() -> None:
+def test_grouped_gemm_nan_stays_in_row_and_group() -> None:
     found = inputs([3, 0, 4], rest=2)
     with torch.no_grad():
         found["x"][1, 5] = float("nan")
@@ -113,7 +115,7 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     assert gradient[1].count_nonzero() == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -132,18 +134,18 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
             "start = tl.minimum(tl.load(ends_ptr + g - 1), rows)",
             "start = tl.minimum(tl.load(ends_ptr + g), rows)",
         ),
-        ("(1, places.shape[1])) if transposed", "(places.shape[1], 1)) if transposed"),
+        ("strides = (1, places.shape[1])", "strides = (places.shape[1], 1)"),
         ("total = dot(d_y, x, total, EXACT)", "total = dot(d_y, x, total * 0, EXACT)"),
         ("total = dot(x, w, total, EXACT)", "total = dot(x, w, total * 0, EXACT)"),
     ],
 )
-def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+def test_grouped_gemm_seeded_bug_is_found(old: str, new: str) -> None:
     with small_tiles(), parity.caught(KERNELS, old, new):
         compare(inputs([17, 0, 2, 3], (19, 19), rest=2))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_torch_accepts_the_registration(implementation: str) -> None:
+def test_grouped_gemm_passes_torch_registration(implementation: str) -> None:
     found = inputs([3, 0, 2], (8, 16), torch.bfloat16, rest=3)
     ends = found["counts"].cumsum(0).int()
     torch.library.opcheck(
@@ -154,7 +156,7 @@ def test_torch_accepts_the_registration(implementation: str) -> None:
     )
 
 
-def test_a_compiled_function_gives_the_same_gradient() -> None:
+def test_grouped_gemm_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
         return op.grouped_gemm(x, weight, counts, bias, impl="triton").square().sum()
 
@@ -165,7 +167,7 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(compiled(**found), leaves), plain)
 
 
-def test_the_named_one_runs_or_says_why_not() -> None:
+def test_grouped_gemm_named_runs_or_states_reason() -> None:
     with pytest.raises(Unavailable, match="bfloat16"):
         op.grouped_gemm(**inputs([2]), impl="torch")
     with pytest.raises(Unavailable, match="16 bytes"):
@@ -178,7 +180,7 @@ def test_the_named_one_runs_or_says_why_not() -> None:
     assert op.grouped_gemm(**wide).dtype == torch.float64
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_grouped_gemm_unfit_is_refused() -> None:
     found = inputs([2, 3])
     for change, said in (
         ({"x": found["x"][:, 1:]}, "groups, n, k"),
@@ -199,7 +201,7 @@ def test_what_does_not_fit_is_refused() -> None:
     + [("torch", torch.bfloat16)],
     ids=str,
 )
-def test_a_bias_adds_the_gradients_of_thousands_of_rows_up_in_fp32(impl, dtype):
+def test_grouped_gemm_bias_gradient_sums_in_fp32(impl, dtype):
     bias = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     x = torch.zeros(4104, 16, dtype=dtype)
     weight = torch.zeros(3, 8, 16, dtype=dtype)
@@ -207,3 +209,20 @@ def test_a_bias_adds_the_gradients_of_thousands_of_rows_up_in_fp32(impl, dtype):
     y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, impl=impl)
     (found,) = torch.autograd.grad(y, bias, torch.ones_like(y))
     assert found.tolist() == [[4096.0] * 8, [0.0] * 8, [3.0] * 8]
+
+
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+def test_grouped_gemm_on_a_cpu_equals_the_reference(library: Any) -> None:
+    if library == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    found = inputs([40, 0, 9], (512, 1024), rest=3)
+    found = {n: t.detach().cpu().requires_grad_(t.requires_grad) for n, t in found.items()}
+    linear.use(library)
+    try:
+        compare(found, "cpu")
+        y = op.grouped_gemm(**found, impl="reference")
+        assert "_LinearBackward" not in str(y.grad_fn.next_functions), (
+            "the definition has no library"
+        )
+    finally:
+        linear.use("blas")

@@ -12,7 +12,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [[1], [3, 0, 2], [0, 0], [7, 1, 5, 0]])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_value_and_gradients_are_those_of_the_sums(
+def test_grouped_gemm_equals_sums_with_gradients(
     with_bias: bool, rows: list[int], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_value_and_gradients_are_those_of_the_sums(
         )
 
 
-def test_a_group_without_rows_still_gets_a_gradient() -> None:
+def test_grouped_gemm_empty_group_gets_a_gradient() -> None:
     weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
     grouped_linear(torch.ones(4, 3), weights, [4, 0]).sum().backward()
     assert weights[1].grad is not None
@@ -61,7 +61,7 @@ def test_a_group_without_rows_still_gets_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("rows", "biases"), [([2, 1], None), ([4], None), ([2, 2], [torch.ones(2)])]
 )
-def test_counts_that_do_not_fit_are_refused(
+def test_grouped_gemm_unfit_counts_are_refused(
     rows: list[int], biases: list[torch.Tensor] | None
 ) -> None:
     with pytest.raises(ValueError, match=r"rows|biases"):

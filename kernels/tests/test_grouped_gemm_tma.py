@@ -51,8 +51,9 @@ def compare(found: dict[str, Any]) -> None:
     parity.check(partial(op.grouped_gemm, impl="triton"), reference.grouped_gemm, found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("counts", [[0, 0], [1], [0, 1], [17, 0, 2]])
-def test_values_and_gradients_are_those_of_the_definition(
+def test_grouped_gemm_tma_equals_definition_with_gradients(
     counts: list[int], by_descriptors: list[bool]
 ) -> None:
     compare(inputs(counts))
@@ -60,13 +61,13 @@ def test_values_and_gradients_are_those_of_the_definition(
     assert by_descriptors
 
 
-def test_the_activation_in_the_product_is_the_one_behind_it(by_descriptors: list[bool]) -> None:
+def test_grouped_gemm_tma_fused_activation_equals_separate(by_descriptors: list[bool]) -> None:
     ways = (partial(op.grouped_gated, kind="swiglu", impl=impl) for impl in ("triton", "reference"))
     parity.check(*ways, inputs([3, 0, 18]))
     assert by_descriptors
 
 
-def test_one_row_may_be_part_of_a_wider_one() -> None:
+def test_grouped_gemm_tma_single_row_may_be_a_slice() -> None:
     found = inputs([0, 1])
     row = torch.randn(1, SIZES[1] + 3).half()[:, : SIZES[1]]
     assert row.is_contiguous()
@@ -80,7 +81,7 @@ def test_one_row_may_be_part_of_a_wider_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_a_gradient_may_begin_anywhere(rows: int) -> None:
+def test_grouped_gemm_tma_gradient_may_begin_anywhere(rows: int) -> None:
     from mtrain_kernels.grouped_gemm import triton
 
     x = torch.randn(rows, SIZES[1]).half()

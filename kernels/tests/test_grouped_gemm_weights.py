@@ -75,14 +75,14 @@ def gated(
 
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("counts", [[40, 1, 17, 0], [0, 30, 9], [5]])
-def test_weights_are_read_where_they_lie(counts: list[int], even: bool) -> None:
+def test_grouped_gemm_weights_are_read_in_place(counts: list[int], even: bool) -> None:
     found = apart(inputs(counts, (24, 40)), even)
     parity.check(listing(op.grouped_gemm, impl="triton"), listing(reference.grouped_gemm), found)
     half = apart(inputs(counts, (24, 40), torch.bfloat16), even)
     parity.check(listing(op.grouped_gemm, impl="torch"), listing(reference.grouped_gemm), half)
 
 
-def test_no_copy_of_a_list_of_weights_is_kept() -> None:
+def test_grouped_gemm_weights_list_is_not_copied() -> None:
     def kept(weight: Any) -> int:
         found: dict[int, int] = {}
 
@@ -103,11 +103,11 @@ def test_no_copy_of_a_list_of_weights_is_kept() -> None:
     assert kept(torch.stack(weights)) == small + sum(w.nbytes for w in weights)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_activation_in_the_product_is_that_behind_it(
+def test_grouped_gemm_weights_fused_activation_equals_separate(
     counts: list[int], kind: str, dtype: torch.dtype
 ) -> None:
     found = inputs(counts, (38, 37), dtype)
@@ -121,6 +121,7 @@ def test_an_activation_in_the_product_is_that_behind_it(
     parity.check(listing(ours), listing(definition), listed, **rounded)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -132,7 +133,7 @@ def test_an_activation_in_the_product_is_that_behind_it(
         ("_clear(h_ptr, ends_ptr, rows, 2 * width, GROUPS, CLEARED)", "pass"),
     ],
 )
-def test_a_seeded_bug_of_the_gate_is_caught(old: str, new: str) -> None:
+def test_grouped_gemm_weights_seeded_gate_bug_is_found(old: str, new: str) -> None:
     found = inputs([17, 0, 2], (22, 19))
     share = torch.rand(found["x"].shape[0], device=DEVICE).requires_grad_()
     with parity.mutated(*TILES), parity.caught(KERNELS, old, new):
@@ -144,7 +145,7 @@ def test_a_seeded_bug_of_the_gate_is_caught(old: str, new: str) -> None:
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("with_gate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_weights_are_added_to_buffers(
+def test_grouped_gemm_weights_gradients_add_to_buffers(
     dtype: torch.dtype, with_gate: bool, impl: str
 ) -> None:
     found = apart(inputs([17, 0, 5], (38, 37), dtype), even=True)
@@ -174,7 +175,7 @@ def test_gradients_of_weights_are_added_to_buffers(
         ),
     ],
 )
-def test_a_seeded_bug_of_buffers_is_caught(old: str, new: str) -> None:
+def test_grouped_gemm_weights_seeded_buffer_bug_is_found(old: str, new: str) -> None:
     weights = [torch.ones(8, 16, requires_grad=True) for _ in range(3)]
     block = torch.ones(1024)
     buffers = [block[at : at + 128].view(8, 16) for at in (512, 0, 256)]
@@ -193,7 +194,7 @@ def test_a_seeded_bug_of_buffers_is_caught(old: str, new: str) -> None:
         add()
 
 
-def test_a_buffer_with_strides_is_refused() -> None:
+def test_grouped_gemm_weights_strided_buffer_is_refused() -> None:
     weights = [torch.ones(8, 16, requires_grad=True)]
     buffer = torch.ones(16, 8).t()
     y = op.grouped_gemm(
@@ -204,7 +205,7 @@ def test_a_buffer_with_strides_is_refused() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_buffers_are_those_of_the_weights_and_of_frozen_ones_left_alone(impl: str) -> None:
+def test_grouped_gemm_weights_buffers_skip_frozen(impl: str) -> None:
     x = torch.ones(3, 16, requires_grad=True)
     counts = torch.tensor([2, 1])
     weights = [torch.ones(8, 16, requires_grad=True) for _ in range(2)]
@@ -226,7 +227,7 @@ def test_buffers_are_those_of_the_weights_and_of_frozen_ones_left_alone(impl: st
     assert [float(b.sum()) for b in buffers] == [2.0 * 128, 128.0]
 
 
-def test_frozen_weights_and_inputs_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_gemm_weights_frozen_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     kernels = importlib.import_module(KERNELS)
 
@@ -248,7 +249,7 @@ def test_frozen_weights_and_inputs_cost_no_product(monkeypatch: pytest.MonkeyPat
     assert made == ["rows_product", "weights_product"]
 
 
-def test_rows_of_nobody_alone_are_cleared() -> None:
+def test_grouped_gemm_weights_only_unassigned_rows_are_cleared() -> None:
     y = torch.full((700, 9), float("nan"), device=DEVICE)
     ends = torch.tensor([3, 3, 5], dtype=torch.int32, device=DEVICE)
     importlib.import_module("mtrain_kernels.grouped_gemm.clear_triton").clear_behind(y, ends)
@@ -256,7 +257,7 @@ def test_rows_of_nobody_alone_are_cleared() -> None:
     assert y[5:].count_nonzero() == 0
 
 
-def test_a_list_of_unlike_weights_is_refused() -> None:
+def test_grouped_gemm_weights_unlike_list_is_refused() -> None:
     x = torch.ones(2, 4)
     counts = torch.tensor([1, 1])
     for weights in ([torch.ones(3, 4), torch.ones(2, 4)], [], [torch.ones(3, 4)] * 3):
@@ -269,14 +270,14 @@ def test_a_list_of_unlike_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_a_row_has_the_bias_of_its_group(counts: list[int]) -> None:
+def test_grouped_gemm_weights_row_has_bias_of_its_group(counts: list[int]) -> None:
     bias = torch.randn(len(counts), 7, device=DEVICE).requires_grad_()
     found = {"bias": bias, "counts": torch.tensor(counts, device=DEVICE), "rows": sum(counts) + 3}
     parity.check(partial(op.rows_of, impl="triton"), partial(op.rows_of, impl="reference"), found)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_buffers_of_gradients_are_of_a_list_of_weights(impl: str) -> None:
+def test_grouped_gemm_weights_buffers_follow_the_list(impl: str) -> None:
     found = inputs([2, 3], (16, 24), rest=0)
     with pytest.raises(ValueError, match="a list of weights"):
         op.grouped_gemm(**found, impl=impl, main_grads=list)

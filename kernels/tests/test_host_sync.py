@@ -36,15 +36,16 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 WAIT = {
-    *(
-        aten._local_scalar_dense,
-        aten.item,
-        aten.is_nonzero,
-        aten.nonzero,
-        aten.masked_select,
-        aten.equal,
-    ),
-    *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount),
+    aten._local_scalar_dense,
+    aten.item,
+    aten.is_nonzero,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
 }
 ALLOWED: dict[str, str] = {}
 """Case -> why its operation has to wait."""
@@ -90,7 +91,7 @@ def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter"
 )
 @pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
-def test_no_operation_waits_for_the_device(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_sync_no_operation_waits(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     impl = "triton" if "triton" in op.implementations else "auto"
     with nothing_waits(monkeypatch):
@@ -256,7 +257,7 @@ buffers, optimizers.
     torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter"
 )
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-def test_no_path_of_training_waits_for_the_device(
+def test_host_sync_no_training_path_waits(
     path: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -267,7 +268,7 @@ def test_no_path_of_training_waits_for_the_device(
                 torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 
 
-def test_bases_of_soap_wait_when_they_are_made_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_sync_soap_bases_wait_when_made_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decomposition of what is not finite raises on the host, and how many vectors are found is
     its number.
     """
@@ -300,6 +301,6 @@ def test_bases_of_soap_wait_when_they_are_made_and_turned(monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_what_waits_is_seen(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_sync_wait_is_found(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostSync), nothing_waits(monkeypatch):
         wait(torch.empty(4, device=META))

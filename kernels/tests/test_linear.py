@@ -30,7 +30,7 @@ def _inputs(s: int, b: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_are_those_of_the_product(
+def test_linear_equals_product_with_gradients(
     sizes: tuple[int, int, int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
@@ -47,7 +47,7 @@ def test_values_and_gradients_are_those_of_the_product(
         assert (mine.double() - wanted).norm() <= 1e-6 * wanted.norm()
 
 
-def test_operands_may_be_transposed_views(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_operands_may_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
     torch.manual_seed(0)
     left = torch.randn(96, 80)
@@ -56,7 +56,7 @@ def test_operands_may_be_transposed_views(monkeypatch: pytest.MonkeyPatch) -> No
     assert (product(left.t(), right.t()).double() - wanted).norm() <= 1e-6 * wanted.norm()
 
 
-def test_only_large_products_in_fp32_on_a_cpu_leave_torchs_way() -> None:
+def test_linear_only_large_fp32_on_cpu_leaves_torch() -> None:
     large = torch.zeros(512, 512)
     small = torch.zeros(8, 8)
     assert fits(large, large)
@@ -66,7 +66,7 @@ def test_only_large_products_in_fp32_on_a_cpu_leave_torchs_way() -> None:
     assert not fits(large.to("meta"), large.to("meta"))
 
 
-def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
     x, weight, _ = _inputs(4, 4, 16, 16, torch.float32)
     linear(x, weight.detach()).sum().backward()
@@ -74,7 +74,7 @@ def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     assert weight.grad is None
 
 
-def test_a_weight_gradient_is_added_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_weight_gradient_accumulates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
     torch.manual_seed(0)
     dy = torch.randn(40, 24)
@@ -87,7 +87,7 @@ def test_a_weight_gradient_is_added_to_what_is_there(monkeypatch: pytest.MonkeyP
             assert (into.double() - wanted).norm() <= 1e-6 * wanted.norm(), (library, into.stride())
 
 
-def test_the_library_is_the_one_whose_products_take_less_time(
+def test_linear_faster_library_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module.use("blas")
@@ -109,7 +109,7 @@ def test_the_library_is_the_one_whose_products_take_less_time(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_half_precision_are_added_to_fp32_unrounded(dtype: torch.dtype) -> None:
+def test_linear_half_gradients_accumulate_in_fp32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     dy = torch.randn(33, 7).to(dtype)
     x = torch.randn(33, 11).to(dtype)

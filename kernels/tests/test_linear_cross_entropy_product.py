@@ -40,14 +40,13 @@ def classes(vocab: int) -> Tensor:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("weighed", [False, True], ids=["", "classes"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "chunk"), [(19, 17), (1, None), (0, None)])
-def test_one_kernel_makes_values_and_gradients_of_the_definition(
-    tokens, chunk, dtype, terms, weighed
-):
+def test_linear_cross_entropy_fused_kernel_equals_definition(tokens, chunk, dtype, terms, weighed):
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     given = inputs(tokens, 24, 45, dtype)
     more = dict(terms)
@@ -70,7 +69,7 @@ def test_one_kernel_makes_values_and_gradients_of_the_definition(
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-def test_weights_of_classes_are_those_of_the_definition(impl, terms):
+def test_linear_cross_entropy_class_weights_equal_definition(impl, terms):
     more = terms | {"class_weights": classes(45)}
     given = inputs(7, 24, 45, torch.float32)
     check(summed(impl, chunk=3, **more), lambda **kw: defined(**kw, **more), given)
@@ -78,7 +77,7 @@ def test_weights_of_classes_are_those_of_the_definition(impl, terms):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [20, 0, 40])
-def test_statistics_of_a_part_of_the_columns_know_labels_before_and_behind_it(first: int) -> None:
+def test_linear_cross_entropy_column_statistics_know_all_labels(first: int) -> None:
     """Labels of another rank lie in no column of the last tile, which is not full."""
     from mtrain_kernels.linear_cross_entropy import triton
 
@@ -96,7 +95,7 @@ def test_statistics_of_a_part_of_the_columns_know_labels_before_and_behind_it(fi
     )
 
 
-def test_weights_of_classes_are_torchs() -> None:
+def test_linear_cross_entropy_class_weights_equal_torch() -> None:
     given = inputs(9, 8, 13, torch.float32)
     leaves = [given["hidden"], given["weight"]]
     more = {"weight": classes(13), "label_smoothing": 0.1, "reduction": "sum"}
@@ -113,12 +112,11 @@ def test_weights_of_classes_are_torchs() -> None:
         op.linear_cross_entropy(**given, class_weights=torch.ones(12))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["reference", "two passes", "one kernel"])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(
-    way: str, gradients: bool
-) -> None:
+def test_linear_cross_entropy_first_largest_logit_wins(way: str, gradients: bool) -> None:
     """Ties in every part of the columns; padding has no part in it, and a cap makes
     nothing equal.
     """
@@ -160,7 +158,7 @@ def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(
     assert plain.hits is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -172,7 +170,7 @@ def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(
         ("begin + inner % rows", "inner % rows"),
     ],
 )
-def test_a_seeded_bug_is_seen(old: str, new: str) -> None:
+def test_linear_cross_entropy_seeded_product_bug_is_found(old: str, new: str) -> None:
     tokens = 300 if "begin" in old else 40  # more tiles of tokens than are done together
     given = inputs(tokens, 24, 45, torch.float32) | {"token_weights": torch.ones(tokens)}
     weight = given["weight"].detach()
@@ -184,7 +182,7 @@ def test_a_seeded_bug_is_seen(old: str, new: str) -> None:
         assert torch.equal(found.hits, wanted)
 
 
-def test_what_was_measured_is_taken_and_two_passes_are_first_where_logits_are_kept(
+def test_linear_cross_entropy_measured_choice_is_taken(
     monkeypatch,
 ) -> None:
     hidden = torch.empty(10, 4096, dtype=torch.bfloat16, device="meta")
@@ -196,7 +194,7 @@ def test_what_was_measured_is_taken_and_two_passes_are_first_where_logits_are_ke
     assert tiles.way_for(hidden, 128256, False) == tiles.TILES[0]
 
 
-def test_chunks_keep_to_the_logits_that_are_allowed() -> None:
+def test_linear_cross_entropy_chunks_respect_logit_limit() -> None:
     gpu = torch.device("meta")
     assert chunks.chunk_rows(0, 8192, 128256, gpu) == 1024
     assert chunks.chunk_rows(0, 8192, 128256, gpu, 1 << 29) == 4160

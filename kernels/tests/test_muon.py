@@ -24,9 +24,7 @@ def moved(
     """What one step of rate 1 adds to a matrix."""
     param = nn.Parameter(matrix.clone())
     param.grad = drawn(*matrix.shape, seed=1) if gradient is None else gradient
-    Muon(
-        [{"params": [param], "matrix": kind}], 1.0, impl="reference", **{**EXACT, **options}
-    ).step()
+    Muon([{"params": [param], "matrix": kind}], 1.0, impl="reference", **(EXACT | options)).step()
     return param.detach() - matrix
 
 
@@ -38,14 +36,14 @@ def moved(
         ("unit_rms_norm", (40 / 10) ** 0.5),
     ],
 )
-def test_an_update_has_singular_values_near_one_times_the_scale(mode: str, scale: float) -> None:
+def test_muon_update_has_scaled_singular_values(mode: str, scale: float) -> None:
     values = torch.linalg.svdvals(
         moved(torch.zeros(40, 10), scale_mode=mode, extra_scale_factor=0.5)
     ) / (scale * 0.5)
     assert 0.6 < values.min() < values.max() < 1.3
 
 
-def test_a_wide_matrix_is_scaled_by_its_own_shape() -> None:
+def test_muon_wide_matrix_scales_by_its_shape() -> None:
     sizes = {
         mode: moved(torch.zeros(10, 40), scale_mode=mode).norm()
         for mode in ("shape_scaling", "unit_rms_norm")
@@ -53,7 +51,7 @@ def test_a_wide_matrix_is_scaled_by_its_own_shape() -> None:
     assert sizes["unit_rms_norm"] / sizes["shape_scaling"] == pytest.approx(0.5, rel=1e-5)
 
 
-def test_momentum_is_an_average_that_nesterov_mixes_with_the_gradient() -> None:
+def test_muon_nesterov_mixes_momentum_and_gradient() -> None:
     start = drawn(6, 8)
     first = drawn(6, 8, seed=1)
     second = drawn(6, 8, seed=2)
@@ -75,7 +73,7 @@ def test_momentum_is_an_average_that_nesterov_mixes_with_the_gradient() -> None:
         )
 
 
-def test_queries_keys_and_values_are_three_matrices() -> None:
+def test_muon_qkv_are_three_matrices() -> None:
     rows = (4, 2, 2)
     groups = 3
     width = 10
@@ -92,7 +90,7 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
     assert (fused - whole).norm() > 0.1 * whole.norm()
 
 
-def test_a_group_may_have_rows_of_its_own() -> None:
+def test_muon_group_may_have_own_rows() -> None:
     gradient = drawn(24, 10, seed=1)
     ends = []
     for of_all, own in (((2, 2, 2), {}), ((4, 2, 2), {"qkv_rows": (2, 2, 2)})):
@@ -109,7 +107,7 @@ def test_a_group_may_have_rows_of_its_own() -> None:
     assert torch.equal(*ends)
 
 
-def test_rows_in_another_order_are_updated_in_that_order() -> None:
+def test_muon_reordered_rows_update_in_order() -> None:
     gradient = drawn(12, 5, seed=1)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
     zero = torch.zeros_like(gradient)
@@ -118,14 +116,14 @@ def test_rows_in_another_order_are_updated_in_that_order() -> None:
     )
 
 
-def test_weight_decay_pulls_by_the_rate_alone() -> None:
+def test_muon_weight_decay_follows_rate_only() -> None:
     matrix = drawn(6, 6)
     torch.testing.assert_close(
         moved(matrix, weight_decay=0.25) - moved(matrix), -0.25 * matrix, rtol=1e-4, atol=1e-5
     )
 
 
-def test_a_factor_of_all_gradients_is_taken_into_the_average() -> None:
+def test_muon_gradient_factor_reaches_average() -> None:
     param = nn.Parameter(torch.zeros(4, 4))
     gradient = drawn(4, 4)
     param.grad = gradient
@@ -134,7 +132,7 @@ def test_a_factor_of_all_gradients_is_taken_into_the_average() -> None:
     torch.testing.assert_close(muon.state[param][MOMENTUM], 0.05 * 0.5 * gradient)
 
 
-def test_what_is_no_matrix_takes_adamw_and_a_state_comes_back() -> None:
+def test_muon_other_tensors_take_adamw_and_resume() -> None:
     def trained(
         cls: type[FusedAdam], steps: int, state: Any = None, at: list[Tensor] | None = None
     ) -> Any:
@@ -163,7 +161,7 @@ def test_what_is_no_matrix_takes_adamw_and_a_state_comes_back() -> None:
     assert torch.equal(resumed[1], vector)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_muon_impossible_is_refused() -> None:
     param = nn.Parameter(torch.zeros(2, 2))
     for wrong in ({"momentum": 1.0}, {"num_ns_steps": 0}, {"scale_mode": "none"}):
         with pytest.raises(ValueError, match="out of range"):

@@ -46,7 +46,7 @@ def compare(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_singular_values_come_near_one_and_vectors_stay(impl: str) -> None:
+def test_newton_schulz_singular_values_approach_one(impl: str) -> None:
     g = drawn(2, 40, 24)
     for dtype in (torch.float32, torch.bfloat16):
         found = op.newton_schulz(g, dtype=dtype, impl=impl)
@@ -61,10 +61,11 @@ def test_singular_values_come_near_one_and_vectors_stay(impl: str) -> None:
         torch.testing.assert_close(found, near if turned is g else near.mT, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 33, 70), (1, 66, 64), (2, 70, 7)])
-def test_a_symmetric_product_is_that_of_the_definition(
+def test_newton_schulz_symmetric_product_equals_definition(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES):
@@ -73,25 +74,25 @@ def test_a_symmetric_product_is_that_of_the_definition(
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_many_columns_are_added_up_in_fp32_and_rounded_once(impl: str) -> None:
+def test_newton_schulz_many_columns_sum_in_fp32(impl: str) -> None:
     found = inputs(1, 8, 1536, torch.bfloat16, added=False)
     parity.check_format(
         partial(op.symmetric_product, impl=impl), reference.symmetric_product, found
     )
 
 
-def test_a_product_is_symmetric_to_the_bit() -> None:
+def test_newton_schulz_product_is_bitwise_symmetric() -> None:
     found = op.symmetric_product(drawn(2, 140, 90, dtype=torch.bfloat16), impl="triton")
     assert torch.equal(found, found.mT)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-def test_nothing_times_nothing_is_nothing(shape: tuple[int, int, int]) -> None:
+def test_newton_schulz_empty_product_is_empty(shape: tuple[int, int, int]) -> None:
     compare(inputs(*shape, torch.float32))
     assert op.newton_schulz(drawn(*shape), impl="triton").shape == shape
 
 
-def test_each_tile_has_a_number() -> None:
+def test_newton_schulz_tiles_are_numbered_uniquely() -> None:
     """As many as the largest matrices have, where the root of a number is rounded in fp32."""
     for edge in (0, 3, 45, 181, 2047):
         first = max(edge * (edge + 1) // 2 - 4, 0)
@@ -102,7 +103,7 @@ def test_each_tile_has_a_number() -> None:
             assert row * (row + 1) // 2 + column == number
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -114,19 +115,19 @@ def test_each_tile_has_a_number() -> None:
         ("here = i + inner < k", "here = inner < k"),
     ],
 )
-def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
+def test_newton_schulz_seeded_bug_is_found(old: str, new: str) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES), parity.caught(KERNELS, old, new):
         compare(inputs(2, 70, 90, torch.float32))
 
 
-def test_more_matrices_than_a_grid_has_are_several_launches() -> None:
+def test_newton_schulz_excess_matrices_take_several_launches() -> None:
     with parity.mutated(KERNELS, *SMALL_GRID):
         compare(inputs(5, 7, 9, torch.float32))
         with parity.caught(KERNELS, "y[part]", "y"):
             compare(inputs(5, 7, 9, torch.float32))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_newton_schulz_unfit_is_refused() -> None:
     with pytest.raises(ValueError, match="takes matrices"):
         op.newton_schulz(torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(2, 3, 4\) and torch.float32 \(2, 4, 4\)"):
@@ -141,7 +142,7 @@ def test_what_does_not_fit_is_refused() -> None:
         op.newton_schulz(torch.zeros(3, 3), dtype=torch.float64, impl="triton")
 
 
-def test_torch_accepts_the_registration() -> None:
+def test_newton_schulz_passes_torch_registration() -> None:
     from mtrain_kernels.newton_schulz.op import _symmetric_product
 
     square = drawn(2, 5, 5)

@@ -95,7 +95,8 @@ for root in re.findall(r"= math.sqrt .* : ([^ ]*)", kernel.asm["ttgir"]):
 """
 
 
-def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> None:
+@pytest.mark.full
+def test_norm_operand_written_and_quantised_share_divisor() -> None:
     """A tensor a compiler may make once for each layout, in another order of sums: on a card the
     bytes differed.
     """
@@ -114,7 +115,7 @@ def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> No
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_operand_is_the_norm_quantised_to_the_bit(
+def test_norm_operand_equals_quantised_norm_bitwise(
     shape: tuple[int, ...], full: bool, impl: str
 ) -> None:
     given = inputs(shape, full)
@@ -128,7 +129,7 @@ def test_an_operand_is_the_norm_quantised_to_the_bit(
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_one_scale_is_that_of_the_whole_or_the_one_that_is_given(full: bool) -> None:
+def test_norm_operand_scale_is_whole_or_given(full: bool) -> None:
     given = inputs((9, 200), full)
     y, _, found = norm_quantized(**given, share=lambda amax: 2 * amax, impl="triton")
     whole = 448 / (2 * y.detach().float().abs().amax()).view(1)
@@ -162,12 +163,11 @@ def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tenso
     return [out.detach(), *torch.autograd.grad(ends, [*leaves, weight], steps)]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("full", [False, True])
-def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_not_read(
-    recipe: Recipe, full: bool
-) -> None:
+def test_norm_operand_consumer_gets_equal_values_and_gradients(recipe: Recipe, full: bool) -> None:
     given = inputs((131, 300), full)
     with parity.poisoned():
         found = through(given, recipe, True)
@@ -175,12 +175,11 @@ def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 27, 300)])
-def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(
-    shape: tuple[int, ...], recipe: Recipe
-) -> None:
+def test_norm_operand_swiglu_prologue_equals_swiglu(shape: tuple[int, ...], recipe: Recipe) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, device=DEVICE).bfloat16().requires_grad_()
     weight = torch.randn(48, shape[-1] // 2, device=DEVICE).bfloat16().requires_grad_()
@@ -201,14 +200,14 @@ def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(
 
 
 def blocks() -> None:
-    test_an_operand_is_the_norm_quantised_to_the_bit((131, 300), True, "triton")
+    test_norm_operand_equals_quantised_norm_bitwise((131, 300), True, "triton")
 
 
 def tensor() -> None:
-    test_one_scale_is_that_of_the_whole_or_the_one_that_is_given(True)
+    test_norm_operand_scale_is_whole_or_given(True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("module", "old", "new", "noticed_by"),
     [
@@ -236,12 +235,12 @@ def tensor() -> None:
         ("operand_triton", "0.0)[:, None], 0.0)", "0.0)[:, None] * 0, 0.0)", blocks),
     ],
 )
-def test_a_seeded_bug_is_noticed(module: str, old: str, new: str, noticed_by: Any) -> None:
+def test_norm_operand_seeded_bug_is_found(module: str, old: str, new: str, noticed_by: Any) -> None:
     with parity.caught(f"mtrain_kernels.norm.{module}", old, new):
         noticed_by()
 
 
-def test_torch_accepts_the_registration() -> None:
+def test_norm_operand_passes_torch_registration() -> None:
     given = inputs((5, 17), True)
     arguments = *(given[name] for name in ("x", "residual", "weight", "bias", "eps")), True, True
     one = torch.ones(1, device=DEVICE)
@@ -255,7 +254,7 @@ def test_torch_accepts_the_registration() -> None:
         torch.library.opcheck(operand._codes, kept, **quick)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_norm_operand_unfit_is_refused() -> None:
     given = inputs((4, 16), False)
     with pytest.raises(ValueError, match="no scales of one row"):
         norm_quantized(**given, layout="128x128")

@@ -34,7 +34,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer", "layer with bias"])
-def test_value_and_gradients_are_those_of_the_formula(
+def test_norm_reference_equals_formula_with_gradients(
     kind: str, centered: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x, weight, bias = _inputs(shape, dtype)
@@ -55,7 +55,7 @@ def test_value_and_gradients_are_those_of_the_formula(
         )
 
 
-def test_strides_do_not_matter() -> None:
+def test_norm_reference_strides_do_not_matter() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 4, 10).transpose(0, 1)[:, ::2, ::2]
     weight = torch.randn(10)[::2]
@@ -65,7 +65,7 @@ def test_strides_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(4, 4), torch.ones(1)])
-def test_a_weight_of_another_width_is_refused(weight: Tensor) -> None:
+def test_norm_reference_other_width_is_refused(weight: Tensor) -> None:
     with pytest.raises(ValueError, match="last axis"):
         rms_norm(torch.ones(2, 4), weight, 1e-5)
     with pytest.raises(ValueError, match="last axis"):

@@ -96,14 +96,14 @@ def assert_same(found: Lists, wanted: Lists) -> None:
 @pytest.mark.parametrize("options", [{}, {"grad_scale": torch.tensor(0.3)}], ids=["", "scaled"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_is_the_definition(kind, decoupled, options):
+def test_optimizer_kernel_equals_definition(kind, decoupled, options):
     lists = make(kind)
     hyper = HYPER._replace(decoupled=decoupled)
     assert_same(step(lists, hyper, "triton", **options), step(lists, hyper, "reference", **options))
 
 
 @pytest.mark.parametrize("kind", ["remainder", "eight bits"])
-def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
+def test_optimizer_many_chunks_are_whole(kind, monkeypatch):
     from mtrain_kernels.optimizer import triton
 
     monkeypatch.setattr(triton, "CHUNK", triton.BLOCK)
@@ -115,7 +115,7 @@ def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
     )
 
 
-def test_not_a_number_stays_in_its_element():
+def test_optimizer_nan_stays_in_its_element():
     for kind in ("fp32", "remainder", "eight bits"):
         lists = make(kind, (300,))
         lists.grads[0][7] = torch.nan
@@ -124,7 +124,7 @@ def test_not_a_number_stays_in_its_element():
             assert found.isnan().nonzero().tolist() == [[7]], (kind, impl)
 
 
-def test_a_second_moment_beyond_fp32_leaves_the_weight_a_number():
+def test_optimizer_huge_second_moment_keeps_weight_finite():
     lists = make("fp32", (300,))
     lists.grads[0][7] = 1e25
     found, wanted = (step(lists, HYPER, impl) for impl in ("triton", "reference"))
@@ -132,7 +132,7 @@ def test_a_second_moment_beyond_fp32_leaves_the_weight_a_number():
     torch.testing.assert_close(found.params[0], wanted.params[0])
 
 
-def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
+def test_optimizer_stochastic_rounding_is_equal_and_unbiased():
     lists = make("bf16", (2500,))
     hyper = HYPER._replace(stochastic=True)
     found = step(lists, hyper, "triton", streams=[5])
@@ -146,7 +146,7 @@ def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
     assert error.mean() < 2**-9 / 4
 
 
-def test_random_numbers_depend_on_place_alone():
+def test_optimizer_random_numbers_depend_on_place():
     whole = step(
         make("bf16", (2500,)), HYPER._replace(stochastic=True), "triton", streams=[2]
     ).params[0]
@@ -157,7 +157,7 @@ def test_random_numbers_depend_on_place_alone():
     assert torch.equal(whole, moved)
 
 
-def test_philox_is_the_published_one():
+def test_optimizer_philox_equals_publication():
     words = rounding.philox(0, torch.tensor([0]), 0, 0)
     assert [int(w) for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = (1 << 64) - 1
@@ -165,7 +165,7 @@ def test_philox_is_the_published_one():
     assert [int(w) for w in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-def test_a_master_comes_back_from_its_halves_to_the_bit():
+def test_optimizer_split_master_is_restored_bitwise():
     edges = [
         0x00000000,
         0x80000000,
@@ -189,14 +189,14 @@ def test_a_master_comes_back_from_its_halves_to_the_bit():
     assert rounding.split_master(torch.tensor([torch.nan]))[0].isnan().all()
 
 
-def test_an_eight_bit_second_moment_above_zero_stays_above_zero():
+def test_optimizer_eight_bit_moment_stays_positive():
     v = torch.tensor([1.0, 1e-30, 0.0])
     stored, scale = rounding.store_moment(v, torch.uint8, True)
     assert ((rounding.load_moment(stored, scale, True) > 0) == (v > 0)).all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_norm_and_clipping_are_those_of_pytorch(impl):
+def test_optimizer_norm_and_clipping_equal_torch(impl):
     for dtype in (torch.float32, torch.bfloat16):
         grads = [
             torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
@@ -216,8 +216,9 @@ def test_norm_and_clipping_are_those_of_pytorch(impl):
     assert op.grad_norm([torch.tensor([1.0, torch.nan])], impl=impl).isnan()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_opcheck(impl):
+def test_optimizer_passes_opcheck(impl):
     lists = make("eight bits", (3, 200))
     args = (*map(list, lists), [0, 1], torch.tensor(0.5), None, *HYPER, impl)
     torch.library.opcheck(op._adamw, args)
@@ -247,17 +248,17 @@ def test_opcheck(impl):
         ("word >> 16), (BLOCK", "word & 0xFFFF), (BLOCK", "stochastic"),
     ],
 )
-def test_a_seeded_bug_is_noticed(old, new, kind):
+def test_optimizer_seeded_bug_is_found(old, new, kind):
     with caught(MODULE, old, new):
         if kind == "norm":
-            test_norm_and_clipping_are_those_of_pytorch("triton")
+            test_optimizer_norm_and_clipping_equal_torch("triton")
         elif kind == "stochastic":
-            test_stochastic_rounding_is_the_same_in_both_and_right_on_average()
+            test_optimizer_stochastic_rounding_is_equal_and_unbiased()
         else:
-            test_the_kernel_is_the_definition(kind, True, {})
+            test_optimizer_kernel_equals_definition(kind, True, {})
 
 
-def test_what_does_not_fit_is_refused():
+def test_optimizer_unfit_is_refused():
     lists = make("fp32", (4,))
     with pytest.raises(ValueError, match="0 grads for 1 params"):
         op.adamw_(lists._replace(grads=[]), HYPER)
@@ -294,7 +295,7 @@ def train(
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("adamw", [True, False])
-def test_fused_adam_is_pytorchs(adamw, impl):
+def test_optimizer_fused_adam_equals_torch(adamw, impl):
     ours = model()
     theirs = model()
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -323,8 +324,9 @@ STORED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
-def test_a_resumed_run_is_the_same_to_the_bit(options):
+def test_optimizer_resume_is_bitwise(options):
     dtype = torch.float32 if not options else torch.bfloat16
     attribute = "decoupled_grad" if options.get("use_decoupled_grad") else "grad"
     straight = model(dtype)
@@ -351,7 +353,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(options):
         assert all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def test_masters_whole_or_in_halves_train_the_same():
+def test_optimizer_split_masters_train_equally():
     whole = model(torch.bfloat16)
     halves = model(torch.bfloat16)
     a = FusedAdam(whole, lr=1e-4, **PRECISE)
@@ -366,7 +368,7 @@ def test_masters_whole_or_in_halves_train_the_same():
 
 
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
-def test_states_go_out_and_come_in_through_fp32(options):
+def test_optimizer_states_pass_through_fp32(options):
     """What a sharded checkpoint does: every state by name out in fp32, and into an optimizer that
     has none yet.
     """
@@ -391,7 +393,7 @@ def test_states_go_out_and_come_in_through_fp32(options):
             assert torch.equal(p, q), "the parameter is the upper half of the master"
 
 
-def test_the_state_of_pytorchs_adamw_is_understood_though_its_step_is_shared():
+def test_optimizer_torch_adamw_state_is_understood():
     theirs = model()
     ours = model()
     optimizer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
@@ -412,7 +414,7 @@ def test_the_state_of_pytorchs_adamw_is_understood_though_its_step_is_shared():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_a_parameter_without_a_gradient_stays_and_has_a_state():
+def test_optimizer_parameter_without_gradient_has_state():
     params = model()
     optimizer = FusedAdam([{"params": params}, {"params": []}], lr=1e-2, weight_decay=0.1)
     before = [p.detach().clone() for p in params]

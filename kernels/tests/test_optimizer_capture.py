@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_step_and_learning_rate_may_lie_on_the_device(impl):
+def test_optimizer_capture_step_and_rate_may_lie_on_device(impl):
     lists = make("bf16", (300, 512))
     hyper = HYPER._replace(stochastic=True)
     clock = torch.tensor((hyper.lr, hyper.step), dtype=torch.float64)
@@ -28,7 +28,7 @@ def test_step_and_learning_rate_may_lie_on_the_device(impl):
         op.adamw_(lists, hyper, clock=clock.float(), impl=impl)
 
 
-def test_a_captured_step_follows_step_and_learning_rate(monkeypatch):
+def test_optimizer_capture_follows_step_and_rate(monkeypatch):
     """While a graph is captured the host counts nothing; `advance` before a replay does."""
 
     def train(capturable: bool) -> tuple[Tensor, Any]:

@@ -27,7 +27,7 @@ def _cast_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr, TWICE: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_casts_round_to_nearest_even_over_all_bit_patterns(dtype: torch.dtype) -> None:
+def test_parity_casts_round_to_nearest_even(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (1 << 16,)).to(torch.int32)
     ties = (torch.arange(1 << 14) << 18 | 0x8000).to(torch.int32)
@@ -37,7 +37,7 @@ def test_casts_round_to_nearest_even_over_all_bit_patterns(dtype: torch.dtype) -
     torch.testing.assert_close(y, x.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_poison_fills_what_is_allocated_and_goes_away() -> None:
+def test_parity_poison_fills_and_goes_away() -> None:
     x = torch.ones(3)
     with parity.poisoned():
         for empty in (
@@ -51,7 +51,7 @@ def test_poison_fills_what_is_allocated_and_goes_away() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_tail_that_nobody_wrote_is_seen() -> None:
+def test_parity_unwritten_tail_is_found() -> None:
     def short(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         y[:-1] = x[:-1]
@@ -62,7 +62,7 @@ def test_a_tail_that_nobody_wrote_is_seen() -> None:
         parity.check(short, torch.clone, {"x": torch.randn(5)})
 
 
-def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
+def test_parity_half_accumulation_is_found() -> None:
     torch.manual_seed(0)
     x = torch.randn(1536, 8).bfloat16().requires_grad_()
     w = (0.01 * torch.randn(8)).bfloat16().requires_grad_()
@@ -98,7 +98,7 @@ def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
         parity.check_format(wide, wide, {"x": x.detach().float(), "w": w.detach().float()})
 
 
-def test_a_wrong_gradient_and_a_wrong_shape_are_seen() -> None:
+def test_parity_wrong_gradient_and_shape_are_found() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     with pytest.raises(AssertionError, match="gradient of x"):
         parity.check(lambda x: x.detach() + 0 * x, torch.clone, {"x": x})
@@ -114,14 +114,14 @@ def test_a_wrong_gradient_and_a_wrong_shape_are_seen() -> None:
         parity.check(lambda x: x * (1 + 1e-6), torch.clone, {"x": x}, exact=True)
 
 
-def test_layouts_keep_values_and_change_strides() -> None:
+def test_parity_layouts_keep_values_with_other_strides() -> None:
     x = torch.randn(3, 4, 5, requires_grad=True)
     found = dict(parity.layouts(x))
     assert len({x.stride(), *(y.stride() for y in found.values())}) == 4
     assert all(torch.equal(x, y) and y.requires_grad for y in found.values())
 
 
-def test_rows_are_views_where_they_can_be() -> None:
+def test_parity_rows_are_views_where_possible() -> None:
     x = torch.randn(4, 6, 10)
     assert as_rows(x[..., :7], 7).data_ptr() == x.data_ptr()
     assert as_rows(x.transpose(0, 1), 10).shape == (24, 10)
@@ -129,7 +129,7 @@ def test_rows_are_views_where_they_can_be() -> None:
     assert as_rows(torch.empty(2, 0), 0).shape[1] == 0
 
 
-def test_a_mutant_must_differ_and_must_be_noticed() -> None:
+def test_parity_mutant_must_differ_and_be_found() -> None:
     module = "mtrain_kernels.norm.triton"
     with (
         pytest.raises(AssertionError, match="no mutant"),

@@ -62,7 +62,7 @@ def both(function: Any, *args: Any, **options: Any) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tensorwise_to_the_bit(shape, format, dtype):
+def test_quantize_tensorwise_is_bitwise(shape, format, dtype):
     x = numbers(*shape, dtype)
     if x.numel() < 1000 or dtype == torch.float32:  # the interpreter is slow
         both(op.quantize_tensorwise, x, format=format, transpose=True)
@@ -73,7 +73,7 @@ def test_tensorwise_to_the_bit(shape, format, dtype):
     ("layout", "format"), zip(LAYOUTS, itertools.cycle(["e4m3", "e5m2"]), strict=False)
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_to_the_bit(shape, layout, format):
+def test_quantize_blocks_are_bitwise(shape, layout, format):
     x = numbers(*shape, torch.bfloat16)
     both(op.quantize_blocks, x, format=format, layout=layout, transpose=True)
     found = op.quantize_blocks(x, format=format, layout=layout, impl="reference")
@@ -87,7 +87,7 @@ def test_blocks_to_the_bit(shape, layout, format):
 
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 18)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nvfp4_to_the_bit(shape, dtype):
+def test_quantize_nvfp4_is_bitwise(shape, dtype):
     x = numbers(*shape, dtype)
     both(op.quantize_nvfp4, x)
     found = op.quantize_nvfp4(x, impl="reference")
@@ -95,7 +95,7 @@ def test_nvfp4_to_the_bit(shape, dtype):
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
-def test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them():
+def test_quantize_nvfp4_ties_go_to_even():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     near = torch.cat(
         [ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(9.0)), -ties]
@@ -118,7 +118,7 @@ def test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them():
 @pytest.mark.parametrize(
     "options", [{"layout": "1x128"}, {"layout": "mx"}, {"layout": "128x128"}, {}], ids=str
 )
-def test_behind_swiglu_it_is_swiglu_then_quantise(options):
+def test_quantize_swiglu_epilogue_is_bitwise(options):
     x = torch.randn(37, 2 * 136, generator=torch.Generator().manual_seed(3)).bfloat16()
     gate, up = x.float().chunk(2, 1)
     y = (F.silu(gate) * up).bfloat16()
@@ -145,7 +145,7 @@ def assert_nearly_same(found: Any, wanted: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-2, atol=0)
 
 
-def test_strides_do_not_matter():
+def test_quantize_strides_do_not_matter():
     x = numbers(9, 130, torch.float32)
     wanted = op.quantize_blocks(x, impl="reference")
     for _, other in layouts(x):
@@ -154,7 +154,7 @@ def test_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rounding_is_to_the_nearest_of_all_numbers_of_the_format(format):
+def test_quantize_rounds_to_nearest_of_all_numbers(format):
     _, _, greatest, dtype = FORMATS[format]
     if dtype is None:
         table = reference.decode_e2m1(torch.arange(8, dtype=torch.uint8))
@@ -184,7 +184,7 @@ def test_rounding_is_to_the_nearest_of_all_numbers_of_the_format(format):
         assert torch.equal(found.view(torch.uint8)[0], code)
 
 
-def test_the_least_power_of_two_keeps_the_amax_in_range():
+def test_quantize_power_of_two_scale_keeps_amax():
     amax = torch.tensor([448.0, 448.1, 224.0, 1.75, 1.7500001, 1e-38, 0.0, 3e38])
     exponent = reference.e8m0(amax, "e4m3").int() - 127
     scaled = amax.double() / 2.0 ** exponent.double()
@@ -193,7 +193,7 @@ def test_the_least_power_of_two_keeps_the_amax_in_range():
     assert exponent.tolist() == [0, 1, -1, -8, -7, -127, -127, 120]
 
 
-def test_delayed_scaling_takes_the_greatest_of_the_window():
+def test_quantize_delayed_scaling_takes_window_maximum():
     history = torch.tensor([1.0, 4.0, 2.0])
     assert reference.delayed_multiplier(history, "e4m3").item() == 112
     assert reference.delayed_multiplier(history, "e4m3", margin=1).item() == 56
@@ -205,7 +205,7 @@ def test_delayed_scaling_takes_the_greatest_of_the_window():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-def test_what_comes_back_is_near(scale):
+def test_quantize_round_trip_is_near(scale):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * scale
     for layout in LAYOUTS:
         q = op.quantize_blocks(x, layout=layout, impl="reference")
@@ -219,8 +219,9 @@ def test_what_comes_back_is_near(scale):
     assert (back - x).double().norm() / x.double().norm() < 0.11
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_opcheck(backend):
+def test_quantize_passes_opcheck(backend):
     x = numbers(4, 32, torch.bfloat16).nan_to_num(0, 1, 1)
     run = torch.library.opcheck
     run(op._tensorwise, (x, None, "e4m3", True, False, backend))
@@ -233,23 +234,23 @@ def test_opcheck(backend):
 
 
 def square(layout: str, format: str = "e4m3", shape: tuple[int, int] = (130, 140)) -> Any:
-    return lambda: test_blocks_to_the_bit(shape, layout, format)
+    return lambda: test_quantize_blocks_are_bitwise(shape, layout, format)
 
 
 def tensorwise(shape: tuple[int, int] = (3, 40)) -> None:
-    test_tensorwise_to_the_bit(shape, "e4m3", torch.float32)
+    test_quantize_tensorwise_is_bitwise(shape, "e4m3", torch.float32)
 
 
 def nvfp4() -> None:
-    test_nvfp4_to_the_bit((3, 40), torch.float32)
+    test_quantize_nvfp4_is_bitwise((3, 40), torch.float32)
 
 
 def ties_of_four_bits() -> None:
-    test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them()
+    test_quantize_nvfp4_ties_go_to_even()
 
 
 def ties() -> None:
-    test_rounding_is_to_the_nearest_of_all_numbers_of_the_format("e4m3")
+    test_quantize_rounds_to_nearest_of_all_numbers("e4m3")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def ties() -> None:
             "triton",
             "mask=inside, other=0.0",
             "mask=inside, other=9.0",
-            lambda: test_strides_do_not_matter(),
+            lambda: test_quantize_strides_do_not_matter(),
         ),
         ("triton", "transposed_at, tl.trans(q), mask", "transposed_at, q, mask", square("128x128")),
         (
@@ -313,13 +314,13 @@ def ties() -> None:
         ),
     ],
 )
-def test_a_seeded_bug_is_noticed(module, old, new, noticed_by):
+def test_quantize_seeded_bug_is_found(module, old, new, noticed_by):
     with caught(f"mtrain_kernels.quantize.{module}", old, new):
         noticed_by()
 
 
 @pytest.mark.parametrize("value", [448.0, 1e-38, 3e38])
-def test_powers_of_two_to_the_bit_where_they_turn(value):
+def test_quantize_powers_of_two_turn_bitwise(value):
     x = torch.full((2, 32), value)
     both(op.quantize_blocks, x, layout="mx")
     found = op.quantize_blocks(x, layout="mx", impl="reference")
@@ -332,10 +333,10 @@ def test_powers_of_two_to_the_bit_where_they_turn(value):
 
 def powers_of_two() -> None:
     for value in (448.0, 1e-38):
-        test_powers_of_two_to_the_bit_where_they_turn(value)
+        test_quantize_powers_of_two_turn_bitwise(value)
 
 
-def test_what_does_not_fit_is_refused():
+def test_quantize_unfit_is_refused():
     x = torch.zeros(4, 33)
     with pytest.raises(ValueError, match="e4m3 or e5m2"):
         op.quantize_tensorwise(x, format="e2m1")
@@ -366,7 +367,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_what_has_no_elements_keeps_its_rows_and_columns(impl):
+def test_quantize_empty_keeps_rows_and_columns(impl):
     for shape, rows in (((3, 0), 3), ((2, 3, 0), 6), ((0, 8), 0)):
         x = torch.zeros(shape)
         whole, blocks = (

@@ -37,7 +37,7 @@ def _nearest(x: Fraction) -> Any:
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_a_quotient_is_rounded_once_where_the_divisor_stays(corrected: bool) -> None:
+def test_quotients_round_once_for_constant_divisor(corrected: bool) -> None:
     source = triton.over.fn.__code__
     run = FunctionType(source, {"tl": _Exact, "INTERPRETED": False, "float": float})
     draw = random.Random(0)
@@ -55,9 +55,7 @@ def test_a_quotient_is_rounded_once_where_the_divisor_stays(corrected: bool) -> 
 
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
-def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(
-    ulps: int, corrected: bool
-) -> None:
+def test_quotients_scale_rounds_once_for_any_reciprocal(ulps: int, corrected: bool) -> None:
     """`GREATEST / amax`, with the GPU's reciprocal, which is right to one last bit."""
 
     def reciprocal(y: Any) -> Any:
@@ -77,7 +75,7 @@ def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(
 
 
 @pytest.mark.parametrize(("least", "right"), [(-121, True), (-124, False)])
-def test_a_quotient_gives_no_subnormal_number_to_the_reciprocal(least: int, right: bool) -> None:
+def test_quotients_avoid_subnormal_reciprocals(least: int, right: bool) -> None:
     """On a GPU that counts as 0: a scale would be infinite.
 
     The least divisor of a scale is 2^-119.

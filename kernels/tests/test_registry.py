@@ -14,6 +14,7 @@ from mtrain_kernels import limits, registry, runtime
 from mtrain_kernels.registry import (
     MODELS,
     REFERENCE,
+    WITH_CPU,
     Cost,
     Implementation,
     Model,
@@ -34,7 +35,7 @@ def op(obstacle: str | None) -> Op:
     )
 
 
-def test_a_named_implementation_runs_or_says_why_not() -> None:
+def test_registry_named_runs_or_states_reason() -> None:
     assert choose(op(None), "other", CPU)[0] == "other"
     with pytest.raises(Unavailable, match="an op: other cannot run: no such chip"):
         choose(op("no such chip"), "other", CPU)
@@ -44,7 +45,18 @@ def test_a_named_implementation_runs_or_says_why_not() -> None:
         choose(op(None), "others", CPU)
 
 
-def test_auto_takes_the_first_that_can_run_and_says_so_once(
+def test_registry_cpu_obstacle_is_separate() -> None:
+    found = Op("an op", (), lambda model: None, implementations=WITH_CPU)
+    assert choose(found, "cpu", CPU, "too wide for a kernel")[0] == "cpu"
+    assert choose(found, "auto", CPU, "too wide for a kernel")[0] == "cpu"
+    assert choose(found, "auto", CPU, "too wide", "too deep")[0] == "reference"
+    with pytest.raises(Unavailable, match="an op: cpu cannot run: too deep"):
+        choose(found, "cpu", CPU, None, "too deep")
+    with pytest.raises(Unavailable, match="it is for a CPU, the tensors are on meta"):
+        choose(found, "cpu", torch.device("meta"))
+
+
+def test_registry_auto_takes_first_and_reports_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry._say_once.cache_clear()
@@ -58,22 +70,22 @@ def test_auto_takes_the_first_that_can_run_and_says_so_once(
     ) == 1
 
 
-def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_missing_triton_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "HAS_TRITON", False)
     assert runtime.triton_obstacle(CPU) == "triton is not installed"
 
 
-def test_on_the_cpu_triton_runs_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_cpu_triton_needs_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "interpreted", lambda: False)
     assert "TRITON_INTERPRET" in (runtime.triton_obstacle(CPU) or "")
 
 
-def test_the_larger_of_two_limits_counts() -> None:
+def test_registry_larger_limit_counts() -> None:
     assert Cost(bytes=4, flops=6).seconds(copy=2.0, gemm=2.0) == 3.0
     assert Cost(bytes=4).seconds(copy=2.0, gemm=2.0) == 2.0
 
 
-def test_every_folder_with_an_op_is_whole() -> None:
+def test_registry_op_folders_are_complete() -> None:
     folders = {path.parent for path in (PACKAGES / "mtrain_kernels").glob("*/op.py")}
     for folder in folders:
         for name in ("__init__.py", "reference.py"):
@@ -85,7 +97,7 @@ def test_every_folder_with_an_op_is_whole() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_every_case_knows_its_cost_and_makes_its_inputs(model: Model) -> None:
+def test_registry_cases_know_cost_and_inputs(model: Model) -> None:
     for found in ops().values():
         assert set(found.aot_models) <= set(MODELS)
         for case in found.cases:
@@ -96,7 +108,7 @@ def test_every_case_knows_its_cost_and_makes_its_inputs(model: Model) -> None:
                     case.call(case.make(model, CPU, torch.float32), "reference")
 
 
-def test_the_readme_holds_the_table_of_limits() -> None:
+def test_registry_readme_holds_limits() -> None:
     said = (PACKAGES / "README.md").read_text()
     inside = said.split("<!-- limits -->\n")[1].split("\n<!-- /limits -->")[0]
     assert inside == limits.table(), (
@@ -104,7 +116,7 @@ def test_the_readme_holds_the_table_of_limits() -> None:
     )
 
 
-def test_the_bench_measures_every_op(
+def test_registry_bench_measures_every_op(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("bench_run", PACKAGES / "bench/run.py")

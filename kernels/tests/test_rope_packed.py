@@ -51,11 +51,12 @@ def compare(found: dict[str, Any], **options: Any) -> None:
     parity.check(ours, partial(reference.rotate_packed, **options), found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_value_and_gradients_are_those_of_the_definition(
+def test_rope_packed_equals_definition_with_gradients(
     interleaved: bool, grouped: bool, norm: bool, dtype: torch.dtype
 ) -> None:
     for i, shape in enumerate(SHAPES):
@@ -63,7 +64,7 @@ def test_value_and_gradients_are_those_of_the_definition(
         compare(found, **sizes, grouped=grouped, interleaved=interleaved, zero_centered=i % 2 == 0)
 
 
-def test_the_definition_is_that_of_queries_and_keys_apart() -> None:
+def test_rope_packed_definition_equals_separate_qk() -> None:
     found, sizes = inputs((6, 2, 4, 2, 8, 6))
     weights = {"q_weight": found["q_weight"], "k_weight": found["k_weight"]}
     rows = found["qkv"].view(6, 2, 2, 4, 8)  # two groups of two queries, a key and a value
@@ -85,12 +86,13 @@ def test_the_definition_is_that_of_queries_and_keys_apart() -> None:
     order = torch.tensor([0, 1, 4, 5, 2, 6, 3, 7], device=DEVICE)
     sections = found["qkv"].view(6, 2, 8, 8)[:, :, order].flatten(2)
     again = packed.rotate_packed(
-        **{**found, "qkv": sections}, **sizes, grouped=False, impl="reference"
+        **(found | {"qkv": sections}), **sizes, grouped=False, impl="reference"
     )
     torch.testing.assert_close(again, got)
 
 
-def test_strides_do_not_matter() -> None:
+@pytest.mark.full
+def test_rope_packed_strides_do_not_matter() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     for _, x in parity.layouts(found["qkv"]):
         compare({**found, "qkv": x}, **sizes)
@@ -119,16 +121,18 @@ BUGS = {
 ALWAYS = ("weight_ptr = k_weight_ptr",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "old", [pytest.param(old, marks=() if old in ALWAYS else pytest.mark.full) for old in BUGS]
 )
-def test_a_seeded_bug_is_caught(old: str) -> None:
+def test_rope_packed_seeded_bug_is_found(old: str) -> None:
     found, sizes = inputs((70, 2, 6, 3, 70, 60))
     with parity.caught(KERNELS, old, BUGS[old]):
         compare(found, **sizes)
 
 
-def test_torch_accepts_the_registration() -> None:
+@pytest.mark.full
+def test_rope_packed_passes_torch_registration() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     for weights in ((found["q_weight"], found["k_weight"]), (None, None)):
         given = (
@@ -145,20 +149,20 @@ def test_torch_accepts_the_registration() -> None:
         torch.library.opcheck(packed._packed, given)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_rope_packed_unfit_is_refused() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     with pytest.raises(ValueError, match="holds no 3 queries"):
         packed.rotate_packed(**found, heads=3, groups=2)
     with pytest.raises(ValueError, match="both, or neither"):
-        packed.rotate_packed(**{**found, "k_weight": None}, **sizes)
+        packed.rotate_packed(**(found | {"k_weight": None}), **sizes)
     with pytest.raises(ValueError, match="a weight on meta"):
-        packed.rotate_packed(**{**found, "k_weight": found["k_weight"].to("meta")}, **sizes)
+        packed.rotate_packed(**(found | {"k_weight": found["k_weight"].to("meta")}), **sizes)
     with pytest.raises(ValueError, match="end at position 4"):
-        packed.rotate_packed(**{**found, **tables(4, 6)}, **sizes)
+        packed.rotate_packed(**(found | tables(4, 6)), **sizes)
 
 
 @pytest.mark.parametrize("turning", [2, 64, 128, 256])
-def test_a_tile_counts_what_does_not_turn(turning: int) -> None:
+def test_rope_packed_tile_counts_unrotated_part(turning: int) -> None:
     """Else a head of 256 of which a quarter turns needs four times the registers that there are."""
     from mtrain_kernels.rope import packed_triton, triton
 

@@ -77,7 +77,7 @@ def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor
         LR,
         eps=EPS,
         impl="reference",
-        **{**keys, **options},
+        **(keys | options),
     )
     for grad in grads:
         param.grad = grad.float()
@@ -86,7 +86,7 @@ def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 6), (9, 4), (4, 9)])
-def test_steps_are_those_of_the_paper(rows: int, columns: int) -> None:
+def test_soap_steps_equal_paper(rows: int, columns: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     grads = gradients(rows, columns)
     found = trained(weight, grads)
@@ -101,7 +101,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def test_a_long_side_has_no_basis_and_two_leave_adam() -> None:
+def test_soap_long_sides_have_no_basis() -> None:
     weight = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
     grads = gradients(9, 4)
     one = plain(weight, grads, (False, True))
@@ -118,7 +118,7 @@ def test_a_long_side_has_no_basis_and_two_leave_adam() -> None:
     )
 
 
-def test_rotating_rows_and_columns_of_gradients_rotates_the_update() -> None:
+def test_soap_rotated_gradients_rotate_update() -> None:
     grads = gradients(6, 6)
     draw = torch.Generator().manual_seed(5)
     left, right = (
@@ -130,7 +130,7 @@ def test_rotating_rows_and_columns_of_gradients_rotates_the_update() -> None:
     assert _off(left.T @ turned @ right, trained(zero, grads, **alone)[0].double()) < 1e-4
 
 
-def test_what_is_no_matrix_takes_adamw() -> None:
+def test_soap_other_tensors_take_adamw() -> None:
     ends = []
     for cls in (Soap, FusedAdam):
         param = nn.Parameter(torch.ones(7))
@@ -142,13 +142,13 @@ def test_what_is_no_matrix_takes_adamw() -> None:
     assert torch.equal(*ends)
 
 
-def test_a_gradient_of_nothing_begins_with_the_matrix_as_it_stands() -> None:
+def test_soap_zero_gradient_begins_with_identity_basis() -> None:
     grads = [torch.zeros(4, 6, dtype=torch.float64), *gradients(4, 6, 2)]
     adam = trained(torch.zeros(4, 6), grads, max_precond_dim=3, precondition_frequency=9)[0]
     torch.testing.assert_close(trained(torch.zeros(4, 6), grads, precondition_frequency=9)[0], adam)
 
 
-def test_what_fp32_does_not_resolve_moves_no_basis() -> None:
+def test_soap_unresolved_fp32_keeps_basis() -> None:
     """Two gradients that differ in their last digits, of few directions: a step behind them is the
     same.
     """
@@ -161,13 +161,13 @@ def test_what_fp32_does_not_resolve_moves_no_basis() -> None:
     assert _off(ends[0], ends[1].double()) < 1e-3
 
 
-def test_a_gradient_that_is_no_number_is_seen_in_the_weights() -> None:
+def test_soap_nan_gradient_shows_in_weights() -> None:
     grads = gradients(6, 6, 3)
     grads[0][2, 3] = torch.nan
     assert trained(torch.ones(6, 6), grads)[0].isnan().all()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_soap_impossible_is_refused() -> None:
     param = nn.Parameter(torch.zeros(2, 2))
     for wrong in ({"shampoo_beta": 1.0}, {"precondition_frequency": 0}, {"max_precond_dim": 0}):
         with pytest.raises(ValueError, match="out of range"):

@@ -49,7 +49,8 @@ def inputs(
     found: dict[str, Any] = {
         n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
     }
-    found["dt"], found["a"] = found["dt"].abs(), -found["a"].abs()
+    found["dt"] = found["dt"].abs()
+    found["a"] = -found["a"].abs()
     for name, value in WAYS[way].items():
         found[name] = (
             torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
@@ -64,7 +65,7 @@ def inputs(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
+def test_ssd_recurrence_equals_plain_numbers(way: str) -> None:
     found = inputs(way)
     y, last = reference.ssd_sequential(**found)
     x, dt, a, b, c = (found[n].detach() for n in ("x", "dt", "a", "b", "c"))
@@ -101,14 +102,14 @@ def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 13, 64])
 @pytest.mark.parametrize("way", WAYS)
-def test_chunks_give_what_the_recurrence_gives_with_every_gradient(way: str, chunk: int) -> None:
+def test_ssd_chunks_equal_recurrence_with_gradients(way: str, chunk: int) -> None:
     parity.check(partial(reference.ssd, chunk=chunk), reference.ssd_sequential, inputs(way))
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 6e-2)]
 )
-def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
+def test_ssd_low_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
     # A state remembers many steps: what its inputs' rounding does to it is larger than one step of
     # the dtype.
     parity.check(
@@ -118,7 +119,7 @@ def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> Non
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("times", [0, 1, 5])
-def test_times_and_groups_may_be_anything(times: int, groups: int) -> None:
+def test_ssd_any_times_and_groups(times: int, groups: int) -> None:
     parity.check(
         partial(reference.ssd, chunk=4),
         reference.ssd_sequential,
@@ -126,7 +127,7 @@ def test_times_and_groups_may_be_anything(times: int, groups: int) -> None:
     )
 
 
-def test_a_state_that_fades_fast_overflows_nowhere() -> None:
+def test_ssd_fast_decay_never_overflows() -> None:
     found = inputs("plain", dtype=torch.float32)
     with torch.no_grad():
         found["a"] -= 200
@@ -136,7 +137,7 @@ def test_a_state_that_fades_fast_overflows_nowhere() -> None:
     assert all(g.isfinite().all() for g in (y, last, *gradients))
 
 
-def test_packed_sequences_are_what_they_are_alone() -> None:
+def test_ssd_packed_equal_separate() -> None:
     found = inputs("skip")
     edges = [0, 4, 5, 13]
     alone = [
@@ -183,9 +184,7 @@ def gla_stand_in(q, k, v, g, scale, initial_state, output_final_state):
 
 @pytest.mark.parametrize("library", ["mamba_ssm", "fla"])
 @pytest.mark.parametrize("way", [w for w in WAYS if w != "all of it"])
-def test_a_library_is_called_as_it_wants(
-    library: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ssd_library_call_is_valid(library: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inputs(way, dtype=torch.float32)
     if library == "fla" and "segments" in found:
         return
@@ -203,7 +202,7 @@ def test_a_library_is_called_as_it_wants(
     torch.testing.assert_close(op.ssd(**found, impl=library), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_named_one_runs_or_says_why_not() -> None:
+def test_ssd_named_runs_or_states_reason() -> None:
     found = inputs("all of it", dtype=torch.float32)
     with pytest.raises(
         Unavailable, match=r"mamba_ssm (is not installed|does not say|runs on CUDA)"
@@ -218,7 +217,7 @@ def test_the_named_one_runs_or_says_why_not() -> None:
     assert "edges" in (op._call_obstacle("fla", found["x"], 64, None, found["segments"]) or "")
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_ssd_unfit_is_refused() -> None:
     found = inputs("all of it")
     for change, said in (
         ({"x": found["x"][0]}, "must be"),

@@ -33,7 +33,7 @@ def taken(**other: Any) -> tiles.Tile:
     return tiles.tile_for("rows", X, **SIZES | other, descriptors=False)
 
 
-def test_what_was_measured_is_taken_and_else_the_first() -> None:
+def test_tuning_takes_measured_else_first() -> None:
     first, second = tiles.candidates("rows", X, descriptors=False)
     assert taken().warps == first.warps
     tuning.use({"grouped_gemm.rows": {SHAPES: second.name}})
@@ -45,7 +45,7 @@ def test_what_was_measured_is_taken_and_else_the_first() -> None:
     assert taken().warps == first.warps
 
 
-def test_what_has_to_be_repeatable_does_not_depend_on_measurements() -> None:
+def test_tuning_repeatable_ignores_measurements() -> None:
     first, second = tiles.candidates("rows", X, descriptors=False)
     tuning.use({"grouped_gemm.rows": {SHAPES: second.name}})
     torch.use_deterministic_algorithms(True)
@@ -56,7 +56,7 @@ def test_what_has_to_be_repeatable_does_not_depend_on_measurements() -> None:
     assert taken().warps == second.warps
 
 
-def test_descriptors_are_for_the_devices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_descriptors_need_capable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, tma in ((80, False), (90, True), (100, True)):
         monkeypatch.setattr(tiles, "capability", lambda device, c=capability: c)
         for product in tiles.TABLES:
@@ -71,7 +71,9 @@ def test_descriptors_are_for_the_devices_that_have_them(monkeypatch: pytest.Monk
             )
 
 
-def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_layer_is_measured_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     path = tuning.file_of(CPU)
     slow = itertools.count(1000, -50)  # each call is faster than the one before
@@ -88,7 +90,7 @@ def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.Monke
         assert name == tiles.candidates(kind, X, descriptors=False)[-1].name
 
 
-def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None:
+def test_tuning_attention_measures_windows_too(tmp_path: Path) -> None:
     slow = itertools.count(1000, -50)
     path = tmp_path / "record.json"
     called = []
@@ -114,9 +116,7 @@ def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None
     called[0]()
 
 
-def test_who_makes_logits_is_measured_kept_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_logits_owner_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = itertools.count(1000, -50)
     path = tmp_path / "record.json"
     for table in ("TILES", "EXACT"):
@@ -132,7 +132,7 @@ def test_who_makes_logits_is_measured_kept_or_not(
     assert loss_tiles.way_for(torch.empty(5, 16), 60, True).name == "16x32x16 w4 s1"
 
 
-def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:
+def test_tuning_unlaunchable_tile_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     tried = []
     tuning.add(path, "other", "shapes", "variant")
@@ -155,13 +155,13 @@ def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:
     }
 
 
-def test_the_first_of_those_that_are_about_as_fast_is_taken() -> None:
+def test_tuning_first_of_nearly_equal_is_taken() -> None:
     times = {"a": 1.02, "b": 1.0, "c": 1.5}
     assert tuning.fastest(times) == "a"
     assert tuning.fastest({**times, "a": 1.2}) == "b"
 
 
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+def test_tuning_non_record_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     assert tuning.read(path) == {}
     for text in ("{", "[1]", '{"a": 1}', '{"a": {"b": 1}}'):
@@ -175,7 +175,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
 
 
-def test_without_a_gpu_the_command_says_so(
+def test_tuning_without_gpu_the_command_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

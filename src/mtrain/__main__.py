@@ -1,6 +1,4 @@
-"""`python -m mtrain` is the same command as `mtrain`, where scripts of an installation are not on
-PATH.
-"""
+"""`python -m mtrain` is the same command as `mtrain`, for systems without scripts on PATH."""
 
 from mtrain.cli.main import main
 

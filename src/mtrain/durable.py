@@ -1,7 +1,7 @@
-"""Files that are on disk, and not in the kernel's memory alone, when a call returns, on file
-systems of every kind.
+"""Files that are on disk when a call returns, not only in the kernel's memory, on file systems of
+every kind.
 
-Where a file system has no hard links, or cannot sync a folder, the code does without, and reports
+Where a file system has no hard links, or cannot sync a folder, the code works without, and reports
 it once.
 """
 
@@ -22,21 +22,17 @@ NOT_SYNCED = {
     errno.EBADF,
     errno.EISDIR,
 }
-"""The errors by which a file system says that it cannot sync a folder."""
+"""The errors by which a file system reports that it cannot sync a folder."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
-"""The errors by which a file system says that a file cannot have a second name."""
+"""The errors by which a file system reports that a file cannot have a second name."""
 REFUSED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""The errors of reading that are no damage: the machine refuses, and the file may be as it was
-written.
-"""
+"""The errors of reading that mean no damage: the machine refuses, and the file may be intact."""
 
 _reported: set[str] = set()
 
 
 def report_once(what: str, text: str) -> None:
-    """Warn of `what` the file system lacks, once in a process and by rank 0 alone where there are
-    ranks.
-    """
+    """Warn once per process, and only on rank 0, of a feature `what` that the file system lacks."""
     if what not in _reported and os.environ.get("RANK", "0") == "0":
         warn(text)
     _reported.add(what)
@@ -70,10 +66,11 @@ def write(path: Path, data: bytes) -> None:
 
 
 def linked(source: Path, target: Path) -> bool:
-    """Give a file a second name; False: it cannot have one here, and a copy is to be made instead.
+    """Give a file a second name; return False if the file system cannot, so that the caller makes a
+    copy.
 
     Raises:
-        OSError: of another kind, such as a `target` that is there.
+        OSError: another error, such as a `target` that exists.
     """
     try:
         os.link(source, target)
@@ -89,9 +86,7 @@ def linked(source: Path, target: Path) -> bool:
 
 
 def not_read(path: Path, error: OSError) -> MtrainError:
-    """Return the error to raise for a file that cannot be read: damage, unless the machine refuses
-    this process.
-    """
+    """Return the error of a file that cannot be read: damage, unless access is refused."""
     if error.errno not in REFUSED:
         return CorruptData(f"{path} cannot be read: {error.strerror or error}")
     if error.errno in (errno.EACCES, errno.EPERM):

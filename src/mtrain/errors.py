@@ -1,6 +1,4 @@
-"""What can go wrong, as data: problems of a configuration, and errors that carry the exit code they
-end with.
-"""
+"""Problems of a configuration as data, and the errors, each with its exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TextIO
 
 STANDARD_OUTPUT = "standard output"
-"""The name that an error of writing there has in place of a file's."""
+"""The name of standard output in an error, in the place of a file's."""
 OF_THE_PLACE = {
     errno.EACCES: "set permissions that let this user in, or use another place",
     errno.EPERM: "set permissions that let this user in, or use another place",
@@ -27,23 +25,23 @@ OF_THE_PLACE = {
     errno.ENOMEM: "free some memory, or make the run smaller",
     errno.EAGAIN: "let this user have more processes and threads: ulimit -u",
 }
-"""Errors of the system that come from the place where a command runs -> the fix."""
+"""System errors caused by the place where a command runs -> the fix."""
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
-"""Letters of a value that a message shows."""
+"""Characters of a value that a message shows."""
 MAX_PROBLEMS = 50
 """Problems that one error holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """Another key that a broken rule is about."""
+    """Another key of a broken rule."""
 
     path: str
     value: object
     source: str
-    """Who set it; empty where that is not known."""
+    """Who set it; empty where that is unknown."""
 
     def render(self) -> str:
         """Return the key as `parallel.pp = 4 (command line)`."""
@@ -56,9 +54,7 @@ class Related:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a configuration, complete enough to be corrected without reading
-    code.
-    """
+    """One problem of a configuration, complete enough to be corrected without reading code."""
 
     code: str
     """Stable code such as `MT101`."""
@@ -82,7 +78,7 @@ class Problem:
         head = f"{self.severity}[{self.code}] {origin}"
         if self.path:
             text = show(self.value)
-            # the file was not read to its end
+            # an MT00x problem without a value: the file could not be parsed
             unread = self.value is None and self.code.startswith("MT00")
             shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
             head += f"{self.path}: " if unread else f"{self.path} = {shown}: "
@@ -95,8 +91,8 @@ class Problem:
 
 
 def visible(text: str) -> str:
-    """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes
-    its code.
+    """Return `text` as one line that a terminal shows and does not obey, with escapes for
+    unprintable characters.
     """
     return "".join(c if c.isprintable() else _code(ord(c)) for c in text)
 
@@ -110,38 +106,38 @@ def _code(number: int) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """`text` as one line, its line breaks and tabs as they are written in strings; `visible` does
-    the rest.
+    """Return `text` as one line, with line breaks and tabs escaped as in a string; `visible`
+    escapes the rest.
     """
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
 def printable(text: str) -> str:
-    """`text` of several lines, each of them as `visible` shows it; tabs stay."""
+    """Return `text` of several lines, each as `visible` shows it; tabs stay."""
     lines = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
     return "\n".join("\t".join(map(visible, parts)) for parts in lines)
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Print each text in one line, whatever is in it: no value ends a line or moves the cursor."""
+    """Print each text as one line: no value in it can end a line or move the cursor."""
     _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Print a warning, unless nobody can read it: no warning ends a run."""
+    """Print a warning; if it cannot be printed, ignore that, since no warning ends a run."""
     with suppress(OSError, ValueError):
         say(f"warning: {text}", error=True)
 
 
 def say_page(text: str, *, error: bool = False) -> None:
-    """Print a text whose line breaks are its own, as generated text or a file are; what else is in
-    it is shown.
+    """Print a text of several lines, such as generated text or a file, with other unprintable
+    characters escaped.
     """
     _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
 
 
 Styled = Sequence[tuple[str, str]]
-"""A line as texts with the name of a style each; empty: none."""
+"""A line as pairs of a text and the name of a style; an empty name means no style."""
 STYLES = {"bold": "1", "dim": "2", "loss": "1;32"}
 
 
@@ -160,7 +156,7 @@ def say_styled(*lines: Styled) -> None:
 
 
 def _put(text: str, stream: TextIO) -> None:
-    """Print with escapes for what the stream has no letters for, as where its encoding is ASCII.
+    """Print a text, with escapes for characters that the stream's encoding lacks.
 
     Raises:
         OSError: the stream cannot be written; the error names it in place of a file.
@@ -191,15 +187,15 @@ def show(value: object) -> str:
 
 
 class MtrainError(Exception):
-    """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with.
+    """Base of every error that mtrain raises on purpose; `exit_code` is the command's exit code.
 
-    Its text is the lines that it is given, each as `visible` shows it: no name and no content of a
-    file ends a line.
+    Its text is the lines that it is given, each as `visible` shows it: no name and no file's
+    content ends a line.
     """
 
     exit_code = 1
     shared = False
-    """Whether every rank ends with it, so that one of each machine says it."""
+    """Whether every rank raises it, so that only one rank per machine prints it."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(map(visible, lines)))
@@ -208,7 +204,7 @@ class MtrainError(Exception):
 class ConfigError(MtrainError):
     """The configuration cannot be run.
 
-    Holds every problem found, not only the first; of too many the first ones.
+    Holds every problem found, up to a limit, and not only the first.
     """
 
     exit_code = 2
@@ -227,28 +223,28 @@ class ConfigError(MtrainError):
 
 
 class CorruptInput(ConfigError):
-    """Every problem is of a file that is not what it was written as."""
+    """Every problem is of a damaged file."""
 
     exit_code = 4
 
 
 class BadPlace(ConfigError):
-    """Every problem is of a folder that this machine does not let the run write."""
+    """Every problem is of a folder that the run may not write on this machine."""
 
     exit_code = 3
 
 
 class BadEnvironment(MtrainError):
-    """The configuration is right but this machine, or what is installed on it, cannot run it."""
+    """The configuration is valid, but this machine, or the software on it, cannot run it."""
 
     exit_code = 3
 
 
 def of_the_place(error: BaseException) -> BadEnvironment | None:
-    """Return an error of the system as a sentence where the place is at fault: full, closed to this
-    user, or failing.
+    """Return a system error as a sentence if the place is at fault: full, closed to this user, or
+    failing.
 
-    Every error of writing standard output counts as one; None: the fault is elsewhere.
+    Every error of writing standard output counts as one; None: the cause is elsewhere.
     """
     if isinstance(error, MemoryError):
         return BadEnvironment(
@@ -266,7 +262,7 @@ def of_the_place(error: BaseException) -> BadEnvironment | None:
 
 
 class CorruptData(MtrainError):
-    """Data or a checkpoint is not what it was written as."""
+    """Data or a checkpoint is damaged."""
 
     exit_code = 4
 
@@ -284,7 +280,7 @@ class Preempted(MtrainError):
 
 
 def message(error: MtrainError) -> str:
-    """Return an error as it is printed: every problem, and how many there are."""
+    """Return an error as it is printed: every problem, and the number of them."""
     if not isinstance(error, ConfigError):
         return str(error)
     problems = error.problems

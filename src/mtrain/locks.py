@@ -1,10 +1,9 @@
-"""Locks on files: those of the kernel, and on a file system that has none a file that names the
-owner.
+"""Locks on files: the kernel's, or, on a file system without locks, a file that names the owner.
 
-An owner's file is created only where there is none, so only one of several processes gets it. The
-file of a process of this machine that has ended is taken over. Whether a process of another machine
-still runs cannot be seen from
-here: the message names it, and a user who knows that it has ended removes the file.
+Creating an owner's file fails if it exists, so only one of several processes gets it. If its owner,
+a process of this machine, has ended, another process takes the file over. This machine cannot see
+whether a process of another machine still runs: the message names it, and a user who knows that it
+has ended removes the file.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from pathlib import Path
 from mtrain.durable import report_once
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
-"""The errors by which a file system says that it has no locks; EBADF comes from NFS for a folder,
-which cannot be opened for writing.
+"""The errors by which a file system reports that it has no locks; EBADF comes from NFS for a
+folder, which cannot be opened for writing.
 """
 SUFFIX = ".owner"
 POLL_S = 0.2
 PATIENCE_S = 10.0
-"""The wait after which this process says whom it waits for."""
+"""The wait after which this process reports which process it waits for."""
 
 
 class Taken(Exception):
-    """Another process holds the lock. `owner` says which, where that is known."""
+    """Another process, named by `owner` where it is known, holds the lock."""
 
     def __init__(self, owner: str = "") -> None:
         super().__init__(owner)
@@ -58,9 +57,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Return true where it has certainly ended; that of a process on another machine cannot be
-        seen from here.
-        """
+        """Return whether it has certainly ended; other machines' processes are unknown."""
         if self.host != platform.node():
             return False
         return self.boot != _boot() or _started(self.pid) != self.started
@@ -79,21 +76,20 @@ class Lock:
     def release(self) -> None:
         """Remove the owner's file, if there is one.
 
-        A kernel's lock goes when its descriptor is closed.
+        The kernel's lock goes when its descriptor is closed.
         """
-        if (
-            self.file is not None and self._pid == os.getpid()
-        ):  # not a process that was forked from the owner
+        # A process that was forked from the owner leaves the owner's file in place.
+        if self.file is not None and self._pid == os.getpid():
             with suppress(OSError):
                 self.file.unlink()
             self.file = None
 
 
 def lock(descriptor: int, path: Path, *, wait: bool = False) -> Lock:
-    """Lock the file or folder `path`, open as `descriptor`, for this process alone.
+    """Lock the file or folder `path`, open as `descriptor`, for this process only.
 
     Raises:
-        Taken: another process holds it, and `wait` is not asked for.
+        Taken: another process holds it, and `wait` is false.
         OSError: the disk refuses.
     """
     try:
@@ -108,11 +104,11 @@ def lock(descriptor: int, path: Path, *, wait: bool = False) -> Lock:
 
 
 def share(descriptor: int, path: Path) -> bool:
-    """Lock `path` together with others that read it; False: this file system has no locks, and
-    nobody is kept out.
+    """Lock `path` together with other readers; False: this file system has no locks, and the lock
+    excludes no process.
 
     Raises:
-        Taken: a process has it for itself.
+        Taken: a process holds it exclusively.
         OSError: the disk refuses.
     """
     try:
@@ -137,7 +133,7 @@ def _report(path: Path, error: OSError) -> Path:
 
 def _own(file: Path, wait: bool) -> Lock:
     begun = time.monotonic()
-    told = False
+    reported = False
     while True:
         try:
             descriptor = _created(file)
@@ -148,31 +144,31 @@ def _own(file: Path, wait: bool) -> Lock:
             who = f"{owner or 'an unknown process'}; if it is gone, remove {file}"
             if not wait:
                 raise Taken(who) from None
-            if not told and time.monotonic() - begun > PATIENCE_S:
+            if not reported and time.monotonic() - begun > PATIENCE_S:
                 report_once(str(file), f"waiting for {who}")
-                told = True
+                reported = True
             time.sleep(POLL_S)
         else:
             try:
                 with os.fdopen(descriptor, "w") as stream:
                     stream.write(json.dumps(asdict(Owner.me()), allow_nan=False))
-            except BaseException:  # a file that names nobody would keep everybody out
+            except BaseException:  # a file without an owner would lock every process out
                 file.unlink(missing_ok=True)
                 raise
             return Lock(file)
 
 
 def _created(file: Path) -> int:
-    """Create a file that is not there, and return its descriptor.
+    """Create a file that does not exist, and return its descriptor.
 
     Raises:
-        FileExistsError: it is there.
+        FileExistsError: it exists.
     """
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def _read(file: Path) -> Owner | None:
-    """Return the owner that a file names; None: the file is gone, or names none."""
+    """Return the owner that a file names; None: the file is gone, or names no owner."""
     for attempt in range(5):
         try:
             return Owner(**json.loads(file.read_text()))
@@ -184,10 +180,10 @@ def _read(file: Path) -> Owner | None:
 
 
 def _taken_over(file: Path, gone: Owner) -> bool:
-    """Remove the file of a process that has ended; False: another process does, or did.
+    """Remove the file of a process that has ended; False: another process removes it, or did.
 
-    Several may see that it has ended. Only one of them has the marker at a time, and looks again
-    before it removes the file, so none removes the file of the next owner.
+    Several processes may see that the owner has ended. Only one of them has the marker at a time,
+    and reads the file again before it removes it, so none removes the file of the next owner.
     """
     marker = file.with_name(f"{file.name}.{gone.pid}-{gone.started}")
     try:
@@ -212,9 +208,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process of this machine; empty: there is no such process, or it has
-    ended.
-    """
+    """Return the start of a process of this machine; empty if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,6 +1,4 @@
-"""JSON that every reader takes: RFC 8259 has no NaN and no infinities, Python writes
-them anyway.
-"""
+"""JSON that every reader accepts: RFC 8259 has no NaN and no infinities, but Python writes them."""
 
 from __future__ import annotations
 
@@ -10,14 +8,12 @@ from typing import Any
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """`value` as JSON, null for every number that is not finite; `options` are those of
-    `json.dumps`.
-    """
+    """Return `value` as JSON, with null for non-finite numbers; `options` go to `json.dumps`."""
     return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for every number inside that is not finite; tuples become lists."""
+    """Return `value` with None for every non-finite number inside; tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Numbers as people write them: counts, bytes, seconds, devices."""
+"""Numbers in human-readable form: counts, bytes, seconds, devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ GIB = 1 << 30
 DAY = 24 * 3600
 FEW_DAYS = 2
 MANY_DAYS = 10
-"""From so many days on a duration is said in days: with a tenth, and without."""
+"""Durations are printed in days with one decimal from FEW_DAYS on, and without from MANY_DAYS on.
+"""
 
 
 def count(n: float) -> str:
@@ -22,8 +23,8 @@ def count(n: float) -> str:
 
 
 def short(n: float) -> str:
-    """Return a number to three digits with a decimal suffix and never a power of ten: 99660 ->
-    '99.7k', 12.34 -> '12.3'.
+    """Return a number to three digits with a decimal suffix and no power of ten: 99660 -> '99.7k',
+    12.34 -> '12.3'.
     """
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")):
         if abs(n) >= 0.9995 * size:
@@ -32,8 +33,12 @@ def short(n: float) -> str:
 
 
 def _three_digits(n: float) -> str:
-    """Of a number from 1 on; one of more digits has no decimals, and is cut nowhere."""
-    return f"{n:.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
+    """Return a number of at least 1 to three digits; larger integers keep all their digits."""
+    if abs(n) < 9.995:
+        return f"{n:.2f}"
+    if abs(n) < 99.95:
+        return f"{n:.1f}"
+    return f"{n:.0f}"
 
 
 def bytes_(n: float) -> str:
@@ -71,8 +76,9 @@ def duration(t: float) -> str:
 
 
 def devices(number: int | None, cluster: str) -> str:
-    """So many devices of a cluster: 64 of 'h100' -> '64 x h100'; a number at the end of its name is
-    left out.
+    """Return a number of devices of a cluster: 64 of 'h100' -> '64 x h100'.
+
+    A size at the end of the cluster's name, such as `x8`, is left out.
     """
     kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", cluster)
     return f"{number} x {kind}"

@@ -29,8 +29,8 @@ What Whatever Whether Of How Where Those That Which Who Why So As With In For If
 When
 """
 PHRASES = {
-    r"\bis none\b": "say `is no X` or `is missing`",
-    r"\bare none\b": "say `there are no X`",
+    r"(?<!there )\bis none\b": "say `is no X` or `is missing`",
+    r"(?<!there )\bare none\b": "say `there are no X`",
     r"\bwhich is one\b": "name the thing",
     r"\bthat is one\b": "name the thing",
     r"\bwhat is kept of\b": "name what is kept",
@@ -69,7 +69,10 @@ def docstring_findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
         word = first_word(text)
         line = node.body[0].lineno
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if any(ast.unparse(each).startswith("rule(") for each in node.decorator_list):
+            if any(
+                ast.unparse(each).startswith(("rule(", "of_family("))
+                for each in node.decorator_list
+            ):
                 continue  # the docstring of a rule states it, as `explain` prints it
             if word in OPENINGS.split() or THIRD.match(word):
                 yield line, f"the docstring of {node.name} begins with {word}, not with a verb"

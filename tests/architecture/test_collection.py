@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import ROOT
 
 
-def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+def test_collection_every_test_folder_is_collected(pytestconfig: pytest.Config) -> None:
     skipped = pytestconfig.getini("norecursedirs")
     for base in (ROOT / "tests", ROOT / "kernels/tests"):
         for file in base.rglob("test_*.py"):
@@ -21,7 +21,7 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
                 )
 
 
-def test_no_folder_of_tests_is_passed_over_by_the_linter() -> None:
+def test_collection_every_test_folder_is_linted() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
     seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = {str(path) for path in (ROOT / "tests").rglob("*.py")}

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.test_laws import SOURCE, tree_of
 
 BEFORE_RANKS = ("launching", "cli", "config")
@@ -41,31 +39,17 @@ def files() -> list[Path]:
     return sorted(path for package in BEFORE_RANKS for path in (SOURCE / package).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_launcher_imports_nothing_that_knows_torch(path: Path) -> None:
-    found = [
-        m
-        for m in imported_at_once(path)
-        if any(m == k or m.startswith(f"{k}.") for k in KNOW_TORCH)
-    ]
-    assert not found, f"{path} runs in the launcher, which imports no {', '.join(found)}"
+def test_launcher_imports_no_torch() -> None:
+    for path in files():
+        found = [
+            m
+            for m in imported_at_once(path)
+            if any(m == k or m.startswith(f"{k}.") for k in KNOW_TORCH)
+        ]
+        assert not found, f"{path} runs in the launcher, which imports no {', '.join(found)}"
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_launcher_never_names_the_driver(path: Path) -> None:
-    calls = [
-        node.lineno
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr == "cuda"
-        and ast.unparse(node.value) == "torch"
-    ]
-    assert not calls, (
-        f"{path}:{calls[0]}: only devices/cuda.py knows torch.cuda, and ranks alone call it"
-    )
-
-
-def test_the_launcher_of_every_verb_is_loaded_without_torch() -> None:
+def test_launcher_verbs_load_without_torch() -> None:
     verbs = ("train", "resume", "prove", "rehearse", "generate", "evaluate", "multirun")
     names = [
         *(f"mtrain.cli.{verb}" for verb in verbs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,7 +21,6 @@ KERNELS = ROOT / "kernels/mtrain_kernels"
 
 LAYERS = {
     "errors": 0,
-    "collecting": 0,
     "processes": 0,
     "units": 0,
     "strict_json": 0,
@@ -44,23 +43,43 @@ LAYERS = {
     "cli": 12,
     "__main__": 13,
 }
-BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
-"""Modules that build a family, feed it or rename its weights are of the layer of `assembly`; `plan`
-knows the rest.
+FOLDED = {
+    re.compile(r"mtrain\.models\.\w+\.(config|rules)\b"): "config",
+    re.compile(r"mtrain\.models\.\w+\.hf_config\b"): "recipes",
+    re.compile(r"mtrain\.models\.(\w+\.(build|data|layers|hf|hf_files)|table)\b"): "assembly",
+}
+"""Modules of a family -> the package whose layer they are on. The keys and rules of a family
+are a part of `config`, its readers of `config.json` a part of `recipes`; the modules that build it,
+feed it or rename its weights need torch.
 """
 ONLY_IN = {
+    "click": ("cli/",),
     "hydra": ("config/compose/hydra_source.py", "config/compose/grammar.py"),
     "omegaconf": ("config/compose/hydra_source.py",),
-    "pydantic": ("config/",),
+    "pydantic": ("config/", "models/"),
     "megatron": ("mcore/",),
     "transformer_engine": ("mcore/",),
     "safetensors": ("ckpt/",),
     "tokenizers": ("data/",),
 }
 TOP_LEVEL = {
-    *("conf", "recipes", "src", "kernels", "tests", "benchmarks", "docs"),
-    *("launch.py", "conftest.py", "pyproject.toml", "constraints.txt", "Makefile"),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    "conf",
+    "recipes",
+    "src",
+    "kernels",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+    "launch.py",
+    "conftest.py",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
 }
 SPECIFICATIONS = "config/optimizers/"
 """Modules of layer 1 whose functions build what they describe: those import torch and layers below
@@ -70,11 +89,12 @@ SEARCH = "plan/tune/costs.py"
 """Sums over thousands of layouts, with numpy; loaded only where a layout is searched."""
 BUILDERS = LAYERS["mcore"] + 1
 DEVICE_WORDS = {"cuda", "cpu"}
-KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/hook.py")
+KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/adapter/hook.py")
 """Devices themselves, their facts, and the hook that rewrites the word in megatron-core's source.
 """
 
 
+@cache
 def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -85,14 +105,32 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree, walked once for all laws."""
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Every module that a file imports, with the line."""
-    for node in ast.walk(tree_of(path)):
+    found: list[tuple[str, int]] = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((name.name, node.lineno) for name in node.names)
+            found += ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node.lineno
-            yield from ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
+            found.append((node.module, node.lineno))
+            found += ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
+    return found
+
+
+def dotted(node: ast.AST) -> str:
+    """Return `a.b.c` of a name or of attributes of one, "" for any other expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
 
 
 def name_of(path: Path) -> str:
@@ -122,11 +160,21 @@ def layer_of(module: str) -> int:
     package = package_of(module)
     if package is None or package == "__version__":
         return -1
-    return LAYERS["assembly"] if BUILDS.match(module) else LAYERS[package]
+    return LAYERS[home(module)]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_strictly_downward(path: Path) -> None:
+def home(module: str) -> str:
+    """The package that a module belongs to: that of its folder, or of its kind in a family."""
+    folded = (package for place, package in FOLDED.items() if place.match(module))
+    return next(folded, package_of(module) or "")
+
+
+def test_law_imports_go_downward() -> None:
+    for path in modules():
+        _imports_go_downward(path)
+
+
+def _imports_go_downward(path: Path) -> None:
     here = layer_of(name_of(path))
     package = package_of(name_of(path))
     for module, line in imports(path):
@@ -139,13 +187,14 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         )
         there = layer_of(module)
         below = BUILDERS if line in inside_functions(path) else here
-        assert there < below or (there == here and package_of(module) == package), (
+        together = package_of(module) == package or home(module) == home(name_of(path))
+        assert there < below or (there == here and together), (
             f"{path}:{line}: {package} (layer {here}) imports {module} (layer {there}). "
             "Imports go downward, and packages of one layer do not know each other."
         )
 
 
-def test_of_a_family_only_its_build_is_above_plan() -> None:
+def test_law_family_builders_stand_above_plan() -> None:
     assert (
         layer_of("mtrain.models.gpt.build.chunk")
         == layer_of("mtrain.assembly.model")
@@ -158,52 +207,59 @@ def test_of_a_family_only_its_build_is_above_plan() -> None:
     )
 
 
-def uses(name: str, text: str, known: Mapping[str, str]) -> set[str]:
+def uses(name: str, nodes: Iterable[ast.AST], known: Collection[str]) -> set[str]:
     """The modules that one imports, where it is loaded or later inside of a function.
 
     That `a.b.c` loads the packages `a` and `a.b` first is left out: there is no way around it.
     """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() if inner & known.keys() else {str(node.module)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}.intersection(known)
+            found |= inner or {str(node.module)}
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"):
             found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-    return (found & known.keys()) - {name}
+    return found.intersection(known) - {name}
 
 
-def circle(texts: Mapping[str, str]) -> list[str]:
-    """Modules of which each imports the next and the last the first, by the text of all modules;
-    empty: none do.
-    """
+def circle(modules_by_name: Mapping[str, Iterable[ast.AST]]) -> list[str]:
+    """Return modules of which each imports the next and the last the first; [] without a cycle."""
+    graph = {
+        name: uses(name, nodes, modules_by_name.keys()) for name, nodes in modules_by_name.items()
+    }
     try:
-        TopologicalSorter({name: uses(name, text, texts) for name, text in texts.items()}).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
 
 
-def test_no_module_imports_what_imports_it() -> None:
-    found = circle({name_of(path): path.read_text() for path in modules()})
+def test_law_no_import_cycle() -> None:
+    found = circle({name_of(path): nodes_of(path) for path in modules()})
     assert not found, (
         f"{' <- '.join(found)}: modules that need each other are one; move what both need below"
         " them, or hand it over as an argument. An import inside of a function counts as well"
     )
 
 
-def test_a_circle_is_found_where_one_import_is_inside_of_a_function() -> None:
+def test_law_import_cycle_inside_function_is_found() -> None:
     texts = {
         "m.a": "from m.b import x",
         "m.b": "import m.c",
         "m.c": "def f():\n    from m import a",
         "m.d": "import m.a",
     }
-    assert set(circle(texts)) == {"m.a", "m.b", "m.c"}
-    assert circle(texts | {"m.c": ""}) == []
-    assert circle(texts | {"m.c": "import importlib\nimportlib.import_module('m.a')"})
+
+    def found(**changed: str) -> list[str]:
+        changes = {name.replace("_", "."): text for name, text in changed.items()}
+        parsed = {name: ast.parse(text) for name, text in (texts | changes).items()}
+        return circle({name: list(ast.walk(tree)) for name, tree in parsed.items()})
+
+    assert set(found()) == {"m.a", "m.b", "m.c"}
+    assert found(m_c="") == []
+    assert found(m_c="import importlib\nimportlib.import_module('m.a')")
 
 
 INSTALLS = ("install", "install_reader", "adapt")
@@ -252,15 +308,13 @@ def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
     """
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-        ready = [
-            call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in INSTALLS
-        ]
+        ready = [call.lineno for call in calls if dotted(call.func).rpartition(".")[2] in INSTALLS]
         for node in ast.walk(function):
             if imported_by(node) & heavy and min(ready, default=node.lineno) >= node.lineno:  # type: ignore[attr-defined]
                 yield function.name, node.lineno  # type: ignore[attr-defined]
 
 
-def test_a_verb_installs_the_adapter_before_it_loads_megatron() -> None:
+def test_law_adapter_before_megatron() -> None:
     """Earlier tests of a process may have installed it; a user's shell has not."""
     trees = {name_of(path): tree_of(path) for path in modules()}
     heavy = loading_megatron(trees)
@@ -275,7 +329,7 @@ def test_a_verb_installs_the_adapter_before_it_loads_megatron() -> None:
                 )
 
 
-def test_an_import_that_comes_too_early_is_seen() -> None:
+def test_law_early_megatron_import_is_found() -> None:
     texts = {
         "m.low": "from megatron.core import x",
         "m.mid": "import m.low",
@@ -295,7 +349,7 @@ def test_an_import_that_comes_too_early_is_seen() -> None:
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
-def test_a_library_stays_in_its_package(library: str) -> None:
+def test_law_library_in_its_package(library: str) -> None:
     for path in modules():
         where = str(path.relative_to(SOURCE))
         for module, line in imports(path):
@@ -306,7 +360,7 @@ def test_a_library_stays_in_its_package(library: str) -> None:
                 )
 
 
-def test_torch_is_unknown_below_layer_four() -> None:
+def test_law_no_torch_below_layer_four() -> None:
     for path in modules():
         if layer_of(name_of(path)) <= 3:
             for module, line in imports(path):
@@ -318,11 +372,11 @@ def test_torch_is_unknown_below_layer_four() -> None:
                 )
 
 
-def test_torch_cuda_is_named_in_one_file() -> None:
+def test_law_torch_cuda_in_one_file() -> None:
     for path in modules():
         if path == SOURCE / "devices/cuda.py":
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             named = (
                 isinstance(node, ast.Attribute)
                 and node.attr == "cuda"
@@ -334,11 +388,11 @@ def test_torch_cuda_is_named_in_one_file() -> None:
             )
 
 
-def words_compared(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def words_compared(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """Constants that decide something: sides of a comparison, patterns of a match, keys of a table,
     prefixes.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         parts: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             parts = [node.left, *node.comparators]
@@ -356,11 +410,11 @@ def words_compared(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield inner.value, inner.lineno
 
 
-def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
+def test_law_no_device_compared_by_name() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith(KNOWS_DEVICES):
             continue
-        for word, line in words_compared(tree_of(path)):
+        for word, line in words_compared(nodes_of(path)):
             assert word not in DEVICE_WORDS, (
                 f"{path}:{line}: {word!r} decides something: name a fact in "
                 "config/machine/devices.py, so that a new device states it and nothing else changes"
@@ -377,11 +431,11 @@ def test_a_device_is_asked_for_its_facts_and_not_compared_by_name() -> None:
         "x.startswith('cuda')",
     ],
 )
-def test_a_comparison_by_name_is_seen(text: str) -> None:
-    assert DEVICE_WORDS & {word for word, _ in words_compared(ast.parse(text))}
+def test_law_device_comparison_is_found(text: str) -> None:
+    assert DEVICE_WORDS & {word for word, _ in words_compared(ast.walk(ast.parse(text)))}
 
 
-def test_every_field_of_a_device_is_read() -> None:
+def test_law_every_device_field_is_read() -> None:
     import dataclasses
 
     from mtrain.config.machine.devices import DeviceFacts
@@ -390,7 +444,7 @@ def test_every_field_of_a_device_is_read() -> None:
     read = {
         node.attr
         for path in modules()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     for kind in (Device, DeviceFacts):
@@ -400,20 +454,20 @@ def test_every_field_of_a_device_is_read() -> None:
         )
 
 
-def test_an_optimizer_is_known_by_its_own_module() -> None:
+def test_law_no_optimizer_compared_by_name() -> None:
     from mtrain.config.optimizers import OPTIMIZERS
 
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
             continue
-        for word, line in words_compared(tree_of(path)):
+        for word, line in words_compared(nodes_of(path)):
             assert word not in OPTIMIZERS, (
                 f"{path}:{line}: {word!r} decides something: its specification in {SPECIFICATIONS}"
                 " says what differs"
             )
 
 
-def test_kernels_know_neither_mtrain_nor_megatron() -> None:
+def test_law_kernels_import_neither_mtrain_nor_megatron() -> None:
     for path in sorted(KERNELS.rglob("*.py")):
         for module, line in imports(path):
             assert module.split(".")[0] not in (
@@ -422,11 +476,11 @@ def test_kernels_know_neither_mtrain_nor_megatron() -> None:
             ), f"{path}:{line}: mtrain_kernels stands alone, so that others can use it"
 
 
-def test_no_pickle_is_read() -> None:
+def test_law_no_pickle() -> None:
     for path in modules():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                spelled = ast.unparse(node.func)
+                spelled = dotted(node.func)
                 assert spelled not in (
                     "pickle.load",
                     "pickle.loads",
@@ -441,12 +495,12 @@ BETWEEN_PROCESSES = ("world/", "launching/local.py", "launching/torchrun.py")
 OF_FINITE_VALUES = ("config/", "recipes/", "strict_json.py")
 
 
-def test_what_a_run_writes_is_json_by_its_standard() -> None:
+def test_law_runs_write_standard_json() -> None:
     for path in modules():
         if str(path.relative_to(SOURCE)).startswith((*BETWEEN_PROCESSES, *OF_FINITE_VALUES)):
             continue
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and dotted(node.func) in (
                 "json.dumps",
                 "json.dump",
                 "dumps",
@@ -457,13 +511,13 @@ def test_what_a_run_writes_is_json_by_its_standard() -> None:
                 )
 
 
-def test_an_error_is_given_its_lines_one_by_one() -> None:
+def test_law_errors_take_one_argument_per_line() -> None:
     """A line break inside one of them is shown as what it is, since it may come from a
     file's name.
     """
     kinds = {"MtrainError", "BadEnvironment", "CorruptData", "TrainingError", "Preempted"}
     for path in modules():
-        for call in (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call)):
+        for call in (n for n in nodes_of(path) if isinstance(n, ast.Call)):
             if isinstance(call.func, ast.Name) and call.func.id in kinds:
                 texts = [
                     n.value for a in call.args for n in ast.walk(a) if isinstance(n, ast.Constant)
@@ -478,18 +532,17 @@ def test_an_error_is_given_its_lines_one_by_one() -> None:
                 )
 
 
-def test_files_and_functions_stay_readable() -> None:
+def test_law_lengths_of_files_and_functions() -> None:
     for path in modules():
-        tree = tree_of(path)
         lines = len(path.read_text().splitlines())
         assert lines <= 600, f"{path} has {lines} lines: cut it where its ideas part"
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 80, f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 
-def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
+def test_law_known_top_level() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -499,28 +552,27 @@ def test_the_top_level_holds_what_it_is_known_to_hold() -> None:
     )
 
 
-def test_no_package_is_named_after_nothing() -> None:
+def test_law_no_meaningless_package_name() -> None:
     for path in modules():
         assert not {"utils", "helpers", "common", "manager"} & set(path.with_suffix("").parts), (
             f"{path}: a name says what is in the package"
         )
 
 
-def test_every_public_thing_says_what_it_is() -> None:
+def test_law_every_public_name_has_a_docstring() -> None:
     for path in modules():
         tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"
-        for node in ast.walk(tree):
-            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith(
-                "_"
-            )
-            if public and node in tree.body:
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            if not node.name.startswith("_"):
                 assert ast.get_docstring(node), (
                     f"{path}:{node.lineno}: {node.name} has no docstring"
                 )
 
 
-def test_every_key_is_documented() -> None:
+def test_law_every_key_is_documented() -> None:
     def walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
             inner = [
@@ -537,12 +589,12 @@ def test_every_key_is_documented() -> None:
     assert list(walk(documented(), "")) == []
 
 
-def test_one_file_prints() -> None:
+def test_law_one_file_prints() -> None:
     for path in modules():
         if path == SOURCE / "errors.py":
             continue
-        for node in ast.walk(tree_of(path)):
-            spelled = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        for node in nodes_of(path):
+            spelled = dotted(node.func) if isinstance(node, ast.Call) else ""
             line = getattr(node, "lineno", 0)
             assert spelled not in ("print", "sys.stdout.write", "sys.stderr.write"), (
                 f"{path}:{line}: the text may come from a file; print it with `errors.say` or "
@@ -550,7 +602,7 @@ def test_one_file_prints() -> None:
             )
 
 
-def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
+def test_law_later_release_tests_are_in_engine_sample() -> None:
     said = (ROOT / "Makefile").read_text()
     sample = said.partition("ENGINE_SAMPLE :=")[2].partition("\n\n")[0]
     files = (ROOT / "tests/distributed").glob("test_*.py")
@@ -561,3 +613,48 @@ def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
         assert re.search(rf"\b{name}\b", sample), (
             f"{path.name} is skipped on the oldest release: add it to ENGINE_SAMPLE"
         )
+
+
+NAME_LENGTH = 60
+
+
+def units_of(stem: str) -> list[str]:
+    """Return the units that tests of a file may name: runs of words of its name, as patterns."""
+    words = [f"{word.removesuffix('s')}s?" for word in stem.removeprefix("test_").split("_")]
+    size = len(words)
+    return ["_".join(words[i:j]) for i in range(size) for j in range(i + 1, size + 1)]
+
+
+def misnamed(stem: str, names: list[str]) -> list[str]:
+    """Return the names of a file's tests that are too long, or all where no unit begins each."""
+    long = [name for name in names if len(name) > NAME_LENGTH]
+    shared = any(
+        all(re.match(rf"test_{unit}_\w", name) for name in names) for unit in units_of(stem)
+    )
+    return long if shared else names
+
+
+def test_law_tests_name_unit_condition_and_result() -> None:
+    folders = (ROOT / "tests", ROOT / "kernels/tests")
+    for path in (path for folder in folders for path in sorted(folder.rglob("test_*.py"))):
+        names = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        assert not misnamed(path.stem, names), (
+            f"{path}: {misnamed(path.stem, names)}: name a test test_<unit>_<condition>_<result>,"
+            f" at most {NAME_LENGTH} characters; the unit is a part of the file's name"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (["test_fixes_missing_file_suggests_similar", "test_fixes_first_is_valid"], 0),
+        (["test_fixes_missing_file_suggests_similar", "test_a_missing_file_is_named"], 2),
+        (["test_fixes_" + "x" * 50], 1),
+    ],
+)
+def test_law_misnamed_tests_are_found(names: list[str], wrong: int) -> None:
+    assert len(misnamed("test_rules_fixes", names)) == wrong

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from mtrain.cli.main import VERBS
+from mtrain.cli.verbs import NAMES
 from tests.support.commands import ROOT, mtrain
 from tests.walks import LEFT, walks
 
@@ -23,12 +23,12 @@ VALIDATED = {words: shown for words, shown in CONSOLES if words.startswith("chec
 MOST_LINES = 250
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_length() -> None:
     assert len(README.splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("words", VALIDATED)
-def test_a_check_that_a_page_shows_ends_as_it_shows_with_the_same_codes(words: str) -> None:
+def test_readme_shown_checks_print_the_same_codes(words: str) -> None:
     shown = VALIDATED[words]
     done = mtrain(*shlex.split(words), cwd=ROOT)
     codes = [re.findall(r"\[(MT\d+)\]", text) for text in (shown, done.stdout + done.stderr)]
@@ -36,7 +36,7 @@ def test_a_check_that_a_page_shows_ends_as_it_shows_with_the_same_codes(words: s
     assert ("error[" in shown) == (done.returncode == 2)
 
 
-def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
+def test_readme_four_walks_are_run() -> None:
     found = walks(README)
     assert [one.title.split()[0] for one in found] == ["Pretrain", "Fine-tune", "Plan", "Port"]
     assert all(one.title in LEFT for one in found)
@@ -51,14 +51,14 @@ def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_is_a_verb_or_an_override(page: str) -> None:
+def test_readme_commands_are_verbs_or_overrides(page: str) -> None:
     for words in re.findall(r"`python launch.py([^`]*)`", PROSE[page]):
         for word in shlex.split(words)[:1]:
-            assert word in {*VERBS, "help"} or "=" in word or word.startswith("["), word
+            assert word in {*NAMES, "help"} or "=" in word or word.startswith("["), word
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_file_that_a_page_names_exists(page: str) -> None:
+def test_readme_named_files_exist(page: str) -> None:
     for name in re.findall(
         r"`((?:conf|docs|recipes|tests|kernels|config|build|mcore|devices)/[\w./-]+)`", PROSE[page]
     ):
@@ -67,7 +67,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_to_a_file(page: str) -> None:
+def test_readme_links_lead_to_files(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PROSE[page]):
         if "://" not in target:
             assert (PAGES[page].parent / target).exists(), target

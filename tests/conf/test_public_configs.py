@@ -24,12 +24,12 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.count import prediction_parameters
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_keys import Json
-from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.hf_write import TRAINING, same_model
+from mtrain.recipes.delta import section
+from mtrain.recipes.huggingface.config_file import Json
+from mtrain.recipes.huggingface.exporter import TRAINING, same_model
+from mtrain.recipes.huggingface.importer import import_config, kind_of
+from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.write import section
 
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 CONFIGS = {name: entry["config"] for name, entry in FACTS.items() if "config" in entry}
@@ -213,27 +213,27 @@ def changed(config: Json, key: str) -> Json:
     return out
 
 
-def test_every_model_has_a_public_config_or_is_ours() -> None:
+def test_public_config_covers_every_model_that_is_not_ours() -> None:
     assert set(choices_of_group("model")) - set(FACTS) == OURS
     assert not set(FACTS) & OURS
     assert all(entry["source"] for entry in FACTS.values())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_is_that_of_its_public_config(name: str) -> None:
+def test_public_config_equals_model(name: str) -> None:
     assert apart(name, CONFIGS[name]) == []
     assert same_model(read(json.dumps(CONFIGS[name])).run.model, shipped(name)) == [], (
         "weights of the Hub do not fit"
     )
 
 
-def test_what_differs_is_of_training_alone() -> None:
+def test_public_config_differences_concern_training_only() -> None:
     assert {key for keys in TRAINED.values() for key in keys} <= TRAINING
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", CONFIGS)
-def test_another_fact_is_another_model(name: str) -> None:
+def test_public_config_changed_fact_changes_model(name: str) -> None:
     keys = counting(CONFIGS[name])
     assert len(keys) >= (4 if "gemma3_" in name else 10)
     for key in keys if name in WHOLE else [Random(name).choice(keys)]:
@@ -241,7 +241,7 @@ def test_another_fact_is_another_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+def test_public_config_published_parameter_count(name: str) -> None:
     """With the biases of routers, which are no parameters here."""
     m = shipped(name)
     known = FACTS[name]
@@ -256,7 +256,7 @@ def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", choices_of_group("model"))
-def test_the_number_of_parameters_in_a_file_is_that_of_the_model(name: str) -> None:
+def test_public_config_file_parameter_count(name: str) -> None:
     text = (conf_dir() / f"model/{name}.yaml").read_text()
     for said, unit in SAID.findall(text):
         digits = said.replace(",", "")
@@ -267,7 +267,7 @@ def test_the_number_of_parameters_in_a_file_is_that_of_the_model(name: str) -> N
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_model_of_a_table_has_its_numbers(name: str) -> None:
+def test_public_config_table_numbers(name: str) -> None:
     """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and
     positions.
     """

@@ -20,7 +20,7 @@ RECIPES = sorted(recipes_dir().rglob("*.yaml"))
 NAMES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in RECIPES]
 
 
-def test_the_recipes_of_the_mission_are_there() -> None:
+def test_recipes_mission_set_is_present() -> None:
     assert {
         "llama/tiny_cpu",
         "llama3/8b_h100x8",
@@ -30,13 +30,13 @@ def test_the_recipes_of_the_mission_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_passes_every_rule_without_a_warning(name: str) -> None:
+def test_recipes_pass_rules_without_warning(name: str) -> None:
     raw = compose([f"recipe={name}"]).run
     assert check(resolve(raw, LAPTOP), raw=raw, resolve=lambda run: resolve(run, LAPTOP)) == []
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=NAMES)
-def test_a_recipe_is_a_delta_of_at_most_twelve_lines_and_says_what_it_is(file: Path) -> None:
+def test_recipes_are_short_deltas_with_header(file: Path) -> None:
     lines = [
         line for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")
     ]
@@ -52,7 +52,7 @@ def test_a_recipe_is_a_delta_of_at_most_twelve_lines_and_says_what_it_is(file: P
     }
 
 
-def test_the_70b_recipe_is_the_published_one() -> None:
+def test_recipes_70b_equals_published_recipe() -> None:
     run = resolve(compose(["recipe=llama3/70b_h100x64"]).run, LAPTOP)
     p = run.parallel
     t = run.trainer
@@ -69,14 +69,14 @@ def test_the_70b_recipe_is_the_published_one() -> None:
     assert run.precision.dtype == "bf16"
 
 
-def test_the_laptop_recipe_is_the_default_run() -> None:
+def test_recipes_laptop_equals_default_run() -> None:
     recipe, default = (
         checked(words, LAPTOP, {}).run for words in (["recipe=llama/tiny_cpu", "cluster=local"], [])
     )
     assert recipe.digest() == default.digest()
 
 
-def test_the_words_of_a_recipe_change_no_digest(tmp_path: Path) -> None:
+def test_recipes_comments_keep_digest(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("recipe: {title: another}\n")
     assert compose([f"recipe={file}"]).run.digest() == compose([]).run.digest()

@@ -58,8 +58,9 @@ def _compare_whole_parameters(
     return compared
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_rank(
+def test_adapter_backend_sequence_parallel_norms_match_one_rank(
     kind: str,
 ) -> None:
     over = {"normalization": kind, "layernorm_zero_centered_gamma": True}
@@ -68,7 +69,7 @@ def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_ran
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_mla_under_tp2_has_the_gradients_of_one_rank(sequence_parallel: bool) -> None:
+def test_adapter_backend_mla_tp2_matches_one_rank(sequence_parallel: bool) -> None:
     compared = _compare_whole_parameters(
         {"tp": 2}, tiny.MLA, {"sequence_parallel": sequence_parallel}
     )
@@ -76,8 +77,8 @@ def test_mla_under_tp2_has_the_gradients_of_one_rank(sequence_parallel: bool) ->
     assert "decoder.layers.0.self_attention.kv_layernorm.weight" in compared
 
 
-def test_a_named_kernel_that_cannot_run_is_an_error_with_the_reason() -> None:
-    from mtrain.mcore import backend
+def test_adapter_backend_unusable_named_kernel_states_reason() -> None:
+    from mtrain.mcore.layers.portable import backend
 
     choices = {**vars(tiny.REFERENCE), "attention": "te", "norm": "te"}
     with pytest.raises(
@@ -85,11 +86,11 @@ def test_a_named_kernel_that_cannot_run_is_an_error_with_the_reason() -> None:
     ):
         backend.provider(SimpleNamespace(**choices))
     with pytest.raises(ValueError, match=r"kernels\.linear = 'auto'"):
-        backend.provider(SimpleNamespace(**{**vars(tiny.REFERENCE), "linear": "auto"}))
+        backend.provider(SimpleNamespace(**(vars(tiny.REFERENCE) | {"linear": "auto"})))
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_norms_of_queries_and_keys_under_tp2_have_the_gradients_of_one_rank(
+def test_adapter_backend_qk_norms_tp2_match_one_rank(
     sequence_parallel: bool,
 ) -> None:
     compared = _compare_whole_parameters(
@@ -98,14 +99,15 @@ def test_norms_of_queries_and_keys_under_tp2_have_the_gradients_of_one_rank(
     assert "decoder.layers.0.self_attention.q_layernorm.weight" in compared
 
 
-def test_multi_token_prediction_under_tp2_has_the_gradients_of_one_rank() -> None:
+def test_adapter_backend_mtp_tp2_matches_one_rank() -> None:
     over = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
     compared = _compare_whole_parameters({"tp": 2}, over, {"sequence_parallel": True})
     assert "mtp.layers.0.enorm.weight" in compared
 
 
 def _stock_mla() -> dict[str, torch.Tensor]:
-    from mtrain.mcore import api, backend
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import backend
 
     tiny.start_world(tp=2)
     cfg = tiny.config(tensor_model_parallel_size=2, **tiny.MLA)
@@ -117,7 +119,7 @@ def _stock_mla() -> dict[str, torch.Tensor]:
     return tiny.gradients(model)
 
 
-def test_the_stock_down_projection_of_mla_is_still_wrong_under_tp2() -> None:
+def test_adapter_backend_stock_mla_projection_is_still_wrong() -> None:
     """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core,
     it may go.
     """
@@ -136,8 +138,9 @@ def _train_experts(ep: int, grouped: bool) -> tuple[float, dict[str, torch.Tenso
     return loss, tiny.gradients(model)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_experts_on_two_ranks_have_the_gradients_of_one_rank(grouped: bool) -> None:
+def test_adapter_backend_experts_on_two_ranks_match_one_rank(grouped: bool) -> None:
     ((loss, expected),) = run_ranks(1, _train_experts, 1, False)
     compared = set()
     for rank_loss, found in run_ranks(2, _train_experts, 2, grouped):
@@ -148,7 +151,7 @@ def test_experts_on_two_ranks_have_the_gradients_of_one_rank(grouped: bool) -> N
     assert compared == expected.keys()
 
 
-def test_grouped_experts_equal_experts_one_after_another() -> None:
+def test_adapter_backend_grouped_experts_equal_sequential() -> None:
     ((loss, expected),) = run_ranks(1, _train_experts, 1, False)
     ((grouped_loss, found),) = run_ranks(1, _train_experts, 1, True)
     assert grouped_loss == pytest.approx(loss, rel=1e-6)
@@ -194,8 +197,9 @@ def _moe_steps(grouped: bool, dtype: torch.dtype) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_on_two_ranks_learn_with_the_distributed_optimizer(dtype: torch.dtype) -> None:
+def test_adapter_backend_experts_learn_with_sharded_optimizer(dtype: torch.dtype) -> None:
     for losses in run_ranks(2, _moe_steps, True, dtype):
         assert losses[-1] < losses[0] - 0.3, losses
 
@@ -228,8 +232,8 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     elsewhere.
     """
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
-    from mtrain.mcore.context import context_positions
+    from mtrain.mcore.layers.attention import CoreAttention
+    from mtrain.mcore.layers.context import context_positions
 
     tiny.start_world(cp=cp, cp_sizes=case.get("hierarchical_context_parallel_sizes"))
     case = dict(case)
@@ -272,11 +276,13 @@ def _attended_alone(name: str) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", CONTEXT_KINDS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: str) -> None:
-    case, (cp, context) = ATTENTION_CASES[name], CONTEXT_KINDS[kind]
+def test_adapter_backend_attention_cp_equals_one_rank(name: str, kind: str) -> None:
+    case = ATTENTION_CASES[name]
+    cp, context = CONTEXT_KINDS[kind]
     expected = _attended_alone(name)
     ranks = run_ranks(cp, _attend, cp, {**case, **context})
     for what, whole, parts in zip(
@@ -289,7 +295,7 @@ def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: st
 
 def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -303,14 +309,14 @@ def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
     return together, torch.cat(alone)
 
 
-def test_packed_sequences_do_not_see_each_other() -> None:
+def test_adapter_backend_packed_sequences_are_isolated() -> None:
     ((together, alone),) = run_ranks(1, _packed_and_alone)
     torch.testing.assert_close(together, alone)
 
 
 def _default_path_calls() -> list[dict[str, Any]]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world()
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
@@ -328,13 +334,13 @@ def _default_path_calls() -> list[dict[str, Any]]:
     return calls
 
 
-def test_plain_causal_attention_builds_no_mask() -> None:
+def test_adapter_backend_causal_attention_builds_no_mask() -> None:
     assert run_ranks(1, _default_path_calls) == [[{"mask": None, "causal": True}]]
 
 
 def _dropout_twice() -> tuple[bool, bool]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world(tp=2)
     cfg = tiny.config(attention_dropout=0.5, tensor_model_parallel_size=2)
@@ -348,5 +354,5 @@ def _dropout_twice() -> tuple[bool, bool]:
     return state_kept, torch.equal(both[0], both[1])
 
 
-def test_attention_dropout_differs_between_tp_ranks() -> None:
+def test_adapter_backend_attention_dropout_differs_by_tp_rank() -> None:
     assert run_ranks(2, _dropout_twice) == [(True, False), (True, False)]

@@ -1,4 +1,4 @@
-"""Every patch of `mtrain.mcore.patches` is needed, and is enough."""
+"""Every patch of `mtrain.mcore.patches.apply` is needed, and is enough."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from mtrain.config.engine import release
-from mtrain.mcore.patches import PATCHES
+from mtrain.mcore.patches.apply import PATCHES
 from tests.support import tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.patch_cases import CASES, FINE, outcome
 from tests.support.patience import patient
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +51,21 @@ PLAIN = [name for name in HERE if not name.startswith("fsdp-")]
 
 
 @pytest.mark.parametrize("name", some(HERE, always=PLAIN[::6]))
-def test_without_the_fix_the_defect_shows(name: str, without: dict[str, str]) -> None:
+def test_adapter_patches_without_fix_shows_defect(name: str, without: dict[str, str]) -> None:
     assert re.search(CASES[name].symptom, without[name]), without[name]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_with_the_fix_the_defect_is_gone(name: str) -> None:
+def test_adapter_patches_with_fix_removes_defect(name: str) -> None:
     assert outcome(CASES[name]) == FINE
 
 
-def test_every_fix_has_a_case() -> None:
+def test_adapter_patches_every_fix_has_a_case() -> None:
     assert [patch.name for patch in PATCHES] == list(CASES)
 
 
-def test_an_offloading_optimizer_takes_parameters_as_torchs_do() -> None:
+def test_adapter_patches_offloading_takes_torch_parameters() -> None:
     from mtrain.mcore import api
 
     def stepped() -> list[float]:
@@ -95,10 +95,10 @@ def test_an_offloading_optimizer_takes_parameters_as_torchs_do() -> None:
     assert run_ranks(1, stepped)[0] == [0.5] * 4
 
 
-def test_a_projection_stands_beside_that_of_model_optimizer() -> None:
+def test_adapter_patches_projection_coexists_with_modelopt() -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    from mtrain.mcore.layers import DuplicatedLinear
+    from mtrain.mcore.layers.portable import DuplicatedLinear
 
     known = [multi_latent_attention.Linear]
     assert DuplicatedLinear in known

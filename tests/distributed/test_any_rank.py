@@ -41,16 +41,6 @@ RECIPES = sorted(
     file.relative_to(recipes_dir()).with_suffix("").as_posix()
     for file in recipes_dir().rglob("*.yaml")
 )
-ALWAYS = (
-    "deepseek/v3_h100x1024",
-    "gemma3/27b_h100x32",
-    "gpt3/175b_h100x128",
-    "llama31/405b_h100x1024",
-    "mixtral/8x7b_h100x64",
-    "qwen3/30b_a3b_h100x16",
-    "gpt_oss/20b_h100x16",
-    "pythia/12b_h100x64",
-)
 """Every axis, experts with and without tensor parallelism of their own, MLA, MTP and stages of
 unlike sizes.
 """
@@ -69,7 +59,7 @@ LARGE = [
 def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
     """By rank: the parameters that it is the first to hold, so that every one counts once."""
     from mtrain.assembly.model import blank_model
-    from mtrain.mcore.shard_specs import shard_specs_of
+    from mtrain.mcore.state.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
 
     found = {}
@@ -127,9 +117,8 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
     ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", some(RECIPES, ALWAYS))
-def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
+@pytest.mark.parametrize("name", some(RECIPES, ["gpt_oss/20b_h100x16"]))
+def test_any_rank_of_each_stage_kind_owns_its_part(name: str) -> None:
     """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel
     group or not.
     """
@@ -149,7 +138,7 @@ def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str
 @pytest.mark.parametrize(
     "name", [name for name in RECIPES if not re.search("kimi|100x(1024|3072|6144)", name)]
 )
-def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
+def test_any_rank_union_owns_every_parameter_once(name: str) -> None:
     run = load([f"recipe={name}"], BIG, {}).run
     world = RankGrid.of(run).world
     holders = _first_holders(run)
@@ -224,7 +213,7 @@ LAYOUTS = (
 @pytest.mark.parametrize(
     "words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2])
 )
-def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> None:
+def test_any_rank_plan_names_every_weight_of_a_stage(words: str) -> None:
     """In its order, with its shape on a rank, and with who shares it."""
     run = load(
         [*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}
@@ -243,7 +232,7 @@ def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> No
 
 
 @pytest.mark.full
-def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
+def test_any_rank_of_8192_builds_in_seconds() -> None:
     run = load(LARGE, BIG, {}).run
     grid = RankGrid.of(run)
     assert grid.world == 8192

@@ -64,7 +64,7 @@ def _recorded(
 
 def _by_definition() -> None:
     """Losses of one rank from all logits, by autograd."""
-    from mtrain.mcore.language_model import SummedLosses
+    from mtrain.mcore.models.language_model import SummedLosses
 
     def sum_of_losses(
         self: Any,
@@ -98,7 +98,7 @@ def _near(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel, a prediction more"]))
-def test_a_layout_logs_what_all_logits_say(name: str) -> None:
+def test_auxiliary_outputs_layout_equals_all_logits(name: str) -> None:
     parallel = LAYOUTS[name]
     model = parallel.get("model")
     wanted = run_ranks(1, _recorded(_run(model=model), _by_definition))[0]
@@ -111,7 +111,8 @@ def test_a_layout_logs_what_all_logits_say(name: str) -> None:
 
 def test_auxiliary_outputs_are_off_by_default() -> None:
     quiet = tiny_run(model=FEW)
-    (first, *_), told = _alone(quiet), _alone(apply(quiet, {"log.token_accuracy": True}))
+    first = _alone(quiet)[0]
+    told = _alone(apply(quiet, {"log.token_accuracy": True}))
     assert set(first) == {"loss", "grad_norm"}
     assert {key: told[0][key] for key in first} == first
     assert set(told[0]) - set(first) == {"token_accuracy"}
@@ -120,7 +121,7 @@ def test_auxiliary_outputs_are_off_by_default() -> None:
     assert weighed[0]["grad_norm"] != pytest.approx(first["grad_norm"], rel=1e-3)
 
 
-def test_logits_are_ranked_before_a_cap_makes_equals_of_them() -> None:
+def test_auxiliary_outputs_rank_before_soft_cap() -> None:
     run = _run(model=FEW | {"final_logit_softcapping": 0.01})
     capped = run_ranks(1, _recorded(run, _by_definition))[0][0]["token_accuracy"]
     parts, whole = (
@@ -134,7 +135,7 @@ def _alone(run: RunConfig) -> list[dict[str, float]]:
     return run_ranks(1, _recorded(run))[0]  # type: ignore[no-any-return]
 
 
-def test_the_memory_of_logits_reaches_the_loss() -> None:
+def test_auxiliary_outputs_logits_memory_reaches_loss() -> None:
     run = apply(tiny_run(dtype="bf16"), {"kernels.loss_logits_mib": 3})
 
     def job() -> int | None:

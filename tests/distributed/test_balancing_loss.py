@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
@@ -65,7 +65,7 @@ def logits() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_the_loss_of_a_layer_is_the_one_that_is_defined(kind: str) -> None:
+def test_balancing_loss_equals_definition(kind: str) -> None:
     moe = MoEConfig(
         num_experts=EXPERTS,
         router_topk=TOPK,
@@ -83,10 +83,9 @@ def test_the_loss_of_a_layer_is_the_one_that_is_defined(kind: str) -> None:
     torch.testing.assert_close(found, wanted.grad)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [1, 4])
-def test_an_imported_coefficient_weighs_as_much_as_in_transformers(
-    layers: int, tmp_path: Path
-) -> None:
+def test_balancing_loss_imported_coefficient_as_transformers(layers: int, tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**HF, "num_hidden_layers": layers}))

@@ -26,7 +26,7 @@ LAYOUTS = {"dp2": {"ranks": 2}, "pp2": {"ranks": 2, "pp": 2}, "tp2": {"ranks": 2
 @pytest.mark.parametrize(
     "ramp", [(4, 4, 40, 16), (1, 1, 7, 12), (3, 5, 1000, 48), (16, 16, 5859375, 1536)]
 )
-def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int, int, int]) -> None:
+def test_batch_ramp_equals_megatron_calculator(ramp: tuple[int, int, int, int]) -> None:
     first, increment, samples, last = ramp
 
     def both() -> list[tuple[int, int]]:
@@ -54,10 +54,11 @@ def test_steps_have_the_sizes_of_megatron_cores_calculator(ramp: tuple[int, int,
     assert all(theirs == ours for theirs, ours in found)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_layout_grows_as_one_rank_does(layout: str, plan: str) -> None:
+def test_batch_ramp_layout_equals_one_rank(layout: str, plan: str) -> None:
     runs = (tiny_run(trainer=PLANS[plan], **axes) for axes in ({}, LAYOUTS[layout]))
     expected, found = (trained(run, STEPS) for run in runs)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
@@ -66,7 +67,7 @@ def test_a_layout_grows_as_one_rank_does(layout: str, plan: str) -> None:
 
 
 @pytest.mark.full
-def test_a_resume_on_the_ramp_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+def test_batch_ramp_resume_continues_samples(tmp_path: Path) -> None:
     run = tiny_run(trainer=RAMP, ranks=2)
     whole = run_ranks(2, lambda: train_steps(run, STEPS, save_to=tmp_path / "whole"))[0]
     first = run_ranks(2, lambda: train_steps(run, 5, save_to=tmp_path / "first"))[0]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.parallel import RecomputeConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -106,8 +106,9 @@ def one_rank(alone: Callable[[str], Trained]) -> Trained:
     return alone("bert")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "name"), PLACED)
-def test_a_layout_computes_what_one_rank_does(
+def test_bert_layout_equals_one_rank(
     kind: str, name: str, alone: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     run = bert_run(kind, **LAYOUTS[name])
@@ -131,8 +132,9 @@ LOSSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LOSSES, ["all logits at once"]))
-def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
+def test_bert_loss_implementation_changes_nothing(name: str) -> None:
     kernels, layout = LOSSES[name]
     padded = {"mask_padded_vocab": name != "padding has a probability"}
     one = bert_run(model=padded)
@@ -142,6 +144,7 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -151,8 +154,8 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
         ("head_activation", "gelu_tanh"),
     ],
 )
-def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: Any) -> None:
-    changed = BertConfig(**{**IDS, key: value})
+def test_bert_section_key_changes_numbers(key: str, value: Any, one_rank: Any) -> None:
+    changed = BertConfig(**(IDS | {key: value}))
     # a gradient that is left out may move the next step alone
     found = trained(bert_run(model={"bert": changed}), 2)
     assert found != one_rank[0][:2], (
@@ -160,7 +163,7 @@ def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: 
     )
 
 
-def test_heads_start_near_a_uniform_guess_over_tokens_and_over_two_answers(one_rank: Any) -> None:
+def test_bert_heads_start_near_uniform(one_rank: Any) -> None:
     (loss, _), *_ = one_rank[0]
     (alone, _), *_ = trained(tiny_run(model=ALONE), 1)
     assert alone == pytest.approx(torch.log(torch.tensor(300.0)).item(), abs=0.2)
@@ -173,11 +176,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", some(RESUMED, ["tp2, sequence parallel"]))
-def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_bert_resume_is_bitwise(name: str, kind: str, tmp_path: Path) -> None:
     run = bert_run(kind, model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, **RESUMED[name])
     ranks = run.parallel.ranks or 1
 
@@ -195,13 +197,14 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(
     assert [key for key in left if not torch.equal(left[key], right[key])] == []
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model", [BERT, ALONE, MEGATRON], ids=["pairs", "alone", "megatron"])
-def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) -> None:
+def test_bert_plan_counts_built_parameters(model: dict[str, Any]) -> None:
     run = tiny_run(model=model, ranks=4, tp=2, pp=2)
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -213,9 +216,7 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
-def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
-    kind: str, sequence_parallel: bool
-) -> None:
+def test_bert_tp_shared_state_stays_equal_under_dropout(kind: str, sequence_parallel: bool) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = bert_run(kind, model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 

@@ -73,7 +73,7 @@ def _steps(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     rank has.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -92,8 +92,9 @@ def _far(left: Any, right: Any) -> float:
     return max(abs(a / b - 1) for a, b in pairs)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", some(LAYOUTS, ["experts ep2"]))
-def test_both_make_the_same_steps_and_go_on_from_each_other(name: str, tmp_path: Path) -> None:
+def test_builders_make_equal_steps_and_resume_each_other(name: str, tmp_path: Path) -> None:
     runs = {builder: built_as(builder, LAYOUTS[name]) for builder in BUILDERS}
     ranks = runs["gpt"].parallel.ranks or 1
     made = {
@@ -121,19 +122,20 @@ def test_both_make_the_same_steps_and_go_on_from_each_other(name: str, tmp_path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_twenty_steps_are_the_same(name: str) -> None:
+def test_builders_make_twenty_equal_steps(name: str) -> None:
     case = OF_BOTH_RELEASES[name]
     runs = [
-        tiny_run(**{**case, "model": {**case["model"], "builder": builder}}) for builder in BUILDERS
+        tiny_run(**(case | {"model": {**case["model"], "builder": builder}}))
+        for builder in BUILDERS
     ]
     left, right = (run_ranks(run.parallel.ranks or 1, train_steps, run, 20)[0] for run in runs)
     assert len(left) == 20
     assert _far(left, right) < TOLERANCE
 
 
-def test_blocks_with_the_numbers_of_others_are_seen() -> None:
+def test_builders_swapped_block_numbers_are_found() -> None:
     def job(builder: str) -> list[tuple[float, float]]:
-        from mtrain.mcore import block_model
+        from mtrain.mcore.models import block_model
 
         block_model.BlockLayer.number = lambda self, layer_number: 5 - (layer_number + 1) // 2  # type: ignore[method-assign]
         return train_steps(built_as(builder, LAYOUTS["windows"]), 1)
@@ -146,9 +148,7 @@ def test_blocks_with_the_numbers_of_others_are_seen() -> None:
 @pytest.mark.parametrize(
     "words", ["model=qwen3_next_tiny parallel=tp2", f"{DEEPSEEK} parallel=pp2"]
 )
-def test_folders_of_hugging_face_are_the_same_and_are_read_by_either(
-    words: str, tmp_path: Path
-) -> None:
+def test_builders_write_equal_hf_folders_readable_by_either(words: str, tmp_path: Path) -> None:
     def convert(*said: object) -> None:
         assert run_alone(lambda: main(["convert", *map(str, said)])) == 0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_running_ahead import assembled, of, stand_in
+from tests.distributed.test_async_steps import assembled, of, stand_in
 from tests.support.forked import run_ranks
 
 Found = tuple[list[float], list[int], list[int]]
@@ -67,12 +67,13 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("ahead", "saved", "evaluated"),
     [(False, [3, 6], [2, 4, 6, 8]), (True, [4, 8], [3, 6, 8])],
     ids=["told", "ahead"],
 )
-def test_ranks_save_and_evaluate_at_the_same_steps_and_learn_the_same(
+def test_by_time_ranks_save_and_evaluate_at_equal_steps(
     ahead: bool, saved: list[int], evaluated: list[int], tmp_path: Path
 ) -> None:
     one, other = trained(tmp_path / "timed", ahead, (3.0, 2.0))

@@ -38,7 +38,7 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
     """
 
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import residual
+        from mtrain.mcore.layers import residual
 
         made: list[Any] = []
         whole = residual.ResidualNorm.forward
@@ -51,7 +51,7 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(residual.ResidualNorm, "forward", counted)
             # only on a CPU does it
-            patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)
+            patch.setattr("mtrain.mcore.layers.linear._adds_in_place", lambda x, weight: False)
             if together:
                 for module in ("residual", "decoder_layer"):
                     patch.setattr(f"mtrain.mcore.{module}.one_graph", lambda config, layers: True)
@@ -68,8 +68,9 @@ def sums_by_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ["whole layers", "attention alone"]))
-def test_captured_layers_train_as_others(name: str) -> None:
+def test_captured_layers_train_as_uncaptured(name: str) -> None:
     model, modules, sums = CASES[name]
     right, _ = _steps(tiny_run(model=model))
     graphs = {"cuda_graph_impl": "local", "cuda_graph_modules": modules or None}
@@ -79,7 +80,8 @@ def test_captured_layers_train_as_others(name: str) -> None:
     assert made == sums, "a sum made by the norm of another graph, or none by that of the same"
 
 
-def test_products_that_add_to_gradients_are_captured() -> None:
+@pytest.mark.engine
+def test_captured_layers_accumulating_products_are_captured() -> None:
     run = tiny_run()
     fused = run.model_copy(
         update={"kernels": run.kernels.model_copy(update={"gradient_accumulation_fusion": True})}
@@ -89,7 +91,8 @@ def test_products_that_add_to_gradients_are_captured() -> None:
     assert found == [pytest.approx(step, rel=1e-5) for step in _steps(run)[0]]
 
 
-def test_a_norm_of_a_captured_graph_is_not_taken_for_that_of_a_replay() -> None:
+@pytest.mark.engine
+def test_captured_layers_captured_norm_is_not_reused_in_replay() -> None:
     """Whatever makes sums across the ends of graphs: what is replayed has nodes of its own."""
     right, _ = _steps(tiny_run())
     found, made = _steps(tiny_run(trainer={"cuda_graph_impl": "local"}), together=True)

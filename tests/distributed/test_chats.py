@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -125,10 +125,10 @@ def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(SPLITS, PLAIN))
 @pytest.mark.parametrize("average", ["token", "sample"])
-def test_a_global_batch_has_one_loss_and_gradient_in_any_split(
+def test_chats_any_split_has_one_loss_and_gradient(
     name: str, average: str, home: Path, alone: Any, tmp_path: Path
 ) -> None:
     more = dict(SPLITS[name])
@@ -137,16 +137,14 @@ def test_a_global_batch_has_one_loss_and_gradient_in_any_split(
     assert apart(alone(average), found) < 1e-6
 
 
-def test_averages_are_unlike_and_each_is_what_it_says(
-    home: Path, alone: Any, tmp_path: Path
-) -> None:
+def test_chats_averages_differ_as_defined(home: Path, alone: Any, tmp_path: Path) -> None:
     token = alone("token")[0]
     sample = alone("sample")[0]
     sequence = computed(run_with(home, "sequence", windows_of(home)), tmp_path)[0]
     assert len({round(value, 5) for value in (token, sample, sequence)}) == 3
 
 
-def test_an_average_of_each_micro_batch_by_itself_is_found(
+def test_chats_average_per_micro_batch_is_found(
     home: Path, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault that is seen where losses are normalised before they are added up."""
@@ -163,7 +161,7 @@ def test_an_average_of_each_micro_batch_by_itself_is_found(
 
 
 @pytest.mark.full
-def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
+def test_chats_router_losses_weigh_as_configured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they add to a gradient depends on the tokens that are read, and not on those that are
@@ -204,7 +202,7 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
 
 
 @pytest.mark.full
-def test_the_loss_of_an_indexer_weighs_what_it_says_whatever_is_learned(
+def test_chats_indexer_loss_weighs_as_configured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.train.loop import step
@@ -254,10 +252,9 @@ def letters(count: int, seed: int) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_task_that_only_the_answers_teach_is_learned(
-    packed: bool, home: Path, tmp_path: Path
-) -> None:
+def test_chats_answer_only_task_is_learned(packed: bool, home: Path, tmp_path: Path) -> None:
     chats_file(tmp_path / "chats.jsonl", letters(600, 0))
     run = run_with(home, "token", 8 if packed else None, micro=8 if packed else 16)
     steps = 200 if packed else 100  # with some initial weights, packed samples need more than 100

@@ -36,12 +36,12 @@ def _open(path: Path) -> None:
     Checkpoint.open(path)
 
 
-def test_a_whole_checkpoint_opens(checkpoint: Path) -> None:
+def test_checkpoint_whole_opens(checkpoint: Path) -> None:
     _open(checkpoint)
     assert whole_tensors(checkpoint)["model/decoder.final_layernorm.weight"].shape == (64,)
 
 
-def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
+def test_checkpoint_flipped_bit_is_found(checkpoint: Path) -> None:
     dice = random.Random(0)
     files = sorted(p for p in checkpoint.iterdir())
     for _ in range(60):
@@ -62,7 +62,7 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors", "run.yaml"]
 )
-def test_a_cut_file_is_named(checkpoint: Path, name: str, cut: int) -> None:
+def test_checkpoint_cut_file_is_named(checkpoint: Path, name: str, cut: int) -> None:
     file = checkpoint / name
     content = file.read_bytes()
     file.write_bytes(content[: min(cut, len(content) - 1)])
@@ -71,13 +71,13 @@ def test_a_cut_file_is_named(checkpoint: Path, name: str, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank_00001.safetensors"])
-def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
+def test_checkpoint_missing_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     with pytest.raises(CorruptData, match=name):
         _open(checkpoint)
 
 
-def test_swapped_shards_are_found(checkpoint: Path) -> None:
+def test_checkpoint_swapped_shards_are_found(checkpoint: Path) -> None:
     a = checkpoint / "rank_00000.safetensors"
     b = checkpoint / "rank_00001.safetensors"
     content = a.read_bytes()
@@ -87,7 +87,7 @@ def test_swapped_shards_are_found(checkpoint: Path) -> None:
         _open(checkpoint)
 
 
-def test_a_manifest_cannot_point_outside_its_folder(checkpoint: Path) -> None:
+def test_checkpoint_manifest_stays_inside_folder(checkpoint: Path) -> None:
     from mtrain.ckpt import folder
 
     file = checkpoint / "manifest.json"
@@ -99,7 +99,7 @@ def test_a_manifest_cannot_point_outside_its_folder(checkpoint: Path) -> None:
         _open(checkpoint)
 
 
-def test_a_missing_piece_is_not_filled_with_anything(checkpoint: Path) -> None:
+def test_checkpoint_missing_piece_is_not_filled(checkpoint: Path) -> None:
     from mtrain.ckpt import folder
 
     file = checkpoint / "manifest.json"
@@ -129,7 +129,7 @@ def _sizes(checkpoint: Path) -> dict[tuple[str, str], int]:
     return found
 
 
-def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
+def test_checkpoint_rank_hashes_only_its_reads_once(tmp_path: Path) -> None:
     run = tiny_run(ranks=2, tp=2)
     run_ranks(2, lambda: train_steps(run, 1, save_to=tmp_path))
     checkpoint = tmp_path / "step_00000001"
@@ -201,9 +201,7 @@ def _as_format_1(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
 
 
-def test_the_second_format_is_still_read_and_its_damage_found(
-    saved: Path, checkpoint: Path
-) -> None:
+def test_checkpoint_second_format_is_read_and_verified(saved: Path, checkpoint: Path) -> None:
     """A hash of each entry, without blocks."""
     import hashlib
 
@@ -242,7 +240,7 @@ def test_the_second_format_is_still_read_and_its_damage_found(
         Checkpoint.open(checkpoint)
 
 
-def test_the_first_format_is_still_read_and_its_damage_found(
+def test_checkpoint_first_format_is_read_and_verified(
     saved: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     from mtrain.ckpt.export import export, read
@@ -267,9 +265,7 @@ def test_the_first_format_is_still_read_and_its_damage_found(
         Checkpoint.open(checkpoint, verify=False).rank_tensors(1)
 
 
-def test_a_state_that_no_version_knew_is_not_exported_as_a_weight(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_unknown_state_is_not_exported(checkpoint: Path, tmp_path: Path) -> None:
     from mtrain.ckpt import folder
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
@@ -285,7 +281,7 @@ def test_a_state_that_no_version_knew_is_not_exported_as_a_weight(
     assert export(Checkpoint.open(checkpoint), tmp_path / "out").tensors == weights
 
 
-def test_nothing_of_a_checkpoint_is_left_to_the_cache_of_the_disk(
+def test_checkpoint_reads_bypass_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job() -> tuple[list[str], list[str]]:

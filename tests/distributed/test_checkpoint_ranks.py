@@ -29,7 +29,7 @@ def flat_shard(
     rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None
 ) -> Any:
     """The part of a matrix's state that one of `size` data-parallel ranks has."""
-    from mtrain.mcore.sharding import TensorShard
+    from mtrain.mcore.state.sharding import TensorShard
 
     n = whole.numel()
     lo = n * rank // size
@@ -57,7 +57,7 @@ def saved_by(size: int, root: Path, whole: torch.Tensor) -> Path:
 
 
 @pytest.mark.full
-def test_a_thousand_ranks_make_a_constant_number_of_metadata_calls_each(
+def test_checkpoint_1024_ranks_make_constant_metadata_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt.store import Checkpoint
@@ -85,7 +85,7 @@ def test_a_thousand_ranks_make_a_constant_number_of_metadata_calls_each(
     assert made[1024][1] < 4
 
 
-def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
+def test_checkpoint_one_rank_verifies_saved_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from types import SimpleNamespace
@@ -106,7 +106,7 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
         assert (hook.saved_step, hook.path) == (3, tmp_path)
 
 
-def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(
+def test_checkpoint_disk_error_on_one_rank_ends_all_saves(
     tmp_path: Path,
 ) -> None:
     from mtrain.ckpt import store
@@ -138,7 +138,7 @@ def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named() -> None:
+def test_checkpoint_slow_rank_is_awaited_and_absent_named() -> None:
     places = meetings(3)
     impatient = meetings(3, timeout_s=patient(0.5))
 
@@ -153,7 +153,7 @@ def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named()
 
 
 @pytest.mark.parametrize("call", ["barrier", "tell"])
-def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call: str) -> None:
+def test_checkpoint_waiting_rank_is_not_named_as_missing(call: str) -> None:
     from mtrain.world import stacks
 
     places = meetings(2)
@@ -174,7 +174,8 @@ def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call
     assert not stacks.is_waiting(stacks.main_frame())
 
 
-def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
+@pytest.mark.full
+def test_checkpoint_store_keys_do_not_accumulate() -> None:
     places = meetings(2)
     sizes = []
     text = os.urandom(
@@ -188,7 +189,7 @@ def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
     assert sizes == sizes[:1] * 4
 
 
-def test_a_store_of_tcp_takes_a_large_manifest() -> None:
+def test_checkpoint_tcp_store_takes_large_manifest() -> None:
     from mtrain.ckpt.meeting import Meeting
 
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -198,7 +199,7 @@ def test_a_store_of_tcp_takes_a_large_manifest() -> None:
     assert on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else "")) == [text, text]
 
 
-def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(
+def test_checkpoint_long_save_shows_liveness(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mtrain.ckpt import meeting
@@ -216,7 +217,7 @@ def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(
 
 
 @pytest.mark.parametrize("readers", [1, 2, 5, 8, 32])
-def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
+def test_checkpoint_rank_reads_its_share_for_any_dp(
     readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import hashes
@@ -249,7 +250,7 @@ def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
         )
 
 
-def test_a_rank_that_reads_many_files_holds_a_few_of_them_open(
+def test_checkpoint_rank_holds_few_files_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import hashes
@@ -267,7 +268,7 @@ def test_a_rank_that_reads_many_files_holds_a_few_of_them_open(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_any_box_is_put_together_from_any_pieces() -> None:
+def test_checkpoint_box_is_assembled_from_any_pieces() -> None:
     from mtrain.ckpt.pieces import Region, parts
 
     dice = random.Random(0)
@@ -326,7 +327,7 @@ def cut_in_boxes(
     return [(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in product(*axes)]
 
 
-def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(
+def test_checkpoint_files_follow_umask(
     tmp_path: Path,
 ) -> None:
     from mtrain.ckpt import store
@@ -350,7 +351,7 @@ def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(
 @pytest.mark.parametrize(
     "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get
 )
-def test_a_mode_that_cannot_be_set_is_reported_once_and_a_faulty_disk_is_an_error(
+def test_checkpoint_unsettable_mode_is_reported_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mtrain import durable
@@ -370,7 +371,7 @@ def test_a_mode_that_cannot_be_set_is_reported_once_and_a_faulty_disk_is_an_erro
     assert capsys.readouterr().err.count("cannot change the mode of a file") == 1
 
 
-def test_where_all_files_have_one_mode_none_is_set(
+def test_checkpoint_equal_modes_are_not_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import shards
@@ -387,7 +388,7 @@ def test_where_all_files_have_one_mode_none_is_set(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "run.yaml", "rank_00000.safetensors"])
-def test_a_file_that_may_not_be_read_is_not_damaged(name: str, tmp_path: Path) -> None:
+def test_checkpoint_unreadable_file_is_not_damaged(name: str, tmp_path: Path) -> None:
     from mtrain.ckpt import hashes
     from mtrain.ckpt.store import Checkpoint
 

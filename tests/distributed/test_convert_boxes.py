@@ -26,17 +26,13 @@ OTHERS = (
         "model.linear_attention={}",
     ),
     (
-        *(
-            "nemotron_h_tiny",
-            "model.num_layers=4",
-            "model.hybrid.pattern=M+-E",
-            "model.mla={q_lora_rank:64}",
-        ),
-        *(
-            "model.qk_layernorm=true",
-            "model.position_embedding_type=rope",
-            "model.num_query_groups=null",
-        ),
+        "nemotron_h_tiny",
+        "model.num_layers=4",
+        "model.hybrid.pattern=M+-E",
+        "model.mla={q_lora_rank:64}",
+        "model.qk_layernorm=true",
+        "model.position_embedding_type=rope",
+        "model.num_query_groups=null",
         "model.moe={num_experts:4,ffn_hidden_size:64}",
     ),
     (
@@ -57,14 +53,15 @@ def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return out
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("models", [[(n,) for n in TINY] + list(OTHERS)], ids=["tiny"])
-def test_a_family_says_what_megatron_core_does(models: list[tuple[str, ...]]) -> None:
+def test_convert_boxes_equal_megatron_shards(models: list[tuple[str, ...]]) -> None:
     assert run_alone(lambda: unlike(models)) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
-def test_a_family_says_what_megatron_core_does_of_published_models(name: str) -> None:
+def test_convert_boxes_equal_megatron_shards_of_published_models(name: str) -> None:
     model = compose([f"model={name}"]).run.model
     few = ("model.num_layers=4",) if model.moe is not None and model.hybrid is None else ()
     assert run_alone(lambda: unlike([(name, *few)])) == []

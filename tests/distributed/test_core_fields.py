@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.compose.composer import compose
 from mtrain.config.engine import core_fields
-from mtrain.config.engine.field_versions import is_there
+from mtrain.config.engine.fields import is_there
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 
@@ -47,7 +47,7 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("argv", ARGUMENTS, ids=lambda words: " ".join(words) or "default")
-def test_the_built_configuration_holds_what_the_tables_say(argv: list[str]) -> None:
+def test_core_fields_built_config_holds_table_values(argv: list[str]) -> None:
     from mtrain.assembly.transformer import MADE, transformer_config
     from mtrain.devices import registry
 
@@ -66,7 +66,7 @@ def test_the_built_configuration_holds_what_the_tables_say(argv: list[str]) -> N
     )
 
 
-def test_every_field_that_is_named_exists_in_megatron_core() -> None:
+def test_core_fields_named_fields_exist() -> None:
     from mtrain.mcore import api
 
     known = {f.name for f in dataclasses.fields(api.MLATransformerConfig)}

@@ -240,15 +240,15 @@ def accepted(raw: RunConfig, key: str, value: Any) -> RunConfig | None:
     return None if any(p.severity == "error" for p in check(run, raw=changed)) else changed
 
 
-def test_the_digest_tells_a_change_of_any_number() -> None:
+def test_declared_effect_digest_changes_with_any_number() -> None:
     plain = raw_of("tokens")
     assert digest(plain) == digest(apply(plain, {"log.interval": 3}))
     assert digest(plain) != digest(apply(plain, {"optim.eps": 1e-7}))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize("key", RUNTIME)
-def test_a_key_that_is_declared_to_change_no_weight_changes_none(key: str) -> None:
+def test_declared_effect_none_changes_no_weight(key: str) -> None:
     field = field_of(key)
     assert field is not None
     for context in CONTEXTS if key.startswith("data.") else ("tokens",):
@@ -275,7 +275,7 @@ def _seen() -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("key", _seen())
-def test_a_key_that_is_declared_to_change_numbers_does(key: str) -> None:
+def test_declared_effect_numbers_changes_numbers(key: str) -> None:
     field = field_of(key)
     assert field is not None
     for words in (*CONTEXTS.values(), *MODELS.values()):
@@ -290,16 +290,15 @@ def test_a_key_that_is_declared_to_change_numbers_does(key: str) -> None:
     )
 
 
-def test_a_key_that_is_not_read_changes_what_is_learned() -> None:
+def test_declared_effect_unread_key_changes_learning() -> None:
     assert effect_of("data.ignored_keys") is Effect.NUMERICS
     raw = raw_of("chats")
     assert digest(apply(raw, {"data.ignored_keys": ("weight",)})) != digest(raw)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", NAMES)
-def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(
-    key: str, home: Path
-) -> None:
+def test_declared_effect_path_content_changes_weights(key: str, home: Path) -> None:
     assert effect_of(key) is Effect.CONTENTS
     context, other = NAMES[key]
     raw = raw_of(context)

@@ -106,7 +106,7 @@ def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_draw_alike_exactly_where_they_hold_the_same_tensor(name: str) -> None:
+def test_dropout_ranks_draw_alike_for_shared_tensors(name: str) -> None:
     parallel, model = LAYOUTS[name]
     run = tiny_run(model=DROPS | model, trainer=SMALL, **parallel)
     ranks = run_ranks(run.parallel.ranks, drawn_in_a_step, run)
@@ -159,7 +159,7 @@ def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.full  # what is drawn is tested above; this is its effect
-def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None:
+def test_dropout_layouts_learn_as_one_rank() -> None:
     def trained(rate: float, seeds: tuple[int, ...], **parallel: Any) -> list[float]:
         model = {"hidden_dropout": rate, "attention_dropout": rate, "num_layers": 2}
         run = tiny_run(
@@ -167,7 +167,8 @@ def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None
         )
         return run_ranks(run.parallel.ranks, losses, run, 16, seeds)[0]
 
-    (without,), alone = trained(0.0, (1,)), trained(0.5, (1, 2, 3))
+    [without] = trained(0.0, (1,))
+    alone = trained(0.5, (1, 2, 3))
     effect = mean(alone) - without
     assert effect > 4 * stdev(alone), (
         "too small to tell a layout that drops nothing from one that drops"
@@ -182,7 +183,7 @@ def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_drops_again_what_was_dropped(sequence_parallel: bool) -> None:
+def test_dropout_recomputation_repeats_masks(sequence_parallel: bool) -> None:
     found = []
     for recompute in (
         {},
@@ -195,7 +196,7 @@ def test_recomputation_drops_again_what_was_dropped(sequence_parallel: bool) -> 
     assert found[0] == found[1] == found[2]
 
 
-def test_an_evaluation_changes_nothing_that_is_drawn_after_it() -> None:
+def test_dropout_evaluation_keeps_later_draws() -> None:
     def steps(evaluated: bool) -> list[float]:
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import evaluate, train_step
@@ -224,7 +225,7 @@ class _Tracker:
         self.states = states
 
 
-def test_generators_that_graphs_know_stay_and_go_on_where_they_were() -> None:
+def test_dropout_graph_generators_continue() -> None:
     def job() -> tuple[bool, bool, bool]:
         from mtrain.ckpt import state
 

@@ -138,7 +138,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]
 @pytest.mark.sampled
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_fails_is_said_once_and_the_run_is_saved(
+def test_ending_failing_logger_warns_once_and_saves(
     name: str, moment: str, ends: dict[tuple[str, str], End]
 ) -> None:
     end = ends[name, moment]
@@ -157,21 +157,21 @@ def test_a_log_that_fails_is_said_once_and_the_run_is_saved(
         ("close", "", [STEPS]),
     ],
 )
-def test_an_evaluation_that_fails_ends_the_run_with_every_step_saved(
+def test_ending_failing_evaluation_saves_every_step(
     moment: str, error: str, saved: list[int], ends: dict[tuple[str, str], End]
 ) -> None:
     end = ends["Evaluation", moment]
     assert (end.error, end.steps) == (error, [f"step_{step:08d}" for step in saved]), end.said
 
 
-def test_a_run_in_which_nothing_fails_warns_of_nothing(ends: dict[tuple[str, str], End]) -> None:
+def test_ending_healthy_run_warns_of_nothing(ends: dict[tuple[str, str], End]) -> None:
     end = ends["none", "none"]
     assert (end.error, end.steps, end.lines) == ("", [f"step_{STEPS:08d}"], STEPS)
     assert "warning" not in end.said
 
 
 @pytest.mark.full
-def test_logs_that_fail_on_one_rank_leave_no_other_waiting(
+def test_ending_logger_failure_on_one_rank_blocks_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.train.hooks import memory
@@ -191,7 +191,8 @@ def test_logs_that_fail_on_one_rank_leave_no_other_waiting(
     assert second is None
 
 
-def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a_run(
+@pytest.mark.full
+def test_ending_stop_skips_evaluation_and_failed_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder
@@ -221,7 +222,7 @@ def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a
 
 
 @pytest.mark.parametrize("failing_part", ["write", "flush", "fileno"])
-def test_a_full_disk_under_the_metrics_is_said_once(
+def test_ending_full_disk_under_metrics_warns_once(
     failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mtrain.train.hooks.metrics import Metrics
@@ -272,10 +273,9 @@ def _finish(*argv: str, cwd: Path, patch: Callable[[], None] | None = None) -> t
     return run.wait(), run.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(["tp2", "pp2"], ["pp2"]))
-def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(
-    layout: str, home: Path
-) -> None:
+def test_ending_sample_fits_positions_and_run_resumes(layout: str, home: Path) -> None:
     words = (*SAMPLED, *LEARNED, f"parallel={layout}", "trainer.sample_tokens=40")
     for argv in (words, ("resume", "runs/run")):
         code, said = _finish(*argv, cwd=home)
@@ -304,10 +304,9 @@ def _lose_the_tokenizer() -> None:
     text.Tokenizer.__init__ = gone  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("patch", [_fail_on_rank_one, _lose_the_tokenizer])
-def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(
-    patch: Callable[[], None], home: Path
-) -> None:
+def test_ending_failing_sample_is_a_warning(patch: Callable[[], None], home: Path) -> None:
     code, said = _finish(*SAMPLED, "parallel=tp2", cwd=home, patch=patch)
     assert code == 0, said
     assert said.count("warning: no text sample:") == 1, said
@@ -315,7 +314,7 @@ def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(
     assert (home / "runs/run/checkpoints/step_00000002/manifest.json").is_file()
 
 
-def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: Path) -> None:
+def test_ending_stop_during_sample_finishes_run(home: Path) -> None:
     def stopped_by_a_signal() -> None:
         from mtrain.train.generate.sampler import Sampler
 
@@ -334,7 +333,7 @@ def test_a_stop_during_the_sample_ends_it_at_once_and_the_run_is_finished(home: 
     assert "stopped on request: the run is finished" in said
 
 
-def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: Path) -> None:
+def test_ending_damage_on_any_rank_ends_all_before_a_step(tmp_path: Path) -> None:
     run = small(ranks=2, distributed_optimizer=True)
     run_ranks(2, lambda: train(run, tmp_path / "whole"))
     saved = tmp_path / "whole/checkpoints" / f"step_{STEPS:08d}"
@@ -366,7 +365,7 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
     ("scale", "words"),
     [(None, "grad norm 4.300, update skipped"), (64.0, "update skipped at loss scale 64")],
 )
-def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, words: str) -> None:
+def test_ending_skipped_update_reports_its_limit(scale: float | None, words: str) -> None:
     def line() -> str:
         import_engine()
         from mtrain.train.hooks.progress import Progress
@@ -387,7 +386,7 @@ def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, wor
     assert words in run_alone(line)
 
 
-def test_one_rank_writes_its_trace_and_it_is_compressed(tmp_path: Path) -> None:
+def test_ending_trace_is_written_by_one_rank_compressed(tmp_path: Path) -> None:
     end, _ = run_ranks(2, lambda: train(small(ranks=2, tp=2, profiled=True), tmp_path))
     assert end.error == "", end.said
     assert [path.name for path in tmp_path.glob("trace*")] == ["trace_rank0.json.gz"]
@@ -395,7 +394,7 @@ def test_one_rank_writes_its_trace_and_it_is_compressed(tmp_path: Path) -> None:
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
 
 
-def test_memory_of_a_device_is_told_as_allocated_reserved_and_in_use(tmp_path: Path) -> None:
+def test_ending_device_memory_has_three_figures(tmp_path: Path) -> None:
     from mtrain.train.hooks.memory import Memory
 
     stats = {"allocated_bytes": 1, "peak_bytes": 20, "reserved_bytes": 30}

@@ -58,16 +58,14 @@ def _far(left: Any, right: Any) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_releases_have_the_losses_of_twenty_steps(name: str, both: Any) -> None:
+def test_engines_have_equal_losses_over_twenty_steps(name: str, both: Any) -> None:
     _, here, there = both
     assert len(here[name]["trained"]) == STEPS
     assert _far(here[name]["trained"], there[name]["trained"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_a_hybrid_model_of_a_release_has_the_losses_of_a_gpt_of_the_other(
-    name: str, both: Any
-) -> None:
+def test_engines_hybrid_equals_gpt_of_other_release(name: str, both: Any) -> None:
     home, here, there = both
     for left, right in ((here, there), (there, here)):
         assert _far(left[f"{name}, hybrid"]["trained"], right[name]["trained"]) < TOLERANCE
@@ -82,7 +80,7 @@ def test_a_hybrid_model_of_a_release_has_the_losses_of_a_gpt_of_the_other(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_goes_on_from_what_the_other_saved(name: str, both: Any) -> None:
+def test_engines_resume_each_other(name: str, both: Any) -> None:
     _, here, there = both
     assert _far(there[name]["resumed"], here[name]["trained"][SAVED:]) < TOLERANCE
     assert _far(here[name]["resumed"], there[name]["trained"][SAVED:]) < TOLERANCE
@@ -90,7 +88,7 @@ def test_each_goes_on_from_what_the_other_saved(name: str, both: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("saved_by", ["here", "there"])
-def test_what_the_other_saved_is_read_bit_for_bit(name: str, saved_by: str, both: Any) -> None:
+def test_engines_read_each_other_bitwise(name: str, saved_by: str, both: Any) -> None:
     step = f"step_{SAVED:08d}"
     saved, again = (
         whole_tensors(folder / name / step)

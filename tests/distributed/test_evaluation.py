@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.bpe import train as train_bpe
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError
@@ -80,7 +80,7 @@ def _own(run: Any) -> float:
         return found
 
 
-def test_over_the_samples_of_the_run_it_is_the_runs_own_loss(data: DataConfig) -> None:
+def test_evaluation_over_run_samples_equals_run_loss(data: DataConfig) -> None:
     run = _run(data)
     samples = run.trainer.eval_iters * run.trainer.batch
     found = run_ranks(1, _measured, run, samples)[0]
@@ -93,10 +93,9 @@ def test_over_the_samples_of_the_run_it_is_the_runs_own_loss(data: DataConfig) -
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "cp2"]))
-def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(
-    name: str, data: DataConfig
-) -> None:
+def test_evaluation_partial_step_counts_each_sample_once(name: str, data: DataConfig) -> None:
     expected = run_ranks(1, _measured, _run(data), 11)[0]
     assert (expected["samples"], expected["tokens"]) == (11, 11 * 32)
     run = _run(data, **LAYOUTS[name])
@@ -106,10 +105,9 @@ def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2"]))
-def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(
-    name: str, data: DataConfig
-) -> None:
+def test_evaluation_request_beyond_split_measures_all(name: str, data: DataConfig) -> None:
     expected = run_ranks(1, _measured, _run(data), None)[0]
     run = _run(data, **LAYOUTS[name])
     more = {"eval_iters": expected["samples"] // run.trainer.batch + 2}
@@ -118,7 +116,7 @@ def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(
         assert found == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_tokens_stand_for_the_bytes_of_their_text(tmp_path: Path) -> None:
+def test_evaluation_tokens_count_bytes_of_text(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(train_bpe([TEXT * 9], 300).to_str())
     tokenizer = Tokenizer(file)
@@ -127,9 +125,7 @@ def test_tokens_stand_for_the_bytes_of_their_text(tmp_path: Path) -> None:
     assert tokenizer.byte_counts[tokenizer.eod or 0] == 0
 
 
-def test_text_is_tokenized_as_the_model_reads_it_and_tokens_of_another_tokenizer_are_refused(
-    data: DataConfig, tmp_path: Path
-) -> None:
+def test_evaluation_foreign_tokenizer_is_refused(data: DataConfig, tmp_path: Path) -> None:
     from mtrain.data import prepare, validation_of
 
     other = tmp_path / "tokenizer.json"
@@ -180,8 +176,9 @@ def _by_hand(run: Any) -> list[tuple[list[float], list[bool]]]:
     return out
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["tp2 sequence parallel", "pp2vpp2"])
-def test_log_probabilities_are_those_of_the_logits(name: str) -> None:
+def test_evaluation_log_probabilities_equal_logits(name: str) -> None:
     expected = run_ranks(1, _by_hand, tiny_run())[0]
     run = tiny_run(**LAYOUTS[name])
     for found in run_ranks(run.parallel.ranks or 1, _scored, run):

@@ -44,18 +44,18 @@ def _exported(folder: Path, layout: dict[str, Any], **run: Any) -> dict[str, tor
     return tensors
 
 
-def test_every_layout_exports_the_same_weights(tmp_path: Path) -> None:
+def test_export_is_equal_from_every_layout(tmp_path: Path) -> None:
     one, *others = (_exported(tmp_path / name, layout) for name, layout in LAYOUTS.items())
     for other in others:
         assert other.keys() == one.keys()
         assert all(torch.equal(other[key], tensor) for key, tensor in one.items())
 
 
-def test_an_export_says_that_padding_was_in_the_softmax(tmp_path: Path) -> None:
+def test_export_records_padding_in_softmax(tmp_path: Path) -> None:
     _exported(tmp_path, {}, model={"mask_padded_vocab": False})
 
 
-def test_weights_that_do_not_fit_into_one_file_are_split_and_none_is_lost(
+def test_export_splits_large_weights_without_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import export
@@ -67,7 +67,7 @@ def test_weights_that_do_not_fit_into_one_file_are_split_and_none_is_lost(
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
 
 
-def test_an_existing_folder_is_not_written_into(tmp_path: Path) -> None:
+def test_export_refuses_existing_folder(tmp_path: Path) -> None:
     _exported(tmp_path, {})
     from mtrain.ckpt import export
     from mtrain.ckpt.store import Checkpoint

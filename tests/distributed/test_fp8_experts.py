@@ -61,13 +61,14 @@ def _proven(words: str) -> dict[str, prove.Row]:
     return {row.what: row for row in prove.compared(prove.comparable(full, argv, 2, "fp8"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(PROVEN, ["tensor, tp2 ep2"]))
-def test_a_layout_is_proven_in_8_bits(name: str) -> None:
+def test_fp8_experts_layout_is_proven(name: str) -> None:
     rows = _proven(PROVEN[name])
     assert all(row.equal for row in rows.values()), prove.table(list(rows.values()))
 
 
-def test_scales_that_depend_on_the_rows_that_come_together_are_not_proven(
+def test_fp8_experts_row_dependent_scales_are_not_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import_engine()
@@ -88,7 +89,7 @@ def mixture(**parallel: Any) -> RunConfig:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
+def test_fp8_experts_weights_are_quantised_once_a_step(recompute: bool) -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     run = apply(
         mixture(), {f"parallel.recompute.{key}": value for key, value in full.items() if recompute}
@@ -105,41 +106,33 @@ def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp8_tensorwise", "fp8_blockwise"])
-def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -> None:
+def test_fp8_experts_triton_stays_near_emulation(precision: str) -> None:
     from tests.support import interpreted
 
     base = [
-        *(
-            "data=mock",
-            "data.seq_length=32",
-            "trainer.train_iters=10",
-            "trainer.global_batch_size=1",
-            MOE,
-        ),
-        *(
-            "trainer.micro_batch_size=1",
-            "trainer.seed=2",
-            "trainer.eval_iters=0",
-            "trainer.eval_interval=0",
-        ),
-        *("trainer.sample_tokens=0", "checkpoint.save_interval=0", "checkpoint.save_final=false"),
-        *(
-            "log.progress=none",
-            "model.num_layers=1",
-            "model.hidden_size=64",
-            "model.ffn_hidden_size=64",
-        ),
-        *(
-            "model.vocab_size=128",
-            "model.moe.ffn_hidden_size=64",
-            "precision.num_layers_at_start_in_bf16=0",
-        ),
-        *(
-            "precision.num_layers_at_end_in_bf16=0",
-            "parallel=tp2ep2sp",
-            "parallel.etp=1",
-            f"precision={precision}",
-        ),
+        "data=mock",
+        "data.seq_length=32",
+        "trainer.train_iters=10",
+        "trainer.global_batch_size=1",
+        MOE,
+        "trainer.micro_batch_size=1",
+        "trainer.seed=2",
+        "trainer.eval_iters=0",
+        "trainer.eval_interval=0",
+        "trainer.sample_tokens=0",
+        "checkpoint.save_interval=0",
+        "checkpoint.save_final=false",
+        "log.progress=none",
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=64",
+        "model.vocab_size=128",
+        "model.moe.ffn_hidden_size=64",
+        "precision.num_layers_at_start_in_bf16=0",
+        "precision.num_layers_at_end_in_bf16=0",
+        "parallel=tp2ep2sp",
+        "parallel.etp=1",
+        f"precision={precision}",
     ]
     values = interpreted.trained(
         {k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500
@@ -155,25 +148,21 @@ KEPT = {
     "in bf16": ("parallel=single", "precision=bf16"),
     "in 8 bits": ("parallel=single", "precision=fp8_tensorwise"),
     "shared experts, blocks": (
-        *(
-            "parallel=single",
-            "precision=fp8_blockwise",
-            "model.moe.shared_expert_intermediate_size=128",
-        ),
+        "parallel=single",
+        "precision=fp8_blockwise",
+        "model.moe.shared_expert_intermediate_size=128",
     ),
     "activations again": (
-        *(
-            "parallel=single",
-            "precision=fp8_tensorwise",
-            "parallel.recompute.granularity=selective",
-        ),
-        *("parallel.recompute.modules=[moe_act]",),
+        "parallel=single",
+        "precision=fp8_tensorwise",
+        "parallel.recompute.granularity=selective",
+        "parallel.recompute.modules=[moe_act]",
     ),
 }
 
 
 @pytest.mark.full
-def test_as_much_is_kept_by_triton_as_planned() -> None:
+def test_fp8_experts_triton_keeps_planned_bytes() -> None:
     """Beside what the plan says of the other layers, which is the same in bf16."""
     from tests.support import operands
 
@@ -204,6 +193,6 @@ def words(name: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_two_hundred_steps_of_a_mixture_stay_as_near_to_bf16_as_is_published(recipe: str) -> None:
+def test_fp8_experts_200_steps_stay_near_bf16(recipe: str) -> None:
     wide = {**WIDE, "hidden_size": 128, "ffn_hidden_size": 128}
     assert_stays_near_bf16({**wide, "moe": MoEConfig(num_experts=4, ffn_hidden_size=128)}, recipe)

@@ -124,20 +124,22 @@ def _proven(words: str) -> list[prove.Row]:
     return prove.compared(prove.comparable(full, argv, 2, "fp8"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(PROVEN, ["tensorwise, tp2 sequence parallel"]))
-def test_a_layout_is_proven_in_8_bits(name: str) -> None:
+def test_fp8_linear_layout_is_proven(name: str) -> None:
     rows = _proven(PROVEN[name])
     assert all(row.equal for row in rows), prove.table(rows)
 
 
-def test_a_scale_that_is_of_a_part_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+def test_fp8_linear_partial_scale_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     import_engine()
-    monkeypatch.setattr("mtrain.mcore.linear.greatest", lambda groups: None)
+    monkeypatch.setattr("mtrain.mcore.layers.linear.greatest", lambda groups: None)
     rows = {row.what: row for row in _proven("precision=fp8_tensorwise parallel=tp2")}
     assert rows["gradient"].error > 3 * rows["gradient"].tolerance
 
 
-def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
+def test_fp8_linear_end_layers_may_stay_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = apply(fp8(tiny_run(), "tensorwise"), {"precision.num_layers_at_start_in_bf16": 1})
@@ -149,7 +151,7 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
         return whole(x, *args, **given)
 
     def job() -> int:
-        from mtrain.mcore import linear
+        from mtrain.mcore.layers import linear
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(linear, "fp8_linear", counted)
@@ -160,8 +162,9 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
     assert run_ranks(1, job)[0] == micro * 4 * (run.model.num_layers - 1)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: bool) -> None:
+def test_fp8_linear_weight_is_quantised_once_a_step(recompute: bool) -> None:
     run = fp8(tiny_run(), "tensorwise")
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     run = apply(
@@ -182,7 +185,7 @@ def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: b
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_no_bit_depends_on_whether_weights_that_fsdp_frees_are_kept_in_8_bits(recipe: str) -> None:
+def test_fp8_linear_fsdp_quantised_cache_keeps_bits(recipe: str) -> None:
     sharded = {"parallel.fsdp": "fsdp2", "parallel.distributed_optimizer": False}
     run = apply(fp8(tiny_run(ranks=4, tp=2), recipe), sharded)
 
@@ -199,14 +202,14 @@ def test_no_bit_depends_on_whether_weights_that_fsdp_frees_are_kept_in_8_bits(re
     "model=llava_tiny",
     pytest.param("model=nemotron_h_tiny", marks=pytest.mark.full),
 ])  # fmt: skip
-def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -> None:
+def test_fp8_linear_every_layer_but_logits_is_included(words: str) -> None:
     ends = ["precision.num_layers_at_start_in_bf16=0", "precision.num_layers_at_end_in_bf16=0"]
     run = load([*words.split(), "parallel=single", "precision=fp8_tensorwise", *ends]).run
 
     def job() -> set[str]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.layers import DuplicatedLinear
-        from mtrain.mcore.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
+        from mtrain.mcore.layers.portable import DuplicatedLinear
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -225,5 +228,5 @@ def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_two_hundred_steps_stay_as_near_to_bf16_as_is_published(recipe: str) -> None:
+def test_fp8_linear_200_steps_stay_near_bf16(recipe: str) -> None:
     assert_stays_near_bf16({**WIDE, "hidden_size": 128, "ffn_hidden_size": 128}, recipe)

@@ -19,30 +19,25 @@ from tests.support.forked import run_ranks
 
 INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
 SMALL = (
-    *("data=mock", "data.seq_length=256", "trainer.train_iters=2", "trainer.global_batch_size=1"),
-    *(
-        "trainer.micro_batch_size=1",
-        "trainer.eval_iters=0",
-        "trainer.eval_interval=0",
-        "trainer.sample_tokens=0",
-    ),
-    *(
-        "checkpoint.save_interval=0",
-        "checkpoint.save_final=false",
-        "log.progress=none",
-        "kernels=triton",
-    ),
-    *(
-        "model.num_layers=1",
-        "model.hidden_size=128",
-        "model.ffn_hidden_size=128",
-        "model.vocab_size=128",
-    ),
-    *(
-        "model.num_attention_heads=4",
-        "model.num_query_groups=2",
-        "precision.num_layers_at_start_in_bf16=0",
-    ),
+    "data=mock",
+    "data.seq_length=256",
+    "trainer.train_iters=2",
+    "trainer.global_batch_size=1",
+    "trainer.micro_batch_size=1",
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=0",
+    "trainer.sample_tokens=0",
+    "checkpoint.save_interval=0",
+    "checkpoint.save_final=false",
+    "log.progress=none",
+    "kernels=triton",
+    "model.num_layers=1",
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=128",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "precision.num_layers_at_start_in_bf16=0",
     "precision.num_layers_at_end_in_bf16=0",
 )
 RUNS = {
@@ -66,7 +61,9 @@ RUNS = {
         "model.normalization=LayerNorm",
     ),
     "an MLP is computed again": (
-        *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=selective"),
+        "precision=fp8_blockwise",
+        "parallel=single",
+        "parallel.recompute.granularity=selective",
         "parallel.recompute.modules=[mlp]",
     ),
     "all is computed again": (
@@ -75,31 +72,32 @@ RUNS = {
         "parallel.recompute.granularity=full",
     ),
     "norms are computed again": (
-        *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=selective"),
+        "precision=fp8_blockwise",
+        "parallel=single",
+        "parallel.recompute.granularity=selective",
         "parallel.recompute.modules=[layernorm]",
     ),
 }
 LATENT = (
-    *(
-        "model=deepseek_tiny",
-        "model.moe=null",
-        "model.mtp_num_layers=null",
-        "model.mtp_loss_scaling_factor=null",
-    ),
-    *("model.num_query_groups=null", "data.seq_length=128"),
+    "model=deepseek_tiny",
+    "model.moe=null",
+    "model.mtp_num_layers=null",
+    "model.mtp_loss_scaling_factor=null",
+    "model.num_query_groups=null",
+    "data.seq_length=128",
 )
 NO_QUERIES = (
     "model.mla={q_lora_rank:null,kv_lora_rank:32,qk_head_dim:32,qk_pos_emb_head_dim:16,"
     "v_head_dim:32}"
 )
 HYBRID = (
-    *(
-        "model=nemotron_h_tiny",
-        "model.num_layers=4",
-        "model.hybrid.num_heads=32",
-        "model.hybrid.num_groups=2",
-    ),
-    *("model.hybrid.head_dim=16", "model.hybrid.state_dim=16", "data.seq_length=64"),
+    "model=nemotron_h_tiny",
+    "model.num_layers=4",
+    "model.hybrid.num_heads=32",
+    "model.hybrid.num_groups=2",
+    "model.hybrid.head_dim=16",
+    "model.hybrid.state_dim=16",
+    "data.seq_length=64",
     "kernels.attention=reference",
 )
 PLAIN = "model.hybrid.pattern=MM-*"
@@ -116,16 +114,18 @@ RUNS |= {
     "MLA, tensor, tp2 sequence parallel": ("precision=fp8_tensorwise", "parallel=tp2sp", *LATENT),
     "MLA, blocks, tp2 of parts of blocks": ("precision=fp8_blockwise", "parallel=tp2sp", *LATENT),
     "MLA is computed again": (
-        *(
-            "precision=fp8_blockwise",
-            "parallel=single",
-            *LATENT,
-            "parallel.recompute.granularity=selective",
-        ),
+        "precision=fp8_blockwise",
+        "parallel=single",
+        *LATENT,
+        "parallel.recompute.granularity=selective",
         "parallel.recompute.modules=[mla_up_proj]",
     ),
     "MLA without latent queries, packed": (
-        *("precision=fp8_tensorwise", "parallel=single", *LATENT, NO_QUERIES, "data.packed=true"),
+        "precision=fp8_tensorwise",
+        "parallel=single",
+        *LATENT,
+        NO_QUERIES,
+        "data.packed=true",
     ),
     "hybrid, tensor, tp2 sequence parallel": (
         "precision=fp8_tensorwise",
@@ -135,23 +135,19 @@ RUNS |= {
         DELTA,
     ),
     "hybrid, blocks, all is computed again": (
-        *(
-            "precision=fp8_blockwise",
-            "parallel=single",
-            "parallel.recompute.granularity=full",
-            *HYBRID,
-            PLAIN,
-        ),
+        "precision=fp8_blockwise",
+        "parallel=single",
+        "parallel.recompute.granularity=full",
+        *HYBRID,
+        PLAIN,
     ),
     "built as a hybrid": ("precision=fp8_blockwise", "parallel=single", "model.builder=hybrid"),
     "FSDP2": ("precision=fp8_tensorwise", *SHARDED, "parallel.fsdp=fsdp2"),
     "FSDP2, all is computed again": (
-        *(
-            "precision=fp8_blockwise",
-            *SHARDED,
-            "parallel.fsdp=fsdp2",
-            "parallel.recompute.granularity=full",
-        ),
+        "precision=fp8_blockwise",
+        *SHARDED,
+        "parallel.fsdp=fsdp2",
+        "parallel.recompute.granularity=full",
     ),
     "FSDP of megatron-core, MLA": (
         "precision=fp8_tensorwise",
@@ -167,14 +163,15 @@ RUNS |= {
         PLAIN,
     ),
 }
-HANDED = {
-    **{name: 5 if "MLA" in name else 4 if name.startswith("hybrid") else 2 for name in RUNS},
-    **{
-        "norms are computed again": 0,
-        "blocks, tp2 of parts of blocks": 0,
-        "FSDP of megatron-core, hybrid": 4,
-    },
-    **{"MLA, blocks, tp2 of parts of blocks": 2, "MLA without latent queries, packed": 4},
+HANDED = dict.fromkeys(RUNS, 2)
+HANDED |= {name: 4 for name in RUNS if name.startswith("hybrid")}
+HANDED |= {name: 5 for name in RUNS if "MLA" in name}
+HANDED |= {
+    "norms are computed again": 0,
+    "blocks, tp2 of parts of blocks": 0,
+    "FSDP of megatron-core, hybrid": 4,
+    "MLA, blocks, tp2 of parts of blocks": 2,
+    "MLA without latent queries, packed": 4,
 }
 """Inputs of linear layers that norms quantise.
 
@@ -196,7 +193,7 @@ def _compared(name: str, *, fault: bool = False) -> tuple[dict[str, Any], dict[s
 
 
 @pytest.mark.parametrize("name", some(RUNS, []))
-def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name: str) -> None:
+def test_fp8_operands_keep_bits_and_planned_memory(name: str) -> None:
     ours, apart = _compared(name)
     assert ours["steps"] == apart["steps"]
     handed = HANDED[name]
@@ -208,7 +205,7 @@ def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name:
 
 
 @pytest.mark.full
-def test_a_norm_that_takes_the_scale_of_its_part_is_seen() -> None:
+def test_fp8_operands_norm_with_partial_scale_is_found() -> None:
     ours, apart = _compared("MLA, tensor, tp2 sequence parallel", fault=True)
     assert ours["steps"] != apart["steps"]
     assert ours["steps"] == [pytest.approx(right, rel=0.05) for right in apart["steps"]], (
@@ -233,7 +230,7 @@ FED = {
 
 
 @pytest.mark.parametrize("name", FED)
-def test_norms_quantise_for_all_that_read_them(name: str) -> None:
+def test_fp8_operands_norms_quantise_for_all_readers(name: str) -> None:
     run = load(
         ["parallel=single", *(w for w in words(name) if not w.startswith("parallel="))],
         INTERPRETED,
@@ -266,7 +263,7 @@ TRAINED = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp8_tensorwise", "fp8_blockwise"])
-def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -> None:
+def test_fp8_operands_triton_stays_near_emulation(precision: str) -> None:
     from tests.support import interpreted
 
     changed = {word.partition("=")[0] for word in TRAINED} | {"kernels"}
@@ -292,7 +289,7 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
         ((*HYBRID, PLAIN), None),
     ],
 )
-def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | None) -> None:
+def test_fp8_operands_chosen_quantiser_is_reported(more: tuple[str, ...], why: str | None) -> None:
     said = {word.partition("=")[0] for word in more}
     given = [
         "parallel=single",
@@ -311,9 +308,7 @@ WIDE = 256 * 128
 
 
 @pytest.mark.parametrize(("word", "kept"), [("triton", 0), ("reference", WIDE)])
-def test_the_plan_counts_what_was_gathered_where_it_is_quantised_behind_the_gather(
-    word: str, kept: int
-) -> None:
+def test_fp8_operands_plan_counts_gathered_operands(word: str, kept: int) -> None:
     given = ["parallel=tp2sp", "precision=fp8_tensorwise", *SMALL, f"kernels.norm={word}"]
     run = load(given, INTERPRETED, {}).run
     ops = [op for chunk in stage_memories(run)[0].chunks for graph in chunk for op in graph.ops]

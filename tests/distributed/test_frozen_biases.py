@@ -21,8 +21,9 @@ SCRIPT = """torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-
 """
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("rate", "moves"), [("0", False), ("null", True)])
-def test_a_rate_of_0_freezes_biases_and_a_model_is_trained_beside_them(
+def test_frozen_biases_zero_rate_freezes_biases_only(
     rate: str, moves: bool, tmp_path: Path
 ) -> None:
     words = [
@@ -43,7 +44,7 @@ def test_a_rate_of_0_freezes_biases_and_a_model_is_trained_beside_them(
     assert not torch.equal(begun[key := "model/embedding.word_embeddings.weight"], ended[key])
 
 
-def test_a_script_that_freezes_biases_is_read_so(tmp_path: Path) -> None:
+def test_frozen_biases_imported_from_script(tmp_path: Path) -> None:
     (tmp_path / "frozen.sh").write_text(SCRIPT)
     done = commands.mtrain("recipe", "import", "frozen.sh", "-o", "frozen.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
         return found
 
 
-def test_gradients_of_micro_batches_are_added_up_in_fp32_without_hooks() -> None:
+def test_fsdp2_gradients_accumulate_in_fp32_without_hooks() -> None:
     for found in run_ranks(2, _gradients, _run()):
         assert set(found) == {(False, "torch.float32", True)}
 
@@ -77,7 +77,7 @@ def _order(run: RunConfig) -> tuple[list[str], list[str]]:
     return said[:last], said[last:]
 
 
-def test_the_next_layer_is_gathered_while_one_computes() -> None:
+def test_fsdp2_next_layer_is_prefetched() -> None:
     for forward, backward in run_ranks(2, _order, _run()):
         assert forward == [
             "gather 0",
@@ -92,7 +92,8 @@ def test_the_next_layer_is_gathered_while_one_computes() -> None:
         assert backward[:4] == ["gather 3", "gather 2", "gather 1", "gather 0"]
 
 
-def test_a_layer_that_is_run_again_gathers_none_that_has_been_used() -> None:
+@pytest.mark.full
+def test_fsdp2_recomputation_regathers_no_used_layer() -> None:
     for _, backward in run_ranks(2, _order, _run(recompute=AGAIN)):
         first = backward[: backward.index("compute 0") + 1]
         assert sorted(word for word in first if word.startswith("gather")) == [

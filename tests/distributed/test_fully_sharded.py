@@ -114,8 +114,9 @@ def _on(run: RunConfig, ranks: int) -> RunConfig:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(["fsdp2", "megatron"], ["megatron"]))
-def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
+def test_fully_sharded_uneven_ranks_are_proven(name: str) -> None:
     rows = prove.compared(_on(_run(LAYOUTS[name]), 3))
     assert all(row.equal for row in rows), prove.table(rows)
 
@@ -124,8 +125,9 @@ ALWAYS = ("fsdp2 tied", "megatron optimizer bf16", "offload bf16, distributed op
 """Every way of keeping state."""
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
-def test_a_layout_is_proven(name: str) -> None:
+def test_fully_sharded_layout_is_proven(name: str) -> None:
     rows = prove.compared(_run(LAYOUTS[name]))
     assert all(row.equal for row in rows), prove.table(rows)
 
@@ -166,10 +168,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 RESUMED_ALWAYS = ("megatron optimizer bf16", "offload bf16, distributed optimizer")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(RESUMED, RESUMED_ALWAYS))
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
-    name: str, whole: Uninterrupted, tmp_path: Path
-) -> None:
+def test_fully_sharded_resume_is_bitwise(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = _run(LAYOUTS[name])
     values, first, last = whole(name, run)
     more = run_ranks(run.parallel.ranks or 1, _job, run, STEPS - HALF, tmp_path, None, first)
@@ -223,6 +224,7 @@ CHANGED_ALWAYS = (
 )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -230,7 +232,7 @@ CHANGED_ALWAYS = (
         for pair in CHANGES
     ],
 )
-def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
+def test_fully_sharded_resume_across_layouts_keeps_state_bits(
     saved: str, resumed: str, whole: Uninterrupted, tmp_path: Path
 ) -> None:
     tables = {**LAYOUTS, **PLAIN}
@@ -273,8 +275,9 @@ def _use(run: RunConfig) -> tuple[float, list[int], float]:
 USED = ["fsdp2 tp2", "fsdp2 replicas", "fsdp2 pp2 tied", "megatron tp2", "megatron optimizer"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(USED, ["fsdp2 pp2 tied"]))
-def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name: str) -> None:
+def test_fully_sharded_evaluates_and_samples_between_steps(name: str) -> None:
     run = _run(LAYOUTS[name])
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
     expected_loss, expected_tokens, expected_next = run_ranks(1, _use, alone(run))[0]
@@ -288,7 +291,7 @@ UNREDUCED = ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"]
 
 
 @pytest.mark.parametrize("name", some(UNREDUCED, ["megatron"]))
-def test_a_shard_that_is_not_reduced_is_found(name: str) -> None:
+def test_fully_sharded_unreduced_shard_is_found(name: str) -> None:
     with seeded(unreduced):
         rows = prove.compared(_run(LAYOUTS[name]))
     assert any(row.what == "gradient" and row.error > 0.1 for row in rows), prove.table(rows)
@@ -299,7 +302,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
     lives then.
     """
     from mtrain.assembly import model
-    from mtrain.mcore.local_params import local_params
+    from mtrain.mcore.state.local_params import local_params
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
@@ -337,7 +340,7 @@ def _live_bytes() -> int:
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "megatron"])
-def test_a_rank_keeps_its_part_of_the_weights_and_never_had_more(name: str) -> None:
+def test_fully_sharded_rank_never_holds_whole_weights(name: str) -> None:
     ranks = 2
     for rank in run_ranks(ranks, _memory, _on(_run(LAYOUTS[name]), ranks)):
         assert rank["made"] < 0.01 * rank["all"], "weights had memory before they were cut"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
@@ -56,9 +56,7 @@ def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("average", ["token", "sample"])
-def test_documents_of_two_tokens_change_nothing_for_layers_that_predict_further(
-    average: str, tmp_path: Path
-) -> None:
+def test_further_tokens_two_token_documents_change_nothing(average: str, tmp_path: Path) -> None:
     def of(samples: int) -> RunConfig:
         trainer = {"global_batch_size": samples, "micro_batch_size": 1, "loss_average": average}
         run = tiny_run(model={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, trainer=trainer)

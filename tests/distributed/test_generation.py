@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from mtrain.train.generate.sampler.request import Sampling
 
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.model import MLAConfig, MoEConfig
-from mtrain.train.generate.request import Sampling
+from mtrain.models.hybrid.config import HybridConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
@@ -119,18 +119,20 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     return [run_ranks(1, _texts, run, False, [prompt], sampling)[0][0] for prompt in PROMPTS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "name",
     some(
         CASES,
         [
-            *("sinks and every other layer windowed", "linear attention pp2vpp2"),
-            *("multi-token prediction tp2", "hybrid pp2"),
+            "sinks and every other layer windowed",
+            "linear attention pp2vpp2",
+            "multi-token prediction tp2",
+            "hybrid pp2",
         ],
     ),
 )
-def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> None:
+def test_generation_cache_keeps_tokens_for_unequal_prompts(name: str) -> None:
     model, layout = CASES[name]
     greedy = Sampling(TOKENS, temperature=0)
     run = tiny_run(model=model, trainer=LIVELY, **layout)
@@ -145,6 +147,7 @@ def test_the_cache_changes_no_token_of_prompts_of_unlike_lengths(name: str) -> N
 MAMBA = {**MIXERS, "num_layers": 2, "hybrid": MIXERS["hybrid"].model_copy(update={"pattern": "MM"})}
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("model", "what"),
     [
@@ -155,14 +158,14 @@ MAMBA = {**MIXERS, "num_layers": 2, "hybrid": MIXERS["hybrid"].model_copy(update
         ),
     ],
 )
-def test_a_cache_that_forgets_is_caught(model: dict[str, Any], what: str) -> None:
+def test_generation_forgetting_cache_is_found(model: dict[str, Any], what: str) -> None:
     greedy = Sampling(TOKENS, temperature=0)
     run = tiny_run(model=model)
     whole, spoilt = (run_ranks(1, _texts, run, True, PROMPTS, greedy, f)[0] for f in ("", what))
     assert all(a != b for a, b in zip(whole, spoilt, strict=True))
 
 
-def test_what_is_drawn_follows_the_seed_and_no_other_prompt() -> None:
+def test_generation_draws_follow_seed_only() -> None:
     run = tiny_run()
     drawn = Sampling(12, temperature=1.5, top_k=40, top_p=0.95, min_p=0.01, seed=3)
     expected = _alone_without_a_cache(run, drawn)
@@ -170,8 +173,8 @@ def test_what_is_drawn_follows_the_seed_and_no_other_prompt() -> None:
     assert run_ranks(1, _texts, run, True, PROMPTS, replace(drawn, seed=4))[0] != expected
 
 
-def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
-    from mtrain.mcore.cache import obstacle
+def test_generation_limited_capacity_has_no_cache() -> None:
+    from mtrain.mcore.layers.cache import obstacle
 
     def config(**fields: Any) -> Any:
         plain = {
@@ -179,7 +182,7 @@ def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
             "multi_latent_attention": False,
             "moe_expert_capacity_factor": None,
         }
-        return SimpleNamespace(**{**plain, "experimental_attention_variant": None, **fields})
+        return SimpleNamespace(**(plain | {"experimental_attention_variant": None} | fields))
 
     assert obstacle(config(), "reference") == ""
     assert "indexer" in obstacle(config(experimental_attention_variant="dsa"), "reference")

@@ -46,7 +46,7 @@ def _errors(found: Any, right: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", some(CASES, ["tp2 sequence parallel, tied"]))
-def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path) -> None:
+def test_gradient_accumulation_fused_equals_separate(name: str, tmp_path: Path) -> None:
     model, parallel = CASES[name]
     run = tiny_run(model=model, **parallel)
     right = _trained(run, tmp_path / "apart")
@@ -57,7 +57,8 @@ def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
-def test_in_half_precision_what_is_added_was_not_rounded(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_gradient_accumulation_half_precision_is_not_rounded(tmp_path: Path) -> None:
     run = tiny_run(dtype="bf16", **SP)
     right = _trained(run, tmp_path / "apart", 1)
     found = _trained(apply(run, FUSED), tmp_path / "fused", 1)

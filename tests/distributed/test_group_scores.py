@@ -46,7 +46,7 @@ def published(logits: Tensor, best: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(("key", "best"), [(1, 1), (2, 2), (3, 3), (None, 2)])
-def test_a_group_is_worth_as_many_of_its_scores_as_the_key_says(key: int | None, best: int) -> None:
+def test_group_scores_sum_as_many_as_configured(key: int | None, best: int) -> None:
     run = tiny_run(model={"moe": MoEConfig(**ROUTING, router_group_score_topk=key)})
 
     def routes() -> list[set[int]]:

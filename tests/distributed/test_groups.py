@@ -23,12 +23,12 @@ def _groups(run: RunConfig) -> list[list[int]]:
         ]
 
 
-def test_a_rank_alone_has_no_group_beside_the_world() -> None:
+def test_groups_single_rank_has_only_world() -> None:
     assert run_ranks(1, _groups, tiny_run()) == [[[0]]]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-def test_all_groups_of_one_rank_are_one(layout: dict[str, int]) -> None:
+def test_groups_of_one_rank_are_one(layout: dict[str, int]) -> None:
     for rank, found in enumerate(run_ranks(2, _groups, tiny_run(ranks=2, **layout))):
         assert found.count([rank]) == 1
         assert found.count([0, 1]) > 1, (
@@ -36,7 +36,7 @@ def test_all_groups_of_one_rank_are_one(layout: dict[str, int]) -> None:
         )
 
 
-def test_no_group_connects_before_it_is_used() -> None:
+def test_groups_connect_on_first_use() -> None:
     """With a bound world, torch connects every new group at once, and asks all ranks to
     take part.
     """
@@ -61,7 +61,7 @@ def test_no_group_connects_before_it_is_used() -> None:
             return real(*args, **kwargs)
 
         dist.new_group = new_group
-        with groups.few_communicators(mcore.parallel_state):
+        with groups.shared_communicators(mcore.parallel_state):
             mcore.parallel_state.create_group([0, 1])
             mcore.parallel_state.create_group([0])
         return bound, world.bound_device_id == device

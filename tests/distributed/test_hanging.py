@@ -103,7 +103,7 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
 
 
 @pytest.mark.full
-def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
+def test_hanging_sleeping_rank_is_named_with_all_stacks(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     cases = (("tp2", 1), ("pp2", 0))
@@ -140,7 +140,8 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
         assert waiting in stacks(home, 1 - sleeper)
 
 
-def test_a_stopped_rank_is_named_by_the_others(
+@pytest.mark.full
+def test_hanging_stopped_rank_is_named(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     # four ranks are slow to show signs
@@ -169,7 +170,7 @@ def test_a_stopped_rank_is_named_by_the_others(
         assert stacks(homes[stopped], 1 - stopped)
 
 
-def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
+def test_hanging_rank_missing_a_collective_is_named(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
@@ -183,7 +184,7 @@ def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
 
 
 @pytest.mark.full
-def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(
+def test_hanging_rank_holding_gil_leaves_stacks(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     hold = lambda: ctypes.PyDLL(None).sleep(10_000)  # noqa: E731
@@ -196,7 +197,7 @@ def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(
 
 
 @pytest.mark.full
-def test_the_ranks_of_another_launcher_end_as_well(
+def test_hanging_ranks_of_another_launcher_end(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     words = (*RUN, *limits.words, "parallel=tp2")
@@ -213,7 +214,7 @@ def test_the_ranks_of_another_launcher_end_as_well(
 
 
 @pytest.mark.full
-def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_nothing(
+def test_hanging_slow_healthy_run_reports_nothing(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
@@ -253,7 +254,7 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
 
 
 @pytest.mark.full
-def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for(
+def test_hanging_slow_disk_is_awaited(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
@@ -277,7 +278,8 @@ def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for
     assert "no progress" not in run.said
 
 
-def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(
+@pytest.mark.full
+def test_hanging_transient_stall_is_reported_once(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     words = (*replace(limits, hard_s=20 * limits.hard_s).words, "trainer.train_iters=8")
@@ -300,7 +302,7 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_as_a_whole_goes_on(
+def test_hanging_suspended_run_continues(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     run = Launched(*RUN, *limits.words, "parallel=tp2", "log.progress=none", cwd=tmp_path)

@@ -85,7 +85,7 @@ def _ask(run: Any, file: Path, task: Path | None = None) -> Any:
         )
 
 
-def test_requests_are_answered_by_the_model_alike_in_any_layout(tokenizer: Path) -> None:
+def test_harness_answers_are_equal_in_any_layout(tokenizer: Path) -> None:
     (pairs, rolling, texts), (pair, windows) = run_ranks(1, _ask, tiny_run(), tokenizer)[0]
     assert pairs[0][0] == pytest.approx(pair, abs=1e-5)
     assert all(value < 0 for value, _ in pairs)
@@ -101,7 +101,7 @@ def test_requests_are_answered_by_the_model_alike_in_any_layout(tokenizer: Path)
         assert answers[2] == texts
 
 
-def test_a_task_of_a_file_is_done(tokenizer: Path, tmp_path: Path) -> None:
+def test_harness_file_task_runs(tokenizer: Path, tmp_path: Path) -> None:
     lines = [{"q": "the cat", "c": [" sat", " zzz qqq xxx ###"], "a": i % 2} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     task = tmp_path / "choice.yaml"

@@ -20,7 +20,7 @@ def _buffers() -> list[Any]:
     return list(tiny.model(tiny.config(), distributed_optimizer=True).buffers)
 
 
-def test_weights_come_back_from_host_memory() -> None:
+def test_host_copies_restore_weights() -> None:
     def there_and_back() -> tuple[bool, bool, bool]:
         buffer = _buffers()[0]
         for change in (0.0, 1.0):  # the second time into the memory that is there already
@@ -36,9 +36,9 @@ def test_weights_come_back_from_host_memory() -> None:
     assert run_ranks(1, there_and_back)[0] == (True, True, True)
 
 
-def test_without_copies_the_weights_would_be_lost() -> None:
+def test_host_copies_absent_copies_lose_weights() -> None:
     def lost() -> bool:
-        from mtrain.mcore import hook
+        from mtrain.mcore.adapter import hook
 
         hook._Adapter.to_host = lambda self, value, *args, **kwargs: value  # type: ignore[method-assign,assignment]
         buffer = _buffers()[0]
@@ -48,7 +48,7 @@ def test_without_copies_the_weights_would_be_lost() -> None:
     assert run_ranks(1, lost)[0]
 
 
-def test_an_optimizer_leaves_device_memory_and_comes_back() -> None:
+def test_host_copies_optimizer_leaves_device_and_returns() -> None:
     def moved() -> tuple[bool, bool]:
         from mtrain.mcore import api
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import HybridConfig
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -75,7 +75,7 @@ def one_rank(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
-def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path: Path) -> None:
+def test_hybrid_layout_equals_one_rank(name: str, one_rank: Any, tmp_path: Path) -> None:
     run = hybrid_run(**LAYOUTS[name])
     values = run_ranks(run.parallel.ranks or 1, _train, run, tmp_path)[0]
     for found, expected in zip(values, one_rank[0], strict=True):
@@ -90,11 +90,11 @@ def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path
 
 
 @pytest.mark.full
-def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
+def test_hybrid_wrong_chunk_order_is_found(one_rank: Any) -> None:
     run = hybrid_run(**LAYOUTS["cp2"])
 
     def job() -> list[tuple[float, float]]:
-        from mtrain.mcore import mamba_context
+        from mtrain.mcore.layers import mamba_context
 
         mamba_context.context_positions = lambda tokens, ranks, ends, device: torch.arange(tokens)  # type: ignore
         return train_steps(run, STEPS)
@@ -103,17 +103,18 @@ def test_chunks_that_stay_as_ranks_hold_them_are_found(one_rank: Any) -> None:
     assert max(abs(found[0] / expected[0] - 1) for found, expected in pairs) > 1e-4
 
 
-def test_twenty_steps_learn() -> None:
+@pytest.mark.full
+def test_hybrid_twenty_steps_learn() -> None:
     losses = [loss for loss, _ in trained(hybrid_run(), 20)]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
 
 
-def test_the_plan_counts_the_parameters_that_are_built() -> None:
+def test_hybrid_plan_counts_built_parameters() -> None:
     run = hybrid_run(ranks=4, tp=2, pp=2)
 
     def job() -> int:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -123,7 +124,8 @@ def test_the_plan_counts_the_parameters_that_are_built() -> None:
     assert sum(run_ranks(4, job)) == parameters(run.model)
 
 
-def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_hybrid_resume_is_bitwise(tmp_path: Path) -> None:
     run = hybrid_run(model={"hidden_dropout": 0.1}, ranks=2, tp=2, sequence_parallel=True)
 
     def whole() -> list[tuple[float, float]]:
@@ -147,8 +149,8 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
     from mtrain_kernels.ssd import reference
 
     from mtrain.assembly.model import build_model
-    from mtrain.mcore import mamba_mixer
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.layers import mamba_mixer
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     def one_by_one(*args: Any, chunk: int, impl: str, **more: Any) -> Any:
@@ -171,7 +173,7 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
 
 
 @pytest.mark.parametrize("chunk", [8, 30, 64])
-def test_chunks_of_any_size_are_the_recurrence(chunk: int) -> None:
+def test_hybrid_chunk_size_keeps_recurrence(chunk: int) -> None:
     found, expected = (run_ranks(1, _mixed, hybrid_run(), size)[0] for size in (chunk, 0))
     for ours, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         assert float((ours - other).abs().max()) <= 2e-5 * float(other.abs().max())

@@ -48,7 +48,7 @@ def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     alone counts.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.sharding import model_shards
+    from mtrain.mcore.state.sharding import model_shards
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -58,9 +58,7 @@ def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
 
 
 @pytest.mark.parametrize("name", some(CASES, ["gated delta nets pp2"]))
-def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_hybrid_patterns_layout_equals_one_rank_and_plan(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
     one = hybrid(model, "single")
     run = hybrid(model, layout)
@@ -92,7 +90,7 @@ def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
     is off.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     tokens = torch.arange(32)[None] * 7 % one.model.vocab_size
@@ -115,7 +113,7 @@ def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", some(OF_LAYERS, ["gated delta nets"]))
-def test_a_pattern_is_the_transformer_of_the_same_layers(name: str, tmp_path: Path) -> None:
+def test_hybrid_patterns_equal_transformer_of_same_layers(name: str, tmp_path: Path) -> None:
     words = OF_LAYERS[name]
     transformer = built_as("hybrid", f"{words} parallel=single")
     model = transformer.model
@@ -144,7 +142,7 @@ OF_LATENT = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_LATENT)
-def test_latent_attention_of_a_hybrid_is_adapted_and_computed_again(name: str) -> None:
+def test_hybrid_patterns_latent_attention_is_recomputed(name: str) -> None:
     """`check` knows layers of latent attention for what they have: queries, keys and values, and a
     core.
     """

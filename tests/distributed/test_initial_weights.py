@@ -18,7 +18,7 @@ def _filled(
     shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], **more: Any
 ) -> torch.Tensor:
     from mtrain.assembly import philox, weights
-    from mtrain.mcore.sharding import TensorShard
+    from mtrain.mcore.state.sharding import TensorShard
 
     start, stop = more.get("flat", (0, prod(size)))
     tensor = torch.full((stop - start,), torch.nan)
@@ -39,7 +39,7 @@ def _filled(
         ((9, 4, 6), (1, 0, 2), (5, 4, 3)),
     ],
 )
-def test_a_shard_draws_its_part_of_the_whole_tensor(
+def test_initial_weights_shard_equals_part_of_whole(
     shape: tuple[int, ...],
     offset: tuple[int, ...],
     size: tuple[int, ...],
@@ -55,7 +55,7 @@ def test_a_shard_draws_its_part_of_the_whole_tensor(
     assert torch.equal(_filled(shape, offset, size, flat=flat), part[slice(*flat)])
 
 
-def test_a_shard_draws_little_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_weights_shard_draws_little_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.assembly import philox
 
     drawn: list[int] = []
@@ -65,7 +65,7 @@ def test_a_shard_draws_little_that_it_does_not_hold(monkeypatch: pytest.MonkeyPa
     assert sum(drawn) == 512 * 64
 
 
-def test_no_number_is_of_the_generator_of_a_device() -> None:
+def test_initial_weights_ignore_device_generator() -> None:
     """A device whose generator draws others begins with the same weights."""
 
     def job() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

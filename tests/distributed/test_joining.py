@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for
@@ -64,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         launched.kill()
 
 
-def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) -> None:
+def test_joining_agreeing_ranks_train(start: Callable[..., Launched], tmp_path: Path) -> None:
     ranks = [start(0, 2), start(1, 2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
     assert len(metrics(tmp_path / "runs/run")) == 2
@@ -77,7 +77,7 @@ def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) 
     )
 
 
-def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) -> None:
+def test_joining_rank_0_prints_warnings(start: Callable[..., Launched]) -> None:
     words = ("checkpoint.save_final=false", "checkpoint.save_interval=100")
     ranks = [start(rank, 2, *words) for rank in (0, 1)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
@@ -90,7 +90,7 @@ def _little_memory() -> None:
     Machine.here = classmethod(lambda cls, *_: cls(cpu_cores=2, memory_bytes=1 << 20))  # type: ignore[method-assign,assignment]
 
 
-def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
+def test_joining_small_machine_is_refused_for_all(
     start: Callable[..., Launched], tmp_path: Path
 ) -> None:
     first = start(0, 2, patch=_little_memory, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
@@ -102,9 +102,7 @@ def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
     assert not (tmp_path / "runs").exists()
 
 
-def test_absent_ranks_are_named_with_those_that_came(
-    start: Callable[..., Launched], tmp_path: Path
-) -> None:
+def test_joining_absent_ranks_are_named(start: Callable[..., Launched], tmp_path: Path) -> None:
     limit_s = patient(2)
     ranks = [start(rank, 4, f"trainer.join_timeout_s={limit_s}") for rank in (0, 2)]
     for rank in ranks:
@@ -118,7 +116,8 @@ def test_absent_ranks_are_named_with_those_that_came(
     assert not (tmp_path / "runs").exists()
 
 
-def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
+@pytest.mark.full
+def test_joining_absent_rank_0_is_named(start: Callable[..., Launched]) -> None:
     rank = start(1, 2, "trainer.join_timeout_s=2")
     assert rank.wait() == ENVIRONMENT
     assert "rank 1: rank 0 at 127.0.0.1:" in rank.said
@@ -126,7 +125,7 @@ def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
 
 
 @pytest.mark.full
-def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> None:
+def test_joining_absent_rank_0_of_launcher_store_is_named(tmp_path: Path) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -146,7 +145,7 @@ AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "
 
 
 @pytest.mark.full
-def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_path: Path) -> None:
+def test_joining_stale_store_keys_are_ignored(tmp_path: Path) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -168,7 +167,7 @@ def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_p
         )
 
 
-def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launched]) -> None:
+def test_joining_differing_keys_are_named(start: Callable[..., Launched]) -> None:
     ranks = [start(0, 2), start(1, 2, "optim.lr=0.5", "trainer.seed=7")]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT
@@ -179,7 +178,7 @@ def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launch
         assert "train_iters" not in rank.said
 
 
-def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None:
+def test_joining_differing_version_is_named(start: Callable[..., Launched]) -> None:
     import mtrain
 
     def other_version() -> None:
@@ -190,7 +189,7 @@ def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None
     assert "mtrain: 9.9 on rank 1 (" in ranks[0].said
 
 
-def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched]) -> None:
+def test_joining_differing_world_size_is_named(start: Callable[..., Launched]) -> None:
     ranks = [start(0, 2), start(1, 4)]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT
@@ -198,7 +197,7 @@ def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched
         assert "4 on rank 1 (" in rank.said
 
 
-def test_a_rank_whose_configuration_is_refused_tells_the_others(
+def test_joining_refused_rank_informs_others(
     start: Callable[..., Launched],
 ) -> None:
     ranks = [start(0, 2), start(1, 2, "optim.lr=-1")]
@@ -208,7 +207,7 @@ def test_a_rank_whose_configuration_is_refused_tells_the_others(
     assert "optim.lr" in ranks[0].said
 
 
-def test_a_refused_configuration_of_rank_0_reaches_the_others(
+def test_joining_refused_rank_0_informs_others(
     start: Callable[..., Launched],
 ) -> None:
     ranks = [start(0, 2, "optim.lr=-1"), start(1, 2)]
@@ -218,9 +217,7 @@ def test_a_refused_configuration_of_rank_0_reaches_the_others(
 
 
 @pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_rank_that_came_twice_is_named_with_both_processes(
-    start: Callable[..., Launched], twice: int
-) -> None:
+def test_joining_duplicate_rank_is_named(start: Callable[..., Launched], twice: int) -> None:
     word = soon()
     ranks = [start(rank, 3, word) for rank in (twice, twice, 1 - twice)]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 3
@@ -230,8 +227,9 @@ def test_a_rank_that_came_twice_is_named_with_both_processes(
         assert f"process {ranks[1].pid}" in rank.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
+def test_joining_late_duplicate_ends_by_itself(
     start: Callable[..., Launched], tmp_path: Path, twice: int
 ) -> None:
     ranks = [start(rank, 2, "trainer.train_iters=100000", "log.progress=none") for rank in (0, 1)]
@@ -249,7 +247,7 @@ def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
 
 
 @pytest.mark.full
-def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched]) -> None:
+def test_joining_importing_rank_is_awaited(start: Callable[..., Launched]) -> None:
     limit_s = patient(2)
 
     def slow() -> None:
@@ -268,7 +266,7 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
 
 
-def test_a_rank_that_is_refused_while_it_imports_ends_at_once(
+def test_joining_refused_rank_ends_during_import(
     start: Callable[..., Launched],
 ) -> None:
     def stuck() -> None:
@@ -282,7 +280,8 @@ def test_a_rank_that_is_refused_while_it_imports_ends_at_once(
         assert "trainer.seed: 7 on rank 1" in rank.said
 
 
-def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Launched]) -> None:
+@pytest.mark.full
+def test_joining_unready_rank_is_named(start: Callable[..., Launched]) -> None:
     def hasty() -> None:
         from mtrain.world import join, rendezvous
 
@@ -303,7 +302,7 @@ def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Lau
 
 
 @pytest.mark.full
-def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Launched]) -> None:
+def test_joining_stopped_rank_0_is_reported(start: Callable[..., Launched]) -> None:
     def stop_when_it_serves() -> None:
         from mtrain.world import rendezvous
 
@@ -319,7 +318,9 @@ def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Lau
 
 
 @pytest.mark.full
-def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_path: Path) -> None:
+def test_joining_foreign_port_owner_is_reported(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].recv(1), daemon=True).start()
         environment = as_rank(0, 2, other.getsockname()[1])
@@ -329,7 +330,7 @@ def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_
 
 
 @pytest.mark.full
-def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_path: Path) -> None:
+def test_joining_absent_local_rank_is_named(tmp_path: Path) -> None:
     def stop_rank_1() -> None:
         from mtrain.launching import jobs
 

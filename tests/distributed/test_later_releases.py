@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not release.at_least(0, 19), reason="megatron-co
 STEPS = 3
 
 
-def test_an_update_is_skipped_where_the_gradient_norm_is_too_large() -> None:
+def test_later_releases_large_gradient_norm_skips_update() -> None:
     """The losses are those of weights that stay where they are; below the threshold nothing
     changes.
     """
@@ -40,7 +40,7 @@ def test_an_update_is_skipped_where_the_gradient_norm_is_too_large() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("loss", ["reference", "megatron"])
-def test_detached_predictions_leave_the_gradients_of_the_model_alone(
+def test_later_releases_detached_predictions_keep_gradients(
     loss: str, tied: bool, tmp_path: Path
 ) -> None:
     def gradients(name: str, **mtp: object) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_detached_predictions_leave_the_gradients_of_the_model_alone(
     assert not torch.allclose(plain[read], together[read], rtol=1e-3)
 
 
-def test_layers_that_predict_are_computed_again_for_packed_samples(tmp_path: Path) -> None:
+def test_later_releases_packed_mtp_is_recomputed(tmp_path: Path) -> None:
     """Each of their calls runs twice then, and gradients are those of activations that
     were kept.
     """
@@ -79,7 +79,8 @@ def test_layers_that_predict_are_computed_again_for_packed_samples(tmp_path: Pat
         found[granularity] = run_ranks(
             1, lambda run=run: _counted(run, tmp_path / run.parallel.recompute.granularity)
         )[0]
-    (kept, once), (computed, twice) = found["none"], found["full"]
+    kept, once = found["none"]
+    computed, twice = found["full"]
     assert twice == 2 * once
     assert kept == pytest.approx(computed, rel=1e-6)
     left, right = (whole_tensors(tmp_path / name / "step_00000000") for name in found)

@@ -157,9 +157,10 @@ WAYS: dict[str, Start] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", some(WAYS, ["exec", "torchrun", "srun"]))
-def test_ranks_end_bitwise_as_forked_ones(
+def test_launchers_ranks_end_bitwise_as_forked(
     way: str, ranks: int, expected: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
     finish(WAYS[way](tmp_path, ranks))
@@ -168,7 +169,8 @@ def test_ranks_end_bitwise_as_forked_ones(
     assert not composed.exists() or composed.read_text() == "composed\n", "rank 0 alone composes"
 
 
-def test_variables_of_another_torchrun_are_not_those_of_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_launchers_foreign_torchrun_variables_are_ignored(tmp_path: Path) -> None:
     stray = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "other",
@@ -180,7 +182,7 @@ def test_variables_of_another_torchrun_are_not_those_of_the_ranks(tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", ["prove", pytest.param("rehearse", marks=pytest.mark.full)])
-def test_a_verb_that_is_asked_to_stop_leaves_no_folder(verb: str, tmp_path: Path) -> None:
+def test_launchers_stopped_verb_leaves_no_folder(verb: str, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
 
@@ -198,7 +200,7 @@ def test_a_verb_that_is_asked_to_stop_leaves_no_folder(verb: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGHUP", marks=pytest.mark.full)])
-def test_a_launcher_that_is_asked_to_stop_saves(name: str, tmp_path: Path) -> None:
+def test_launchers_stopped_launcher_saves(name: str, tmp_path: Path) -> None:
     run = Launched(*words(1), "trainer.train_iters=100000", "log.progress=none", cwd=tmp_path)
     try:
         wait_for(lambda: (tmp_path / "runs/run/metrics.jsonl").exists())
@@ -211,7 +213,7 @@ def test_a_launcher_that_is_asked_to_stop_saves(name: str, tmp_path: Path) -> No
     assert list((run_of / "checkpoints").glob("step_*/manifest.json"))
 
 
-def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) -> None:
+def test_launchers_corpus_is_prepared_before_join(tmp_path: Path) -> None:
     preparing = tmp_path / "preparing"
     waiting = tmp_path / "waiting"
 
@@ -256,8 +258,9 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
     assert sorted(prepared[1:]) == ["0 True", "1 True"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
-def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -> None:
+def test_launchers_run_starts_without_cache(name: str, tmp_path: Path) -> None:
     # a pool does not survive a fork
     threads = {
         "OMP_NUM_THREADS": "2",
@@ -267,14 +270,14 @@ def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -
     finish([Launched(*words(1), cwd=tmp_path, environment=threads)])
 
 
-def test_a_name_of_rank_0_that_nobody_knows_is_said(tmp_path: Path) -> None:
+def test_launchers_unknown_master_name_is_reported(tmp_path: Path) -> None:
     place = as_rank(0, 2, free_port(), MASTER_ADDR="no-such-machine.invalid")
     rank = Launched(*words(2), "trainer.join_timeout_s=1", cwd=tmp_path, environment=place)
     assert rank.wait() == 3, rank.said
     assert "MASTER_ADDR=no-such-machine.invalid: " in rank.said
 
 
-def test_a_thousand_ranks_join_over_one_store_within_ten_seconds(
+def test_launchers_1000_ranks_join_one_store_in_10_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 1024

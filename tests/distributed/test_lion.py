@@ -31,7 +31,7 @@ def _against_the_definition() -> float:
     """The largest difference of a weight after some steps from weights that are updated here, as
     the paper says.
     """
-    from mtrain.mcore.optimizer_state import inner_optimizers
+    from mtrain.mcore.state.optimizer_state import inner_optimizers
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
@@ -63,11 +63,12 @@ def _against_the_definition() -> float:
         return max(float((p - weights[p]).abs().max()) for p, _ in groups)
 
 
-def test_an_update_is_that_of_the_paper() -> None:
+def test_lion_update_equals_paper() -> None:
     # a step is 2e-4 and more: one wrong sign would show
     assert run_ranks(1, _against_the_definition)[0] < 1e-6
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -77,7 +78,7 @@ def test_an_update_is_that_of_the_paper() -> None:
         pytest.param(FSDP, id="dp2 megatron's fsdp"),
     ],
 )
-def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
+def test_lion_two_ranks_equal_one(layout: dict[str, Any]) -> None:
     expected = run_ranks(1, train_steps, _run(), 8)[0]
     found = run_ranks(2, train_steps, _run(**layout), 8)
     assert all(values == found[0] for values in found)
@@ -94,7 +95,7 @@ def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
     ],
     ids=["fsdp", "bf16"],
 )
-def test_a_resume_changes_no_bit_and_another_layout_goes_on(
+def test_lion_resume_is_bitwise_and_reshards(
     dtype: str, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     run = _run(dtype=dtype, **layout)
@@ -115,7 +116,7 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_the_plan_counts_one_state_tensor() -> None:
+def test_lion_plan_counts_one_state() -> None:
     lion = _run()
     adamw = tiny_run()
     assert list(OPTIMIZERS["lion"].states(lion)) == ["exp_avg"]

@@ -12,8 +12,8 @@ import torch
 
 from mtrain.cli import prove
 from mtrain.cli.setup import load
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some
@@ -70,9 +70,7 @@ def part_of(key: str) -> str:
 
 
 @pytest.mark.full
-def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
-    shapes: DataConfig, tmp_path: Path
-) -> None:
+def test_llava_captions_are_learned_and_resume_bitwise(shapes: DataConfig, tmp_path: Path) -> None:
     run = run_with(("vision",), shapes)
 
     def whole() -> list[tuple[float, float]]:
@@ -90,13 +88,12 @@ def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
     assert all(torch.equal(first[key], last[key]) for key in first)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "freeze",
     some(["vision", "vision,language", "projector", "language"], ["vision,language", "projector"]),
 )
-def test_what_is_frozen_stays_bitwise_and_has_no_state_and_the_rest_moves(
-    freeze: str, tmp_path: Path
-) -> None:
+def test_llava_frozen_part_stays_bitwise_without_state(freeze: str, tmp_path: Path) -> None:
     frozen = tuple(freeze.split(","))
     run = run_with(frozen, ranks=2, tp=2)
     run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path, save_after=0))
@@ -112,12 +109,12 @@ def test_what_is_frozen_stays_bitwise_and_has_no_state_and_the_rest_moves(
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_the_plan_counts_what_is_built_and_what_is_frozen(pp: int) -> None:
+def test_llava_plan_counts_built_and_frozen(pp: int) -> None:
     run = run_with(("projector",), ranks=pp, pp=pp)
 
     def job() -> tuple[int, int]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:
@@ -156,14 +153,15 @@ def compared(words: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "pp2, projector alone"]))
-def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
+def test_llava_layout_equals_one_rank(name: str) -> None:
     rows = compared(LAYOUTS[name])
     assert all(row.equal for row in rows), prove.table(rows)
 
 
-def test_a_rank_that_reads_other_images_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.mcore.image_language_model import ImageLanguageModel
+def test_llava_wrong_images_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.mcore.models.image_language_model import ImageLanguageModel
 
     real = ImageLanguageModel._features
 
@@ -174,7 +172,7 @@ def test_a_rank_that_reads_other_images_is_found(monkeypatch: pytest.MonkeyPatch
     assert not all(row.equal for row in compared("parallel=tp2sp trainer.seed=99"))
 
 
-def test_a_rank_reads_its_own_samples_and_their_images(shapes: DataConfig, tmp_path: Path) -> None:
+def test_llava_rank_reads_its_samples_and_images(shapes: DataConfig, tmp_path: Path) -> None:
     """Two data-parallel ranks see what one sees, text without an image included."""
     lines = (Path(str(shapes.path)) / "shapes.jsonl").read_text().splitlines()
     mixed = Path(str(shapes.path)) / "mixed.jsonl"

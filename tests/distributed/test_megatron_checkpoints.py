@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mtrain.cli.main import main
-from mtrain.convert import torch_dist_read
-from mtrain.convert.words import as_tensor
+from mtrain.convert.megatron import reader as torch_dist_read
+from mtrain.convert.raw_arrays import as_tensor
 from mtrain.errors import ConfigError, CorruptData
 from tests.support import megatron_models as theirs
 from tests.support.covering import some
@@ -79,8 +79,9 @@ def same(
         assert torch.equal(found[name][cut], tensor[cut]), name
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(GOES, QUICK))
-def test_what_megatron_core_saves_comes_back_to_it(name: str, tmp_path: Path) -> None:
+def test_megatron_checkpoint_round_trip(name: str, tmp_path: Path) -> None:
     case = theirs.CASES[GOES[name][0]]
     layout = LAYOUTS[GOES[name][1]]
     source = tmp_path / "theirs/iter_0000100"
@@ -107,7 +108,8 @@ def test_what_megatron_core_saves_comes_back_to_it(name: str, tmp_path: Path) ->
     assert not any(re.search("optimizer|_extra_state|rng", part) for part in used)
 
 
-def test_a_checkpoint_of_two_ranks_comes_back_to_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_megatron_checkpoint_two_ranks_round_trip(tmp_path: Path) -> None:
     case = theirs.CASES["grouped queries, gated"]
     expected = saved(case, tmp_path / "theirs", ranks=2)
     assert (
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_two_ranks_comes_back_to_two_ranks(tmp_path: Path) -> No
         assert all(key.endswith("_extra_state") for key in unknown)
 
 
-def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
+def test_megatron_checkpoint_grouped_experts_load_export(tmp_path: Path) -> None:
     case = theirs.CASES["experts"]
     saved(case, tmp_path / "theirs")
     assert (
@@ -139,7 +141,7 @@ def test_our_own_grouped_experts_load_an_export(tmp_path: Path) -> None:
         from mtrain.assembly.model import build_model
         from mtrain.ckpt.state import load_model
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.world.init import joined
 
         run = read_run_file(tmp_path / "run/run.yaml")
@@ -182,7 +184,7 @@ WRONG = {
 }
 
 
-def test_weights_of_another_model_are_named_and_nothing_is_written(
+def test_megatron_checkpoint_foreign_model_writes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = theirs.CASES["grouped queries, gated"]
@@ -204,10 +206,10 @@ def test_weights_of_another_model_are_named_and_nothing_is_written(
     assert "which model it is" in capfd.readouterr().err
 
 
-def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> None:
+def test_megatron_checkpoint_differing_duplicate_norm_is_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     state = {"decoder.layers.pre_mlp_layernorm.weight": torch.ones(2, 4)}
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.tensor(
@@ -229,12 +231,12 @@ def test_a_norm_that_is_held_twice_and_differs_is_refused(tmp_path: Path) -> Non
         reader.tensor("decoder.layers.1.pre_mlp_layernorm.weight")
 
 
-def test_a_layer_is_read_without_the_others(
+def test_megatron_checkpoint_layer_is_read_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from mtrain.convert.megatron import open_weights
+    from mtrain.convert.megatron.checkpoint import open_weights
 
     whole = torch.randn(16, 8, 4)
     state = {"model.decoder.layers.mlp.linear_fc2.weight": whole}
@@ -256,9 +258,9 @@ def test_a_layer_is_read_without_the_others(
     assert read == [8 * 4 * 4]
 
 
-def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
+def test_megatron_checkpoint_unlike_layers_are_not_stacked(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.megatron import give_megatron
+    from mtrain.convert.megatron.checkpoint import give_megatron
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):
@@ -269,9 +271,7 @@ def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
     "name",
     some(["grouped queries, gated", "layer norms, biases", "experts"], ["grouped queries, gated"]),
 )
-def test_imported_weights_compute_what_megatron_core_computes_with_them(
-    name: str, tmp_path: Path
-) -> None:
+def test_megatron_checkpoint_import_computes_as_megatron(name: str, tmp_path: Path) -> None:
     import numpy as np
 
     case = theirs.CASES[name]
@@ -292,7 +292,7 @@ def test_imported_weights_compute_what_megatron_core_computes_with_them(
     )
 
     def compute() -> None:
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.launching import local
 
         run = read_run_file(tmp_path / "run/run.yaml")
@@ -304,7 +304,9 @@ def test_imported_weights_compute_what_megatron_core_computes_with_them(
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_megatron_checkpoint_empty_table_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = {"embedding.word_embeddings.weight": torch.tensor(1.0)}
@@ -320,9 +322,9 @@ def test_a_table_without_rows_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "word_embeddings.weight makes a tensor of shape [], and our" in capfd.readouterr().err
 
 
-def test_an_export_to_megatron_ends_with_the_error_of_what_it_read(tmp_path: Path) -> None:
+def test_megatron_checkpoint_export_ends_with_reader_error(tmp_path: Path) -> None:
     from mtrain.config.compose.composer import compose
-    from mtrain.convert.torch_dist_write import export_torch_dist
+    from mtrain.convert.megatron.writer import export_torch_dist
 
     name = "decoder.final_layernorm.weight"
     step = SimpleNamespace(theirs=(name,))

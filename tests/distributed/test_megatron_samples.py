@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.megatron_order import MegatronSamples
 from tests.support.forked import run_alone
@@ -97,7 +97,7 @@ MANY = 6
 
 
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.full)])
-def test_samples_are_those_of_megatron_core(tmp_path: Path, times: int) -> None:
+def test_megatron_samples_equal_megatron_core(tmp_path: Path, times: int) -> None:
     big = corpus(tmp_path / "big", 1500 * times, 1)
     small = corpus(tmp_path / "small", 300, 2)
     more = [

@@ -43,7 +43,7 @@ def _run(optim: dict[str, Any] | None = None, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
-def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+def test_muon_layout_equals_one_rank(name: str) -> None:
     keys = LAYOUTS[name]
     one = _run(model=keys.get("model"))
     many = _run(**keys)
@@ -55,7 +55,7 @@ def test_a_layout_trains_as_one_rank_does(name: str) -> None:
 
 
 @pytest.mark.full
-def test_blocks_are_orthogonalised_alone_where_that_is_asked_for() -> None:
+def test_muon_split_heads_are_orthogonalised_separately() -> None:
     whole, blocks = (
         _run({"muon": {"tp_mode": mode}}, ranks=2, tp=2) for mode in ("duplicated", "blockwise")
     )
@@ -70,8 +70,9 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(RESUMED, ["bf16, sharded"]))
-def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
+def test_muon_resume_is_bitwise_and_reshards(name: str, tmp_path: Path) -> None:
     keys = RESUMED[name]
     run = _run(ranks=2, **keys)
     other = _run(ranks=2, pp=2, dtype=keys["dtype"])
@@ -92,7 +93,7 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> None:
+def test_muon_matrix_owner_is_unique_and_balanced() -> None:
     run = _run(ranks=2, distributed_optimizer=True, model={"num_layers": 3})
 
     def spread() -> list[Any]:
@@ -126,7 +127,7 @@ def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> No
         ["dp2 tp2 sharded"],
     ),
 )
-def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
+def test_muon_rank_multiplies_as_planned(name: str) -> None:
     run = _run(**LAYOUTS[name])
 
     def counted() -> list[int]:
@@ -185,7 +186,7 @@ def _flops(matrix: Matrix, steps: int) -> int:
     return steps * sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
 
 
-def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> None:
+def test_muon_matrices_have_momentum_rest_adam() -> None:
     run = _run(
         {"muon": {"adamw_lr": 1e-4}}, model={"tie_word_embeddings": False, "qk_layernorm": True}
     )
@@ -225,7 +226,7 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
     }
 
 
-def test_queries_their_gate_keys_and_values_are_matrices_of_their_own() -> None:
+def test_muon_qkv_and_gate_are_separate_matrices() -> None:
     run = _run(model={"attention_output_gate": True})
 
     def cut() -> tuple[Any, int]:

@@ -35,11 +35,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _run(**keys: Any) -> RunConfig:
-    return tiny_run(**{**keys, "model": {**WIDER, **keys.get("model", {})}})
+    return tiny_run(**(keys | {"model": {**WIDER, **keys.get("model", {})}}))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ("tp2 tied", "pp2 with a prediction more")))
-def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+def test_mup_layout_equals_one_rank(name: str) -> None:
     keys = LAYOUTS[name]
     alone = {key: value for key, value in keys.items() if key in ("model", "optim", "dtype")}
     rel = 1e-6 if "dtype" not in keys else 1e-3
@@ -75,7 +76,7 @@ def _movement(run: RunConfig) -> float:
     return run_ranks(1, job)[0]
 
 
-def test_logits_move_alike_at_every_width_and_not_without() -> None:
+def test_mup_logits_move_alike_at_every_width() -> None:
     """The coordinate check of the paper (appendix D.1)."""
     optim = {"lr": 2e-2, "warmup_iters": 0, "schedule": "constant", "clip_grad": None}
 
@@ -99,7 +100,7 @@ def test_logits_move_alike_at_every_width_and_not_without() -> None:
 
 @pytest.mark.skipif(not release.at_least(0, 19), reason="megatron-core has its own muP since 0.19")
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_factors_are_those_of_megatron_core(name: str) -> None:
+def test_mup_factors_equal_megatron(name: str) -> None:
     run = _run(optim={"name": name, "min_lr": 1e-4})
 
     def job() -> tuple[list[float], list[float], list[dict[str, float]]]:

@@ -40,7 +40,7 @@ def _mlp_is_off_by(run: RunConfig) -> float:
     from mtrain.assembly.transformer import transformer_config
     from mtrain.devices import registry
     from mtrain.mcore import api
-    from mtrain.mcore.linear import ColumnLinear, RowLinear
+    from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
     from mtrain.world.init import joined
 
     with joined(tiny_run()), torch.compiler.set_stance("force_eager"):
@@ -76,7 +76,7 @@ def _experts_are_off_by(run: RunConfig) -> float:
 
     from mtrain.assembly.transformer import transformer_config
     from mtrain.devices import registry
-    from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
+    from mtrain.mcore.layers.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 
     experts = TEGroupedMLP(
         3,
@@ -106,7 +106,7 @@ def _experts_are_off_by(run: RunConfig) -> float:
 
 
 @pytest.mark.parametrize("linear", ["reference", "te"])
-def test_experts_compute_the_activation_that_is_named_fused_or_not(linear: str) -> None:
+def test_named_activation_experts_compute_it_fused_or_not(linear: str) -> None:
     moe = MoEConfig(num_experts=3, ffn_hidden_size=64)
     runs = [
         apply(
@@ -133,7 +133,7 @@ def test_experts_compute_the_activation_that_is_named_fused_or_not(linear: str) 
 
 
 @pytest.mark.parametrize("linear", ["reference", "te"])
-def test_an_mlp_computes_the_activation_that_is_named_fused_or_not(linear: str) -> None:
+def test_named_activation_mlp_computes_it_fused_or_not(linear: str) -> None:
     """`te` only chooses the fusions here: they are megatron-core's own functions, which run
     anywhere.
     """
@@ -155,7 +155,7 @@ def test_an_mlp_computes_the_activation_that_is_named_fused_or_not(linear: str) 
     assert not wrong
 
 
-def test_a_triton_activation_is_the_one_that_is_named() -> None:
+def test_named_activation_triton_computes_it() -> None:
     """The layer in TransformerEngine's place knows the activation by the function in the
     configuration.
     """
@@ -168,7 +168,7 @@ def test_a_triton_activation_is_the_one_that_is_named() -> None:
     def kinds() -> list[str]:
         from mtrain.assembly.transformer import transformer_config
         from mtrain.devices import registry
-        from mtrain.mcore.layers import Activation
+        from mtrain.mcore.layers.portable import Activation
 
         return [Activation(transformer_config(run, registry.get("cpu"))).kind for run in runs]
 
@@ -176,7 +176,7 @@ def test_a_triton_activation_is_the_one_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "geglu", "geglu_tanh"])
-def test_experts_have_no_fused_gelu(kind: str) -> None:
+def test_named_activation_experts_have_no_fused_gelu(kind: str) -> None:
     """megatron-core's grouped experts refuse it when they run."""
     model = {
         "activation": kind,

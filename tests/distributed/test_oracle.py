@@ -16,14 +16,14 @@ SEED = 5
 
 
 @pytest.mark.full
-def test_a_sample_of_configurations_trains_where_check_says_so_and_nowhere_else() -> None:
+def test_oracle_check_agrees_with_training() -> None:
     found = [validated(drawn) for drawn in cases(CASES, SEED)]
     wrong = [case for case in found if case.report.startswith("too")]
     assert not wrong, "\n".join(f"{c.report} {c.codes} {c.drawn.words}: {c.fault}" for c in wrong)
     assert {bool(case.codes) for case in found} == {True, False}, "the sample is all of one kind"
 
 
-def test_a_verdict_is_a_comparison_of_what_was_said_with_what_happened() -> None:
+def test_oracle_verdict_compares_check_with_outcome() -> None:
     drawn = next(cases(1, SEED))
     reports = {
         ((), ""): "agreed",
@@ -35,12 +35,12 @@ def test_a_verdict_is_a_comparison_of_what_was_said_with_what_happened() -> None
     assert {key: Validated(drawn, *key).report for key in reports} == reports
 
 
-def test_the_codes_of_the_policy_exist_and_each_has_a_reason() -> None:
+def test_oracle_policy_codes_exist_with_reasons() -> None:
     assert POLICY.keys() <= codes().keys()
     assert all(len(reason) > 20 for reason in (*POLICY.values(), UNUSED_KEY))
 
 
-def test_every_key_that_a_step_depends_on_is_drawn() -> None:
+def test_oracle_every_step_key_is_drawn() -> None:
     drawn = keys()
     assert all(len(values) > 1 for values in drawn.values()), [
         k for k, v in drawn.items() if len(v) < 2
@@ -57,14 +57,14 @@ def test_every_key_that_a_step_depends_on_is_drawn() -> None:
     } <= sections
 
 
-def test_the_same_seed_draws_the_same_configurations() -> None:
+def test_oracle_same_seed_draws_same_cases() -> None:
     first, second = ([drawn.words for drawn in cases(5, SEED)] for _ in range(2))
     assert first == second
     assert len(set(first)) == 5
 
 
 @pytest.mark.parametrize("fault", ["loss", "build"])
-def test_what_does_not_train_is_seen(fault: str) -> None:
+def test_oracle_failing_case_is_found(fault: str) -> None:
     alone = (
         d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1
     )

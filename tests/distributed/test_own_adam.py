@@ -52,7 +52,7 @@ def fp32_main_weights() -> list[float]:
 @pytest.mark.parametrize(
     "layout", [pytest.param({"ranks": 2}, id="dp2"), pytest.param({"ranks": 2, "tp": 2}, id="tp2")]
 )
-def test_low_precision_trains_as_fp32_main_weights_do(
+def test_own_adam_low_precision_trains_as_fp32_master(
     layout: dict[str, int], fp32_main_weights: list[float]
 ) -> None:
     losses = _losses(STEPS, **SMALLEST, **layout, optim={**LOW_PRECISION, **RATE})
@@ -73,11 +73,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
+def test_own_adam_layout_equals_one_rank(name: str, dtype: str) -> None:
     keys = dict(LAYOUTS[name])
     if dtype == "bf16":
         few = {"dtype": "bf16", "distributed_optimizer": True, "optim": LOW_PRECISION}
@@ -85,7 +85,7 @@ def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
         few = {}
     model = {"model": keys.pop("model")} if "model" in keys else {}
     one = tiny_run(kernel="reference", **model, **few)
-    many = tiny_run(kernel="reference", **{**keys, **model, **few})
+    many = tiny_run(kernel="reference", **(keys | model | few))
     expected, found = (trained(run, 4) for run in (one, many))
     tolerance = {"fp32": 1e-5, "bf16": 2e-3}[dtype]
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
@@ -94,7 +94,7 @@ def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("optim", [{}, LOW_PRECISION], ids=["fp32", "low precision"])
-def test_megatron_cores_own_state_resumes_bitwise(optim: dict[str, Any]) -> None:
+def test_own_adam_megatron_state_resumes_bitwise(optim: dict[str, Any]) -> None:
     """No step tensor is there to be shared, so what goes wrong with torch's Adam cannot."""
     run = tiny_run(dtype="bf16", distributed_optimizer=True, optim=optim, kernel="reference")
     assert run_ranks(1, _resumes_by_megatron_cores_state, run) == [True]

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def run_of(name: str, **more: Any) -> RunConfig:
     moe, parallel, model = CASES[name]
     experts = MoEConfig(
-        **{"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True, **moe, **more}
+        **({"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True} | moe | more)
     )
     return tiny_run(model={"num_layers": 2, "moe": experts, **model}, **parallel)
 
@@ -62,7 +62,7 @@ def exact(run: RunConfig) -> RunConfig:
 def steps(run: RunConfig, fault: bool = False) -> list[tuple[float, float]]:
     def job() -> Any:
         from mtrain.assembly import transformer
-        from mtrain.mcore.dispatch import SparseDispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher
 
         transformer.routes_by_lists = lambda _: True
         if fault:
@@ -74,25 +74,25 @@ def steps(run: RunConfig, fault: bool = False) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", some(CASES, ["ep2"]))
-def test_steps_have_the_bits_of_exact_exchanges(name: str) -> None:
+def test_padded_exchange_equals_exact_exchange_bitwise(name: str) -> None:
     run = run_of(name)
     assert steps(run) == steps(exact(run))
 
 
 @pytest.mark.full
-def test_rows_of_other_experts_show() -> None:
+def test_padded_exchange_foreign_expert_rows_are_found() -> None:
     run = run_of("ep2")
     assert steps(run, fault=True) != steps(exact(run))
 
 
-def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evaluated() -> None:
+def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
     run = run_of("ep2", alltoall_capacity_factor=0.5)
 
     def evaluated() -> list[set[bool]]:
         """A job: whether rows of an evaluation were padded, outside of graphs and where schedules
         are captured.
         """
-        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import evaluate
         from mtrain.world.init import joined
@@ -120,7 +120,7 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
         """
         import torch
 
-        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
+        from mtrain.mcore.layers.dispatch import SparseDispatcher as Dispatcher
 
         made = Dispatcher.dispatch_preprocess
         Dispatcher.dispatch_preprocess = torch.no_grad()(made)
@@ -138,7 +138,7 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
     ("topk", "local", "factor", "rows"),
     [(2, 8, None, 200), (8, 2, None, 200), (8, 2, 1.0, 200), (2, 8, 1.25, 32)],
 )
-def test_a_rank_has_room_for_all_or_for_a_share(
+def test_padded_exchange_capacity_is_full_or_a_share(
     topk: int, local: int, factor: float | None, rows: int
 ) -> None:
     assert room_of(100, topk, local, 8 if topk == 2 else 4, factor) == rows

@@ -39,7 +39,7 @@ def _built(run: RunConfig, job: Any) -> Any:
 
 
 @pytest.mark.parametrize(("vocab", "masked"), [(257, True), (257, False), (384, True)])
-def test_a_loss_is_torchs_over_the_ids_that_have_a_probability(vocab: int, masked: bool) -> None:
+def test_padded_vocabulary_loss_equals_torch_over_real_ids(vocab: int, masked: bool) -> None:
     run = tiny_run(model={"vocab_size": vocab, "mask_padded_vocab": masked})
 
     def losses(world: Any, chunk: Any) -> tuple[float, ...]:
@@ -59,7 +59,7 @@ def test_a_loss_is_torchs_over_the_ids_that_have_a_probability(vocab: int, maske
 
 
 @pytest.mark.parametrize(("masked", "temperature"), [(True, 1.0), (False, 0.0)])
-def test_padding_is_never_sampled(masked: bool, temperature: float) -> None:
+def test_padded_vocabulary_padding_is_never_sampled(masked: bool, temperature: float) -> None:
     run = tiny_run(model={"vocab_size": 257, "mask_padded_vocab": masked})
 
     def sampled(world: Any, chunk: Any) -> list[int]:
@@ -72,7 +72,7 @@ def test_padding_is_never_sampled(masked: bool, temperature: float) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("loss", some(LOSSES, LOSSES[:1]))
-def test_ranks_with_nothing_but_padding_train_as_one_rank_does(loss: str, tmp_path: Path) -> None:
+def test_padded_vocabulary_padding_only_ranks_train_as_one_rank(loss: str, tmp_path: Path) -> None:
     model = {"vocab_size": 130, **MTP}  # 256 rows: two ids on rank 2, none on rank 3
     ends = []
     for layout in ({}, {"ranks": 4, "tp": 4, "sequence_parallel": True}):

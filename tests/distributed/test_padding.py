@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mtrain.cli.setup import load
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.config.schema.trainer import DataConfig
+from mtrain.models.hybrid.config import HybridConfig
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -48,7 +48,7 @@ def moe(**more: Any) -> MoEConfig:
         "aux_loss_coeff": 1.0,
         "z_loss_coeff": 0.1,
     }
-    return MoEConfig(**{**own, **more})
+    return MoEConfig(**(own | more))
 
 
 def run_with(
@@ -88,7 +88,8 @@ def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
         return train_steps(run, 1, gradients_to=folder / "gradient", save_to=folder / "state")
 
     run_ranks(run.parallel.ranks or 1, job)
-    (saved,), (state,) = (folder / "gradient").glob("step_*"), (folder / "state").glob("step_*")
+    [saved] = (folder / "gradient").glob("step_*")
+    [state] = (folder / "state").glob("step_*")
     biases = {key: value for key, value in whole_tensors(state).items() if "expert_bias" in key}
     return {**whole_tensors(saved), **biases}
 
@@ -142,10 +143,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
-def test_longer_samples_of_the_same_chats_have_the_same_gradient(
-    name: str, home: Path, tmp_path: Path
-) -> None:
+def test_padding_longer_samples_keep_gradient(name: str, home: Path, tmp_path: Path) -> None:
     one, other = (
         gradient(run_with(home, length=length, **KINDS[name]), tmp_path / str(length))
         for length in (64, 192)
@@ -170,9 +170,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
-def test_any_layout_has_the_same_gradient(
+def test_padding_any_layout_has_same_gradient(
     name: str, average: str, home: Path, tmp_path: Path
 ) -> None:
     more: dict[str, Any] = {"experts": SEQUENCES, "model": FURTHER, "average": average}
@@ -187,7 +188,7 @@ def _last_router(
     weight.
     """
     from mtrain.mcore import api
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.verify.prove import record_gradients
@@ -248,9 +249,7 @@ def _data(kind: str, home: Path) -> DataConfig:
 @pytest.mark.parametrize(
     "kind", some(["chats", "first_fit", "stream", "masked ends"], ["chats", "masked ends"])
 )
-def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(
-    kind: str, home: Path, tmp_path: Path
-) -> None:
+def test_padding_layer_loss_equals_transformers(kind: str, home: Path, tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
     def of(coefficient: float) -> RunConfig:

@@ -53,9 +53,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", some(RUNS, ["lora"]))
-def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_goes_on_bitwise(
-    name: str, tmp_path: Path
-) -> None:
+def test_peft_frozen_weights_stay_and_resume_is_bitwise(name: str, tmp_path: Path) -> None:
     given, ranks = RUNS[name]
     run = run_with(**given)
     plain = run_with(**given).model_copy(update={"peft": PeftConfig()})
@@ -86,7 +84,7 @@ def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_g
 
 
 @pytest.mark.full
-def test_biases_that_balance_routers_are_frozen_too(tmp_path: Path) -> None:
+def test_peft_router_biases_are_frozen(tmp_path: Path) -> None:
     run = load(
         ["model=glm45_tiny", "peft=lora", "parallel=single", "data=mock", "data.seq_length=32"]
     ).run
@@ -144,8 +142,9 @@ def compared(words: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel", "ep2"]))
-def test_a_layout_computes_what_one_rank_computes(name: str) -> None:
+def test_peft_layout_equals_one_rank(name: str) -> None:
     rows = compared(LAYOUTS[name])
     assert all(row.equal for row in rows), prove.table(rows)
 
@@ -168,7 +167,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", some(COUNTED, ["mtp, shared experts, a dense layer"]))
-def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
+def test_peft_plan_counts_built_adapters(name: str) -> None:
     run = load([*COUNTED[name].split(), "parallel=single"]).run
 
     def built() -> tuple[int, int]:
@@ -207,10 +206,10 @@ def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
         ),
     ],
 )
-def test_a_gradient_that_is_not_summed_over_ranks_is_found(
+def test_peft_unsummed_gradient_is_found(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import low_rank
+    from mtrain.mcore.layers import low_rank
 
     real = getattr(low_rank, name)
 

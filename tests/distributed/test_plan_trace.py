@@ -21,10 +21,10 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import RankGrid
-from mtrain.models.lives import Moment, Rises
+from mtrain.models.liveness import Moment, Rises
 from mtrain.plan import rank
-from mtrain.plan.portable import portable
 from mtrain.plan.rank import stage_memories
+from mtrain.plan.shrink import portable
 from tests.distributed.test_plan_kept import KEPT, planned
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
@@ -61,14 +61,14 @@ def traced(run: RunConfig, rank: int) -> dict[str, Any]:
 
 def measured_in_turn(run: RunConfig) -> dict[str, Any]:
     """A job of one rank: `measured`, with experts that are chosen in turn, as in a trace."""
-    from mtrain.mcore.shaped import shaped
+    from mtrain.mcore.adapter.fake_patches import fake_patches
 
-    with shaped():
+    with fake_patches():
         return measured(run)
 
 
 @pytest.mark.parametrize("case", some(TRACED, ["llama tp sp bf16"]))
-def test_a_trace_keeps_what_autograd_keeps(case: str) -> None:
+def test_plan_trace_keeps_what_autograd_keeps(case: str) -> None:
     run = planned(KEPT[case])
     grid = RankGrid.of(run)
     found = run_ranks(run.parallel.ranks or 1, measured_in_turn, run)
@@ -78,7 +78,7 @@ def test_a_trace_keeps_what_autograd_keeps(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", some(RECIPES, ["llama/tiny_cpu"]))
-def test_the_plan_of_a_recipe_is_within_three_percent_of_its_trace(name: str) -> None:
+def test_plan_trace_recipe_plan_is_within_3_percent(name: str) -> None:
     """The peak, and the states to the byte, on the first stage and, but for many experts, on the
     last.
     """
@@ -183,7 +183,7 @@ STATE = ("weights", "gradients", "optimizer")
 
 
 @pytest.mark.parametrize("name", some(DRAWN, ["padded"]))
-def test_what_moves_in_a_step_is_within_five_percent_of_its_trace(
+def test_plan_trace_moved_bytes_are_within_5_percent(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything at the peak but the state, which hides what is wrong of the rest."""
@@ -207,7 +207,8 @@ def _moving(run: RunConfig, stage: int) -> int:
     )
 
 
-def test_what_a_gpu_alone_does_is_left_out_and_said() -> None:
+@pytest.mark.full
+def test_plan_trace_gpu_only_work_is_listed_as_omitted() -> None:
     words = (
         "model=llama_tiny cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"
         " data.seq_length=64 "
@@ -235,7 +236,7 @@ FUSED = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str) -> None:
+def test_plan_trace_fused_attention_keeps_no_scores(name: str) -> None:
     words = [
         *FUSED[name].split(),
         "cluster=h100",
@@ -263,7 +264,8 @@ def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str)
     assert any(one["op"] == "mtrain.attention" for one in found["operations"])
 
 
-def test_the_page_and_its_data_say_the_same(
+@pytest.mark.full
+def test_plan_trace_page_equals_its_data(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [
@@ -306,7 +308,7 @@ def test_the_page_and_its_data_say_the_same(
         ("recipe=llama/tiny_cpu rank=x", "MT010"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(words: str, code: str) -> None:
+def test_plan_trace_untraceable_is_refused(words: str, code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         verb.run(words.split())
     assert [problem.code for problem in caught.value.problems] == [code]
@@ -326,9 +328,7 @@ def _own_defect() -> None:
         (_own_defect, "NotImplementedError"),
     ],
 )
-def test_only_an_operation_that_asks_for_values_is_a_problem_of_the_configuration(
-    fails: Callable[[], object], expected: str
-) -> None:
+def test_plan_trace_value_request_is_a_problem(fails: Callable[[], object], expected: str) -> None:
     def told() -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mtrain.train.trace.trace.trace", lambda *_: fails())
@@ -344,7 +344,7 @@ def test_only_an_operation_that_asks_for_values_is_a_problem_of_the_configuratio
 
 
 @pytest.mark.full
-def test_a_rank_of_the_largest_llama_is_traced_in_a_minute_of_a_core() -> None:
+def test_plan_trace_largest_llama_rank_takes_a_minute() -> None:
     run = load(LARGE.split(), BIG, {}, to_run=False).run
     found = traced(run, 0)
     assert found["seconds"] < 60

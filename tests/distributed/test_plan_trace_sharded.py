@@ -32,7 +32,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("case", some(WIDE, ["fsdp2 bf16"]))
-def test_a_trace_has_at_its_peak_what_a_real_step_has(case: str) -> None:
+def test_plan_trace_sharded_peak_equals_real_step(case: str) -> None:
     run = planned(WIDE[case])
     found = traced(run, 0)
     most = run_ranks(run.parallel.ranks or 1, alive, run)[0]

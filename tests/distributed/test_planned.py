@@ -53,7 +53,7 @@ def followed(
         (1.0, 1.5, 24, "this run is not what was planned: memory of stage 0 "),
     ],
 )
-def test_a_run_says_once_what_is_off(
+def test_planned_deviation_is_reported_once(
     tmp_path: Path, share: float, memory: float, steps: int, said: str
 ) -> None:
     (tmp_path / "memory.json").write_text(
@@ -71,7 +71,7 @@ def test_a_run_says_once_what_is_off(
     assert followed(tmp_path, share, memory, steps, first=False) == ([], [{}] * steps)
 
 
-def test_memory_of_other_stages_and_the_checkpoint_are_compared_at_the_end(tmp_path: Path) -> None:
+def test_planned_other_stages_and_checkpoint_are_compared(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints" / "step_00000024"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
@@ -84,7 +84,7 @@ def test_memory_of_other_stages_and_the_checkpoint_are_compared_at_the_end(tmp_p
     assert "memory of stage 0" not in off
 
 
-def test_what_is_planned_stands_beside_what_is_measured_from_the_first_step(tmp_path: Path) -> None:
+def test_planned_stands_next_to_measured_from_step_one(tmp_path: Path) -> None:
     _, beside = followed(tmp_path, 1.3, 1.5)
     assert len(beside) == 24
     assert all(line == beside[0] for line in beside)
@@ -96,7 +96,7 @@ def test_what_is_planned_stands_beside_what_is_measured_from_the_first_step(tmp_
     assert beside[0]["peak_bytes"] == round(FIRST * 1.5)
 
 
-def test_a_step_in_eight_bits_says_its_mfu_of_both_peaks() -> None:
+def test_planned_fp8_step_states_both_mfu() -> None:
     from mtrain.train.loop.result import step_record
 
     for precision, of in (("bf16", 989), ("fp8_tensorwise", 1979)):

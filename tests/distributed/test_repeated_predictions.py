@@ -31,8 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(LAYOUTS, ("tp2", "pp2")))
-def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+def test_repeated_predictions_layout_equals_one_rank(name: str) -> None:
     layout = dict(LAYOUTS[name])
     model = {**TWICE, **layout.pop("model", {})}
     found = trained(tiny_run(model=model, **layout), STEPS)
@@ -47,7 +48,7 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
     run = tiny_run(model={**TWICE, **mtp})
 
     def job() -> tuple[int, dict[str, torch.Tensor]]:
-        from mtrain.mcore.local_params import unwrap
+        from mtrain.mcore.state.local_params import unwrap
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import gradients
         from mtrain.world.init import joined
@@ -65,8 +66,9 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
     return run_ranks(1, job)[0]
 
 
-def test_a_layer_learns_from_each_of_its_uses() -> None:
-    (count, once), (_, apart) = _gradients(), _gradients(mtp_use_repeated_layer=False)
+def test_repeated_predictions_layer_learns_from_each_use() -> None:
+    count, once = _gradients()
+    _, apart = _gradients(mtp_use_repeated_layer=False)
     assert count == parameters(tiny_run(model=TWICE).model)
     assert not any("mtp.layers.1." in name for name in once)
     for name, gradient in once.items():

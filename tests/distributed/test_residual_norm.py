@@ -9,8 +9,8 @@ import pytest
 import torch
 from mtrain_kernels.norm import reference
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.bert.config import BertConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -60,7 +60,7 @@ def _trained(
     run: RunConfig, folder: Path, steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
     def job() -> tuple[list[tuple[float, float]], int]:
-        from mtrain.mcore import residual
+        from mtrain.mcore.layers import residual
 
         made = [0]
         whole = residual.ResidualNorm.forward
@@ -90,7 +90,7 @@ def _apart(found: Any, right: Any) -> float:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(CASES, [[*CASES][1], "norms computed again", "side by side"]))
-def test_sums_made_by_norms_train_as_sums_apart(
+def test_residual_norm_fused_sum_trains_as_separate(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, parallel, sums = CASES[name]
@@ -106,10 +106,10 @@ def test_sums_made_by_norms_train_as_sums_apart(
     assert _apart(found, right) < 1e-5
 
 
-def test_a_sum_that_loses_the_gradient_of_the_stream_is_noticed(
+def test_residual_norm_lost_stream_gradient_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.mcore import residual
+    from mtrain.mcore.layers import residual
 
     right = _trained(tiny_run(), tmp_path / "apart", 1)
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)

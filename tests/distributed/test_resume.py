@@ -160,11 +160,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return Uninterrupted(tmp_path_factory.mktemp("whole"), FIRST, FIRST + MORE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
-    name: str, whole: Uninterrupted, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = tiny_run(**CASES[name])
     values, first, last = whole(name, run)
     assert run_ranks(run.parallel.ranks, _steps, run, MORE, tmp_path, first)[0] == values[FIRST:]
@@ -174,7 +172,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
 @pytest.mark.parametrize(
     "name", some(["one rank", "tp2 dropout, sequence parallel"], ["tp2 dropout, sequence parallel"])
 )
-def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> None:
+def test_resume_saving_changes_nothing(name: str, whole: Uninterrupted) -> None:
     run = tiny_run(**CASES[name])
     assert (
         run_ranks(run.parallel.ranks, _steps, run, FIRST + MORE, None, None)[0]
@@ -182,6 +180,7 @@ def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> N
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -194,7 +193,7 @@ def test_saving_changes_nothing_of_the_run(name: str, whole: Uninterrupted) -> N
         ("pp2", "dp2 own adam, distributed optimizer"),
     ],
 )
-def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninterrupted) -> None:
+def test_resume_works_in_another_layout(saved: str, resumed: str, whole: Uninterrupted) -> None:
     after = tiny_run(**CASES[resumed])
     _, first, _ = whole(saved, tiny_run(**CASES[saved]))
     rest = run_ranks(after.parallel.ranks, _steps, after, MORE, None, first)[0]
@@ -213,7 +212,7 @@ def test_a_run_resumes_in_another_layout(saved: str, resumed: str, whole: Uninte
         pytest.param("pp2dp2 low precision", "dp2 low precision", marks=pytest.mark.full),
     ],
 )
-def test_resharding_changes_no_bit_of_weights_or_moments(
+def test_resume_resharding_keeps_all_bits(
     saved: str, resumed: str, whole: Uninterrupted, tmp_path: Path
 ) -> None:
     after = tiny_run(**CASES[resumed])
@@ -225,7 +224,7 @@ def test_resharding_changes_no_bit_of_weights_or_moments(
     assert all(torch.equal(left[k], right[k]) for k in left)
 
 
-def test_generators_of_another_layout_differ_by_rank_and_by_step(tmp_path: Path) -> None:
+def test_resume_generators_differ_by_rank_and_step(tmp_path: Path) -> None:
     after = tiny_run(ranks=2, pp=2)
     found = []
     for step in (1, 2):
@@ -239,7 +238,7 @@ def test_generators_of_another_layout_differ_by_rank_and_by_step(tmp_path: Path)
     )
 
 
-def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> None:
+def test_resume_main_weights_are_saved_whole(tmp_path: Path) -> None:
     whole = tiny_run(dtype="bf16", distributed_optimizer=True)
     parts = tiny_run(**LOW_PRECISION)
     run_ranks(1, _steps, parts, FIRST, tmp_path / "parts", None)
@@ -256,12 +255,12 @@ def test_main_weights_are_saved_whole_however_they_are_kept(tmp_path: Path) -> N
     assert any(not torch.equal(left[key].bfloat16().float(), left[key]) for key in mains)
 
 
-def test_a_balancing_bias_is_read_in_full_into_a_model_in_half_precision() -> None:
+def test_resume_fp32_bias_loads_into_half_model() -> None:
     run = tiny_run(dtype="bf16", model={"moe": BIASED})
 
     def formats() -> dict[str, torch.dtype]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         with joined(run) as world:

@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _modules(cp: int, options: dict[str, Any], layers: int = 1) -> list[Any]:
     from mtrain.mcore import api
-    from mtrain.mcore.attention import CoreAttention
+    from mtrain.mcore.layers.attention import CoreAttention
 
     tiny.start_world(cp=cp, cp_sizes=options.get("hierarchical_context_parallel_sizes"))
     config = tiny.config(context_parallel_size=cp, **options)
@@ -38,7 +38,7 @@ def _inputs(cp: int) -> list[torch.Tensor]:
 
 def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tensor]:
     """Output and gradients; `waits` for each exchange before anything is computed."""
-    from mtrain.mcore import context
+    from mtrain.mcore.layers import context
 
     (module,) = _modules(cp, options)
     if waits:
@@ -59,7 +59,7 @@ def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["p2p"]))
-def test_what_is_overlapped_has_the_bits_of_what_waits(kind: str) -> None:
+def test_ring_overlap_is_bitwise_equal(kind: str) -> None:
     cp, options = KINDS[kind]
     for apart, together in zip(
         *(run_ranks(cp, _attended, cp, options, waits) for waits in (True, False)), strict=True
@@ -82,7 +82,7 @@ class _Told(torch.autograd.Function):
 
 
 def _order(cp: int) -> tuple[list[str], list[str]]:
-    from mtrain.mcore import attention
+    from mtrain.mcore.layers import attention
 
     (module,) = _modules(cp, {"cp_comm_type": "p2p"})
     said: list[str] = []
@@ -117,7 +117,7 @@ def _order(cp: int) -> tuple[list[str], list[str]]:
     return forward, list(said)
 
 
-def test_a_block_is_computed_while_the_next_is_under_way() -> None:
+def test_ring_computes_while_next_block_travels() -> None:
     for forward, backward in run_ranks(3, _order, 3):
         assert forward == ["start", "compute", "wait", "start", "compute", "wait", "compute"]
         assert backward == ["compute", "start", "compute", "wait", "start", "compute", "wait"]
@@ -127,7 +127,8 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
     """Count, in each of three micro-batches of three layers, how often positions and edges were
     worked out.
     """
-    from mtrain.mcore import api, context
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import context
 
     modules = _modules(2, {"cp_comm_type": "p2p"}, layers=3)
     counts = {"positions": 0, "edges": 0}
@@ -163,7 +164,7 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("packed", "first", "later"), [(True, (1, 4), (1, 4)), (False, (1, 0), (0, 0))]
 )
-def test_tables_are_made_once_for_the_layers_of_a_micro_batch(
+def test_ring_tables_are_made_once_per_micro_batch(
     packed: bool, first: tuple[int, int], later: tuple[int, int]
 ) -> None:
     """Packed: each of two blocks of keys has its mask, of the owners of queries and of keys."""

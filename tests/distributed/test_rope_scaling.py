@@ -40,7 +40,7 @@ def _same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
     return all(x == pytest.approx(y, rel=1e-5) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -49,7 +49,7 @@ def _same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
         for j, layout in enumerate(LAYOUTS)
     ],
 )
-def test_scaled_positions_train_alike_in_every_layout(kind: str, layout: str) -> None:
+def test_rope_scaling_trains_alike_in_every_layout(kind: str, layout: str) -> None:
     found = trained(tiny_run(model=_model(kind)), 2)
     plain = trained(tiny_run(model={**_model(kind), "rope_scaling": None}), 2)
     assert not _same(found[:1], plain[:1])
@@ -57,7 +57,7 @@ def test_scaled_positions_train_alike_in_every_layout(kind: str, layout: str) ->
 
 
 @pytest.mark.full
-def test_packed_documents_and_the_last_stage_have_them_too() -> None:
+def test_rope_scaling_reaches_packed_documents_and_last_stage() -> None:
     run = tiny_run(model={**_model("yarn"), "mtp_num_layers": 1}, ranks=1)
     packed = {"data.packed": True}
     found = trained(apply(run, packed), 2)

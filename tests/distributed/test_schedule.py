@@ -58,7 +58,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_schedule_warms_up_and_follows_its_formula(name: str) -> None:
+def test_schedule_warms_up_and_follows_formula(name: str) -> None:
     found = rates(schedule=name)
     assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(1, WARMUP + 1)])
     assert found[WARMUP:] == pytest.approx(
@@ -66,7 +66,7 @@ def test_a_schedule_warms_up_and_follows_its_formula(name: str) -> None:
     )
 
 
-def test_wsd_stays_and_then_decays() -> None:
+def test_schedule_wsd_stays_then_decays() -> None:
     found = rates(schedule="wsd", wsd_decay_iters=5)
     assert found[WARMUP - 1 : STEPS - 5] == pytest.approx([LR] * (STEPS - 5 - WARMUP + 1))
     assert found[STEPS - 5 :] == pytest.approx([LR - (LR - MIN) * i / 5 for i in range(1, 6)])
@@ -78,7 +78,7 @@ CURVES += [("wsd", style) for style in STYLES]
 
 @pytest.mark.parametrize(("name", "style"), CURVES)
 @pytest.mark.parametrize("end", [STEPS, STEPS - 5])
-def test_factor_of_each_curve_equals_megatron_core(name: str, style: str, end: int) -> None:
+def test_schedule_factors_equal_megatron_core(name: str, style: str, end: int) -> None:
     optim = {"schedule": name, "wsd_decay_style": style, "decay_iters": end}
     if name == "wsd":
         optim["wsd_decay_iters"] = 5
@@ -94,7 +94,7 @@ def test_factor_of_each_curve_equals_megatron_core(name: str, style: str, end: i
         assert planned == found
 
 
-def test_curve_of_ours_drives_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_own_curve_drives_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Schedule(factor=lambda step, run: 1.0 - progress(step, run) ** 2)
     monkeypatch.setitem(SCHEDULES, "linear", own)
     found = rates(schedule="linear")
@@ -103,7 +103,7 @@ def test_curve_of_ours_drives_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> 
     assert found[WARMUP:] == decay
 
 
-def test_the_decay_may_end_before_the_run() -> None:
+def test_schedule_decay_may_end_early() -> None:
     found = rates(schedule="linear", decay_iters=10)
     assert found[9:] == pytest.approx([MIN] * (STEPS - 9))
     assert found[8] > MIN
@@ -159,10 +159,11 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("counts", "first"), [("updates", 1), ("past_updates", 0), ("steps", None)]
 )
-def test_updates_that_fp16_skips_are_counted_as_asked(counts: str, first: int | None) -> None:
+def test_schedule_fp16_skips_count_as_configured(counts: str, first: int | None) -> None:
     steps, fault = run_ranks(1, fitted, half(10, counts, initial_loss_scale=2.0**20))[0]
     assert fault == "", "a loss scale that still falls is no fault"
     updated = [made for made, _ in steps]
@@ -180,7 +181,7 @@ STUCK = {
 
 
 @pytest.mark.parametrize("scale", STUCK)
-def test_fp16_that_skips_every_update_is_a_fault(scale: str) -> None:
+def test_schedule_fp16_skipping_every_update_is_a_fault(scale: str) -> None:
     precision, last = STUCK[scale]
     steps, fault = run_ranks(1, fitted, half(8, max_skipped_updates=3, **precision))[0]
     assert [made for made, _ in steps] == [False] * (last - 1)
@@ -189,7 +190,7 @@ def test_fp16_that_skips_every_update_is_a_fault(scale: str) -> None:
     assert "precision.max_skipped_updates=3" in fault
 
 
-def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_path: Path) -> None:
+def test_schedule_skipped_metrics_are_json_after_resume(tmp_path: Path) -> None:
     run = half(3, initial_loss_scale=2.0**40)
     file = tmp_path / "metrics.jsonl"
     run_ranks(1, lambda: train_steps(run, 1, save_to=tmp_path))
@@ -203,10 +204,11 @@ def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_p
     assert lines[2]["skipped"] is True
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("hysteresis", "scales"), [(1, [40, 39, 38, 37]), (2, [40, 40, 39, 38]), (3, [40, 40, 40, 39])]
 )
-def test_the_loss_scale_falls_with_as_many_skipped_updates_as_asked(
+def test_schedule_loss_scale_falls_as_configured(
     hysteresis: int, scales: list[int], tmp_path: Path
 ) -> None:
     run = half(4, initial_loss_scale=2.0**40, loss_scale_hysteresis=hysteresis)
@@ -215,12 +217,12 @@ def test_the_loss_scale_falls_with_as_many_skipped_updates_as_asked(
     assert [line["loss_scale"] for line in lines] == [2.0**scale for scale in scales]
 
 
-def test_a_short_run_that_updated_nothing_is_a_fault() -> None:
+def test_schedule_short_run_without_updates_is_a_fault() -> None:
     _, fault = run_ranks(1, fitted, half(2, initial_loss_scale=1e30, min_loss_scale=1e30))[0]
     assert fault.startswith("step 2: ")
 
 
-def test_a_resumed_run_counts_the_updates_that_were_skipped_before(tmp_path: Path) -> None:
+def test_schedule_resume_counts_earlier_skips(tmp_path: Path) -> None:
     run = half(8, max_skipped_updates=3, **STUCK["at its floor from the start"][0])
     run_ranks(1, lambda: train_steps(run, 2, save_to=tmp_path))
     _, fault = run_ranks(1, fitted, run, tmp_path / "step_00000002")[0]

@@ -82,9 +82,7 @@ def _alone(keys: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
-def test_the_same_gradients_make_the_same_bits_in_every_layout(
-    name: str, home: Path, tmp_path: Path
-) -> None:
+def test_soap_every_layout_has_equal_bits(name: str, home: Path, tmp_path: Path) -> None:
     expected = _alone(LAYOUTS[name], home)
     found = _made(_run(**LAYOUTS[name]), tmp_path)
     assert expected.keys() == found.keys()
@@ -100,7 +98,7 @@ def test_the_same_gradients_make_the_same_bits_in_every_layout(
 
 
 @pytest.mark.full
-def test_rows_that_stand_in_the_order_of_ranks_are_found(home: Path, tmp_path: Path) -> None:
+def test_soap_rank_ordered_rows_are_found(home: Path, tmp_path: Path) -> None:
     keys = LAYOUTS["dp2 tp2 sharded"]
     expected = _alone(keys, home)
     wrong = _made(_run(**keys), tmp_path, fault=True)
@@ -109,7 +107,7 @@ def test_rows_that_stand_in_the_order_of_ranks_are_found(home: Path, tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_trains_as_one_rank_does(name: str) -> None:
+def test_soap_layout_equals_one_rank(name: str) -> None:
     keys = LAYOUTS[name]
     expected = trained(_run(model=keys.get("model")), 3)
     found = trained(_run(**keys), 3)
@@ -119,7 +117,7 @@ def test_a_layout_trains_as_one_rank_does(name: str) -> None:
 
 
 @pytest.mark.full
-def test_blocks_are_rotated_alone_where_that_is_asked_for_and_belong_to_their_layout(
+def test_soap_split_blocks_rotate_by_themselves(
     tmp_path: Path,
 ) -> None:
     whole, blocks = (
@@ -151,7 +149,7 @@ def _as_it_stands() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [False, True])
-def test_prove_says_so_of_a_layout_and_finds_an_owner_that_errs(fault: bool) -> None:
+def test_soap_prove_finds_wrong_owner(fault: bool) -> None:
     argv = ["optim=soap", "parallel=dp2", "parallel.distributed_optimizer=true"]
     with seeded(_as_it_stands) if fault else nullcontext():
         rows = prove.compared(prove.shrunk(load(argv).run, argv, 4, "fp32"))
@@ -169,13 +167,13 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
+def test_soap_resume_is_bitwise_and_reshards(name: str, tmp_path: Path) -> None:
     """Saved behind the first step, which made bases, and gone on from over the step that follows
     them.
     """
     keys = RESUMED[name]
     run = _run(**keys)
-    other = _run(**{**keys, "ranks": 1, "tp": 1, "distributed_optimizer": False})
+    other = _run(**(keys | {"ranks": 1, "tp": 1, "distributed_optimizer": False}))
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=1))[0]
     point = tmp_path / "whole/step_00000001"
     rest = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "rest", load_from=point))[0]
@@ -194,13 +192,13 @@ def _same(one: Path, other: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dp2 tp2 sharded", "ep2 sharded", "tp2 etp1"])
-def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
+def test_soap_rank_keeps_and_multiplies_as_planned(name: str) -> None:
     run = _run({"max_precond_dim": 150}, **LAYOUTS[name])
 
     def measured() -> tuple[int, list[list[int]]]:
         from torch.utils.flop_counter import FlopCounterMode
 
-        from mtrain.mcore.optimizer_state import leaf_optimizers
+        from mtrain.mcore.state.optimizer_state import leaf_optimizers
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined

@@ -54,8 +54,9 @@ def _of_transformers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return logits, theirs.lm_head.weight
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_logits_and_loss_are_those_of_transformers(loss: str) -> None:
+def test_softcapping_equals_transformers(loss: str) -> None:
     run = apply(tiny_run(model=MODEL), {"kernels.loss": loss})
 
     def job() -> tuple[float, ...]:
@@ -103,8 +104,9 @@ def _trained(run: RunConfig, folder: Path) -> tuple[list[tuple[float, float]], d
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", some(LOSSES, ["reference"]))
-def test_ranks_train_bounded_logits_as_one_rank_does(loss: str, tmp_path: Path) -> None:
+def test_softcapping_ranks_train_as_one_rank(loss: str, tmp_path: Path) -> None:
     layouts: dict[str, dict[str, Any]] = {
         "one": {},
         "tp2": {"ranks": 2, "tp": 2, "sequence_parallel": True},
@@ -124,7 +126,7 @@ def test_ranks_train_bounded_logits_as_one_rank_does(loss: str, tmp_path: Path) 
         assert all((sharded[k] - g).norm() <= 1e-5 * g.norm() for k, g in gradients.items()), name
 
 
-def test_generation_takes_bounded_logits() -> None:
+def test_softcapping_generation_uses_cap() -> None:
     run = tiny_run(model=MODEL)
 
     def job() -> float:

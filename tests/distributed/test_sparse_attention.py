@@ -80,7 +80,7 @@ def _apart(run: RunConfig, fault: str) -> dict[str, float]:
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore import api
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -139,14 +139,15 @@ def _apart(run: RunConfig, fault: str) -> dict[str, float]:
         ]
         expected = torch.stack([part.flatten(1) for part, _ in parts], dim=1)
         ((expected * factors).sum() + COEFFICIENT * sum(loss for _, loss in parts)).backward()
-        found["out"], values = out, {"out": expected, **{k: again[k].grad for k in found}}
+        values = {k: again[k].grad for k in found} | {"out": expected}
+        found["out"] = out
         return {
             k: float((found[k] - values[k]).abs().max() / values[k].abs().max()) for k in values
         }
 
 
 @pytest.mark.parametrize("sparse", ["false", "true"])
-def test_a_layer_computes_and_learns_what_the_report_defines(sparse: str) -> None:
+def test_sparse_attention_layer_equals_report(sparse: str) -> None:
     words = (
         f"{TINY} parallel=single model.dsa.indexer_topk=7"
         f" model.dsa.indexer_loss_coeff={COEFFICIENT}"
@@ -166,7 +167,7 @@ def _logits_and_gradients(
     it.
     """
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.world.init import joined
 
     with joined(run) as world:
@@ -186,7 +187,7 @@ def _logits_and_gradients(
         return logits, {name: p.main_grad.clone() for name, p in own.items()}
 
 
-def test_with_as_many_keys_as_there_are_it_is_plain_mla() -> None:
+def test_sparse_attention_all_keys_equal_plain_mla() -> None:
     plain = built_as("gpt", f"{TINY} parallel=single model.dsa=null")
     runs = [
         built_as("gpt", f"{TINY} parallel=single model.dsa.indexer_topk={topk}")
@@ -234,16 +235,17 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel"]))
-def test_a_layout_computes_what_one_rank_does(name: str) -> None:
+def test_sparse_attention_layout_equals_one_rank(name: str) -> None:
     rows = compared(f"model=deepseek_v3_2_tiny {LAYOUTS[name]}")
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
 @pytest.mark.full
-def test_a_target_of_one_ranks_heads_is_seen() -> None:
+def test_sparse_attention_target_of_one_rank_heads_is_found() -> None:
     def job(run: RunConfig, faulty: bool) -> list[tuple[float, float]]:
-        from mtrain.mcore.sparse_attention import SparseAttention
+        from mtrain.mcore.layers.sparse_attention import SparseAttention
 
         if faulty:
             SparseAttention._mean = lambda self, summed: (

@@ -56,7 +56,7 @@ ALWAYS = ["one rank, sequences balanced", "groups and bias, ep2", "tp2 ep2 etp2"
 
 def run_of(name: str) -> RunConfig:
     moe, parallel = CASES[name]
-    more = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": 32, **moe})
+    more = MoEConfig(**({"num_experts": 4, "ffn_hidden_size": 32} | moe))
     return tiny_run(model={"num_layers": 1, "moe": more}, **parallel)
 
 
@@ -70,14 +70,14 @@ def steps(run: RunConfig, lists: bool) -> list[tuple[float, float]]:
     return run_ranks(run.parallel.ranks, job)[0]  # type: ignore[no-any-return]
 
 
-def test_maps_are_followed_by_kernels_as_by_megatron_core() -> None:
+def test_sparse_experts_kernels_follow_maps_as_megatron() -> None:
     """Where tokens are dropped; megatron-core asks for what its release gives."""
     run = run_of("one rank")
     moe = {"moe": run.model.moe.model_copy(update={"expert_capacity_factor": 1.0})}  # type: ignore[union-attr]
     run = run.model_copy(update={"model": run.model.model_copy(update=moe)})
 
     def job(ours: bool) -> Any:
-        from mtrain.mcore import op_overrides
+        from mtrain.mcore.adapter import op_overrides
 
         if ours:
             for each in op_overrides.OVERRIDES["moe_permute"]:
@@ -88,9 +88,9 @@ def test_maps_are_followed_by_kernels_as_by_megatron_core() -> None:
     assert run_ranks(1, job, True)[0] == pytest.approx(run_ranks(1, job, False)[0], rel=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_steps_by_lists_are_steps_by_maps(name: str) -> None:
+def test_sparse_experts_lists_equal_maps(name: str) -> None:
     run = run_of(name)
     for (loss, norm), (right, right_norm) in zip(steps(run, True), steps(run, False), strict=True):
         assert loss == pytest.approx(right, rel=1e-6)
@@ -98,11 +98,12 @@ def test_steps_by_lists_are_steps_by_maps(name: str) -> None:
 
 
 def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]:
-    from mtrain.mcore import api, dispatch
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import dispatch
 
     tiny.start_world(ep=ep)
     type_ = "allgather" if kind == "allgather" else "alltoall"
-    cfg = tiny.config(**{**tiny.MOE, "moe_token_dispatcher_type": type_}, moe_grouped_gemm=True)
+    cfg = tiny.config(**(tiny.MOE | {"moe_token_dispatcher_type": type_}), moe_grouped_gemm=True)
     cfg.expert_model_parallel_size = ep
     cfg.sparse_experts = (
         api.Sparse("reference", "reference", padded=kind == "padded") if lists else None
@@ -121,8 +122,9 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
     return tiny.gradients(model)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["alltoall", "allgather", "padded"])
-def test_a_rank_whose_experts_get_nothing_takes_part(kind: str) -> None:
+def test_sparse_experts_empty_rank_takes_part(kind: str) -> None:
     (expected,) = run_ranks(1, _gradients, 1, "alltoall", False, "")
     for found in run_ranks(2, _gradients, 2, kind, True, ""):
         for name, gradient in found.items():
@@ -133,14 +135,14 @@ def test_a_rank_whose_experts_get_nothing_takes_part(kind: str) -> None:
         assert any(not torch.allclose(wrong[n], expected[n], rtol=1e-3, atol=1e-6) for n in wrong)
 
 
-def test_weights_have_the_names_and_the_bits_that_they_have_without_kernels() -> None:
+def test_sparse_experts_weights_equal_those_without_kernels() -> None:
     run = tiny_run(
         model={"num_layers": 1, "moe": MoEConfig(num_experts=4, ffn_hidden_size=32)}, **EP2
     )
 
     def shards(word: str) -> dict[str, Any]:
         from mtrain.assembly.model import build_model
-        from mtrain.mcore.sharding import model_shards
+        from mtrain.mcore.state.sharding import model_shards
         from mtrain.world.init import joined
 
         words = {"experts": word, "moe_router": word, "moe_permute": word}
@@ -168,13 +170,12 @@ def test_weights_have_the_names_and_the_bits_that_they_have_without_kernels() ->
 
 
 SMALL = (
-    *(
-        "data=mock",
-        "data.seq_length=32",
-        "trainer.global_batch_size=4",
-        "trainer.micro_batch_size=2",
-    ),
-    *("model.num_layers=2", "model.vocab_size=128"),
+    "data=mock",
+    "data.seq_length=32",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=2",
+    "model.num_layers=2",
+    "model.vocab_size=128",
 )
 MIXTRAL = ("model=mixtral_tiny", *SMALL)
 PADDED = "model.moe.pad_alltoall=true"
@@ -215,7 +216,7 @@ by itself.
 
 
 @pytest.mark.full
-def test_a_step_waits_for_the_device_where_it_is_said() -> None:
+def test_sparse_experts_step_waits_only_where_documented() -> None:
     found = synchronised.waits(STEPS)
     norms = {name: waits.pop(NORM, 0) for name, waits in found.items()}
     assert norms == {
@@ -229,31 +230,29 @@ def test_a_step_waits_for_the_device_where_it_is_said() -> None:
 
 
 TRAINED = (
-    *("data=mock", "data.seq_length=16", "trainer.train_iters=10", "trainer.global_batch_size=4"),
-    *(
-        "trainer.micro_batch_size=2",
-        "trainer.eval_iters=0",
-        "trainer.eval_interval=0",
-        "trainer.sample_tokens=0",
-    ),
-    *(
-        "checkpoint.save_interval=0",
-        "checkpoint.save_final=false",
-        "log.progress=none",
-        "model=mixtral_tiny",
-    ),
-    *(
-        "model.num_layers=1",
-        "model.hidden_size=64",
-        "model.moe.ffn_hidden_size=32",
-        "model.vocab_size=128",
-    ),
-    *("model.moe.num_experts=4", "parallel=tp2ep2sp"),
+    "data=mock",
+    "data.seq_length=16",
+    "trainer.train_iters=10",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=2",
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=0",
+    "trainer.sample_tokens=0",
+    "checkpoint.save_interval=0",
+    "checkpoint.save_final=false",
+    "log.progress=none",
+    "model=mixtral_tiny",
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.moe.ffn_hidden_size=32",
+    "model.vocab_size=128",
+    "model.moe.num_experts=4",
+    "parallel=tp2ep2sp",
 )
 
 
 @pytest.mark.full
-def test_ten_steps_with_triton_on_tp2_ep2_are_steps_of_the_reference() -> None:
+def test_sparse_experts_triton_tp2_ep2_equals_reference() -> None:
     kinds = {k: [*TRAINED, f"kernels={k}"] for k in ("reference", "triton")}
     padded = {f"{k}, padded": [*words, PADDED] for k, words in kinds.items()}
     values = interpreted.trained(kinds | padded, timeout_s=500)

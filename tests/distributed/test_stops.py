@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mtrain.config.schema.run import RunConfig
@@ -35,7 +36,8 @@ def _run() -> RunConfig:
     )
 
 
-def test_a_stop_from_anywhere_saves_and_a_resumed_run_misses_nothing(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_stops_save_and_resume_misses_nothing(tmp_path: Path) -> None:
     """The metrics that are there in the end are those of a run that was never stopped."""
     run = _run()
 

@@ -50,13 +50,14 @@ def run_of(
     return resolve(made, Machine(cpu_cores=1, memory_bytes=0))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "model", [{}, pytest.param(GATED, marks=pytest.mark.full)], ids=["relu", "gated"]
 )
 @pytest.mark.parametrize(
     "name", some(LAYOUTS, ["tp2 sequence parallel", "dp2 distributed optimizer"])
 )
-def test_a_layout_has_the_losses_and_norms_of_one_rank(name: str, model: dict[str, Any]) -> None:
+def test_t5_layout_equals_one_rank(name: str, model: dict[str, Any]) -> None:
     expected = trained(run_of(model), STEPS)
     found = trained(run_of(model, **LAYOUTS[name]), STEPS)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
@@ -64,7 +65,7 @@ def test_a_layout_has_the_losses_and_norms_of_one_rank(name: str, model: dict[st
 
 
 @pytest.mark.full
-def test_a_gradient_that_one_rank_has_wrong_is_seen() -> None:
+def test_t5_wrong_gradient_on_one_rank_is_found() -> None:
     """The comparison can fail: one rank negates the gradient of one of its weights."""
     run = run_of(**LAYOUTS["tp2 sequence parallel"])
     found = run_ranks(2, lambda: train_steps(run, STEPS, flip_gradient_on=1))[0]
@@ -83,12 +84,13 @@ def test_a_gradient_that_one_rank_has_wrong_is_seen() -> None:
     ],
     ids=["full", "attention", "MLPs"],
 )
-def test_recomputation_changes_no_bit(recompute: RecomputeConfig) -> None:
+def test_t5_recomputation_is_bitwise(recompute: RecomputeConfig) -> None:
     """Biases by distance are shared by layers that each go backward by themselves."""
     assert trained(run_of(recompute=recompute), STEPS) == trained(run_of(), STEPS)
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_t5_resume_is_bitwise(tmp_path: Path) -> None:
     run = run_of(
         {"hidden_dropout": 0.1, "attention_dropout": 0.1}, **LAYOUTS["tp2 sequence parallel"]
     )
@@ -97,8 +99,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     assert rest == whole[2:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
+def test_t5_tp_shared_state_stays_equal_under_dropout(
     sequence_parallel: bool,
 ) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
@@ -126,7 +129,8 @@ def _measured(run: RunConfig) -> dict[str, Any]:
         return twice[0]
 
 
-def test_an_evaluation_is_the_same_in_any_layout() -> None:
+@pytest.mark.full
+def test_t5_evaluation_is_equal_in_any_layout() -> None:
     keys = {"trainer": {"eval_iters": 2}}
     one, two = (
         run_ranks(n, _measured, run_of(**keys, **layout))[0]
@@ -165,7 +169,7 @@ def _deviations(run: RunConfig) -> dict[str, float]:
     return {name: float(weight.std()) for name, weight in found.items()}
 
 
-def test_initial_weights_have_the_deviations_of_the_paper() -> None:
+def test_t5_initial_weights_have_paper_deviation() -> None:
     model = {**GATED, "t5": {**MODEL["t5"], "initializer_factor": 2.0}}
     (found,) = run_ranks(1, _deviations, run_of(model))
     inputs = {"queries": 64 * 12, "keys": 64, "values": 64, "embedding.word_embeddings": 1}

@@ -12,7 +12,7 @@ from tests.support.forked import run_alone
 AGAIN = "parallel=tp2sp model.num_layers=2 precision=bf16 parallel.recompute.granularity=selective "
 
 
-def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
+def test_trace_memory_recomputed_tensors_are_freed() -> None:
     """Behind each micro-batch there is as much as behind the one before it: no storage stays."""
     run = planned(f"{AGAIN} parallel.recompute.modules=[layernorm]")
     run = run.model_copy(
@@ -33,7 +33,8 @@ def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
     assert before[3] - before[2] < stream
 
 
-def test_two_traces_of_one_process_are_alike() -> None:
+@pytest.mark.full
+def test_trace_memory_two_traces_are_equal() -> None:
     """With experts, of other numbers of layers: what the first one gathered of losses is not in the
     second.
     """
@@ -49,7 +50,7 @@ def test_two_traces_of_one_process_are_alike() -> None:
     assert first == again
 
 
-def test_what_was_sent_stays_where_sends_overlap() -> None:
+def test_trace_memory_overlapped_sends_are_kept() -> None:
     """With virtual stages a send may still be reading it; the plan counts it and the
     trace sees it.
     """
@@ -61,7 +62,7 @@ def test_what_was_sent_stays_where_sends_overlap() -> None:
     assert abs(traced(run, 0)["difference_percent"]["peak"]) < 3
 
 
-def test_a_product_and_its_view_are_one_storage() -> None:
+def test_trace_memory_product_and_view_share_storage() -> None:
     """`_unsafe_view` has no alias in its schema, and is one; what is asked for again is as the
     first time.
     """

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedWriter
 from tests.distributed.test_chats import apart, computed
@@ -94,7 +94,7 @@ def alone(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", some(SPLITS, ["cp2 ring"]))
 @pytest.mark.parametrize("average", ["token", pytest.param("sample", marks=pytest.mark.full)])
-def test_a_global_batch_of_whole_documents_has_one_loss_and_gradient_in_any_split(
+def test_whole_documents_any_split_has_one_loss_and_gradient(
     name: str, average: str, prefix: Path, alone: Any, tmp_path: Path
 ) -> None:
     packed = run_with(prefix, 2048, average, **SPLITS[name])
@@ -102,7 +102,7 @@ def test_a_global_batch_of_whole_documents_has_one_loss_and_gradient_in_any_spli
     assert apart(alone(average), computed(packed, tmp_path)) < 1e-6
 
 
-def test_a_document_that_sees_another_is_found(
+def test_whole_documents_leaking_document_is_found(
     prefix: Path, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.data import chat_batch

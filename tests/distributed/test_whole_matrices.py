@@ -32,7 +32,7 @@ def _turned(optimizer: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", "lion"])
-def test_updates_of_sharded_state_are_those_of_whole_matrices(name: str, tmp_path: Path) -> None:
+def test_whole_matrices_sharded_updates_equal_whole(name: str, tmp_path: Path) -> None:
     whole, sharded = (
         _made(name, tmp_path / str(on), ranks=2, distributed_optimizer=on) for on in (False, True)
     )

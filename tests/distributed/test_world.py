@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -19,7 +21,7 @@ def _join(run: object) -> dict[str, int]:
         return world.coords
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -32,7 +34,7 @@ def _join(run: object) -> dict[str, int]:
     ],
     ids=str,
 )
-def test_megatron_groups_are_those_of_the_grid(degrees: dict[str, int]) -> None:
+def test_world_megatron_groups_equal_grid(degrees: dict[str, int]) -> None:
     run = tiny_run(**degrees)
     grid = RankGrid.of(run)
     assert run_ranks(run.parallel.ranks, _join, run) == [
@@ -40,7 +42,7 @@ def test_megatron_groups_are_those_of_the_grid(degrees: dict[str, int]) -> None:
     ]
 
 
-def test_a_grid_that_numbers_ranks_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_differing_rank_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import mtrain.layout.grid as grid
 
     monkeypatch.setattr(grid, "DENSE_ORDER", ("pp", "cp", "dp", "tp"))
@@ -48,24 +50,22 @@ def test_a_grid_that_numbers_ranks_otherwise_is_refused(monkeypatch: pytest.Monk
         run_ranks(4, _join, tiny_run(ranks=4, tp=2, pp=2))
 
 
-def test_copies_that_are_spread_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_differing_replica_spread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.mcore import api
 
     real = api.parallel_state.get_data_parallel_group
-    monkeypatch.setattr(
-        api.parallel_state,
-        "get_data_parallel_group",
-        lambda *a, partial_data_parallel=False, **k: (
-            api.parallel_state.get_inter_distributed_optimizer_instance_group()
-            if partial_data_parallel
-            else real(*a, **k)
-        ),
-    )
+
+    def group(*args: Any, partial_data_parallel: bool = False, **more: Any) -> Any:
+        if partial_data_parallel:
+            return api.parallel_state.get_inter_distributed_optimizer_instance_group()
+        return real(*args, **more)
+
+    monkeypatch.setattr(api.parallel_state, "get_data_parallel_group", group)
     with pytest.raises(RankFailed, match="dp-cp of a copy: megatron-core has"):
         run_ranks(4, _join, tiny_run(ranks=4, fsdp="fsdp2", hsdp_replicas=2))
 
 
-def test_a_rank_with_another_configuration_is_named() -> None:
+def test_world_differing_configuration_is_named() -> None:
     def join() -> None:
         odd = {"seed": 7} if dist.get_rank() == 1 else {}
         _join(tiny_run(ranks=2, trainer=odd))
@@ -76,6 +76,6 @@ def test_a_rank_with_another_configuration_is_named() -> None:
         run_ranks(2, join)
 
 
-def test_another_number_of_processes_than_the_layout_has_is_refused() -> None:
+def test_world_wrong_process_count_is_refused() -> None:
     with pytest.raises(RankFailed, match="the layout has 4 ranks"):
         run_ranks(2, _join, tiny_run(ranks=4, tp=2))

@@ -22,7 +22,7 @@ WORDS = (
 ).split()
 
 
-def test_it_learns_resumes_bitwise_is_evaluated_and_does_not_write(tmp_path: Path) -> None:
+def test_bert_trains_resumes_evaluates_without_sampling(tmp_path: Path) -> None:
     done = mtrain(*WORDS, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "perplexity" not in done.stdout, "the loss has that of the pairs in it"

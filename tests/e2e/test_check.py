@@ -35,6 +35,7 @@ def test_check_prints_what_would_run() -> None:
         assert piece in done.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "argv",
     [
@@ -45,7 +46,7 @@ def test_check_prints_what_would_run() -> None:
         ["data.split=[1,1,1]"],
     ],
 )
-def test_no_judgement_imports_torch(argv: list[str]) -> None:
+def test_check_imports_no_torch(argv: list[str]) -> None:
     code = (
         f"import sys\nfrom mtrain.cli.main import main\nmain(['check', *{argv!r}])\nprint(sorted(m"
         " for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
@@ -56,7 +57,8 @@ def test_no_judgement_imports_torch(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_validation_takes_under_a_second_and_a_sixth_of_importing_the_engine() -> None:
+@pytest.mark.full
+def test_check_takes_under_a_second() -> None:
     """In seconds of the CPU, which a busy machine disturbs least."""
     spec = importlib.util.spec_from_file_location("check_time", ROOT / "benchmarks/check_time.py")
     assert spec is not None
@@ -68,7 +70,7 @@ def test_a_validation_takes_under_a_second_and_a_sixth_of_importing_the_engine()
     assert max(result["check_cpu_s"].values()) < 0.9, result
 
 
-def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:
+def test_check_prints_all_errors_to_stderr() -> None:
     done = mtrain(
         "check",
         "parallel=tp3pp3",
@@ -83,11 +85,11 @@ def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:
     assert done.stderr.rstrip().splitlines()[-1].startswith("7 problems")
 
 
-def test_debug_adds_the_traceback() -> None:
+def test_check_debug_adds_traceback() -> None:
     assert "Traceback" in mtrain("check", "parallel=tp3", "--debug").stderr
 
 
-def test_json_is_for_machines_in_both_verdicts() -> None:
+def test_check_json_covers_both_verdicts() -> None:
     good = json.loads(mtrain("check", "--json").stdout)
     assert good["ok"] is True
     assert len(good["digest"]) == 64
@@ -107,7 +109,7 @@ def test_json_is_for_machines_in_both_verdicts() -> None:
     assert bad["problems"][0]["path"] == "model.hiden_size"
 
 
-def test_an_unknown_verb_or_flag_names_the_near_one() -> None:
+def test_check_unknown_verb_or_flag_names_nearest() -> None:
     done = mtrain("chekc")
     assert done.returncode == 2
     assert "fix: check" in done.stderr
@@ -115,7 +117,7 @@ def test_an_unknown_verb_or_flag_names_the_near_one() -> None:
     assert "fix: --json" in done.stderr
 
 
-def test_show_resolved_is_a_file_that_runs_the_same(tmp_path: Path) -> None:
+def test_check_show_resolved_is_runnable(tmp_path: Path) -> None:
     argv = ["parallel=tp2pp2", "optim.lr=3e-4", "trainer.sample_prompt='a: #b'"]
     bare = mtrain("show", "--resolved", *argv)
     assert bare.returncode == 0, bare.stderr
@@ -128,7 +130,7 @@ def test_show_resolved_is_a_file_that_runs_the_same(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-def test_show_names_who_set_each_key() -> None:
+def test_check_show_names_setter_of_each_key() -> None:
     out = mtrain("show", "recipe=llama3/70b_h100x64", "optim.lr=1e-4").stdout
     rows = {row.split(":")[0].strip(): row for row in out.splitlines() if "#" in row}
     assert rows["lr"].endswith("# command line")
@@ -139,7 +141,7 @@ def test_show_names_who_set_each_key() -> None:
     assert rows["ranks"].endswith("# resolved from cluster h100x64: nodes 8 * devices_per_node 8")
 
 
-def test_help_and_version_need_no_configuration() -> None:
+def test_check_help_needs_no_configuration() -> None:
     page = mtrain("--help")
     assert page.returncode == 0
     for piece in ("usage:", "check", "llama3_70b", "recipe=", "tp4pp4", "exit codes"):
@@ -147,7 +149,7 @@ def test_help_and_version_need_no_configuration() -> None:
     assert mtrain("--version").stdout.startswith("mtrain 0.")
 
 
-def test_only_the_first_rank_of_a_launcher_speaks() -> None:
+def test_check_only_first_rank_prints() -> None:
     loud = mtrain("check", "parallel=tp3", RANK="0", WORLD_SIZE="3")
     quiet = mtrain("check", "parallel=tp3", RANK="1", WORLD_SIZE="3")
     assert (loud.returncode, quiet.returncode) == (2, 2)
@@ -155,19 +157,19 @@ def test_only_the_first_rank_of_a_launcher_speaks() -> None:
     assert quiet.stderr == ""
 
 
-def test_a_launcher_with_another_number_of_processes_is_refused() -> None:
+def test_check_wrong_process_count_is_refused() -> None:
     done = mtrain("check", "parallel=tp2dp2", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2
     assert "fix: parallel.ranks=2" in done.stderr
 
 
-def test_streams_that_are_closed_change_no_exit_code() -> None:
+def test_check_closed_streams_keep_exit_code() -> None:
     for words, code in (("show", 0), ("chek", 2)):
         command = f"exec {sys.executable} {ROOT / 'launch.py'} {words} <&- >&- 2>&-"
         assert subprocess.run(["bash", "-c", command], timeout=patient(60)).returncode == code
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
+def test_check_closed_reader_leaves_no_traceback() -> None:
     command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=patient(60)
@@ -175,7 +177,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_typos_do_not_hide_what_else_is_wrong() -> None:
+def test_check_typos_hide_no_other_problem() -> None:
     words = ["trainer.tran_iters=3", "parallel=tp3", "optim.lr=fast", "model.hidden_size=2.5"]
     shown = mtrain("check", *words).stderr
     for key in ("trainer.tran_iters", "optim.lr", "model.hidden_size", "parallel.tp"):

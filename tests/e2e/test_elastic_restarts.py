@@ -32,7 +32,7 @@ def _ranks(agent: int) -> list[psutil.Process]:
         pytest.param(2, (), signal.SIGTERM, marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_is_stopped_is_replaced_and_the_run_goes_on(
+def test_elastic_restart_replaces_stopped_rank(
     ranks: int, name: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ) -> None:
     program = [

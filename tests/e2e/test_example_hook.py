@@ -82,7 +82,7 @@ def test_example_hook_trains_and_keeps_its_state(tmp_path: Path) -> None:
     assert states(tmp_path, 4) == {"best_loss": {"best": after[expected], "step": expected}}
 
 
-def test_hook_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+def test_example_hook_uninstalled_is_refused(tmp_path: Path) -> None:
     run = Launched(*RUN, cwd=tmp_path)
     assert run.wait() == 2
     assert "no hook is called best_loss" in run.said
@@ -90,7 +90,7 @@ def test_hook_that_is_not_installed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["import nothing_of_that_name", "BestLoss = object"])
-def test_hook_that_does_not_load_ends_the_run(broken: str, tmp_path: Path) -> None:
+def test_example_hook_that_does_not_load_ends_the_run(broken: str, tmp_path: Path) -> None:
     patch = installed(tmp_path)
     (tmp_path / "site/mtrain_best_loss.py").write_text(f"{broken}\n")
     run = Launched(*RUN, cwd=tmp_path, patch=patch)

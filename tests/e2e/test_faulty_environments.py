@@ -37,8 +37,9 @@ CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_path: Path) -> None:
+def test_faulty_environment_ends_run_before_start(name: str, tmp_path: Path) -> None:
     variables, patch, said = CASES[name]
     run = Launched(*WORDS, cwd=tmp_path, environment=variables, patch=patch)
     assert run.wait() == BadEnvironment.exit_code, run.said
@@ -50,7 +51,7 @@ def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
-def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+def test_faulty_environment_small_address_space_is_reported(tmp_path: Path) -> None:
     words = ["bash", "-c", 'ulimit -v 1000000 && exec "$@"', "-", *command(*WORDS)]
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=patient(120)
@@ -60,7 +61,7 @@ def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_show_says_which_environment_each_rank_gets(
+def test_faulty_environment_show_prints_rank_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
@@ -84,7 +85,7 @@ def test_show_says_which_environment_each_rank_gets(
 
 
 @pytest.mark.parametrize(("verb", "code"), [((), 3), (("check",), 2)], ids=["train", "check"])
-def test_a_folder_of_runs_that_cannot_be_written_is_a_fault_of_the_place(
+def test_faulty_environment_unwritable_runs_folder_is_reported(
     verb: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
     run = Launched(*verb, *WORDS, "log.runs_dir=/proc/runs", cwd=tmp_path)

@@ -72,7 +72,7 @@ def _end(process: Launched, ranks: list[psutil.Process]) -> str:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
 )
-def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
+def test_interrupted_run_killed_rank_resumes_bitwise(
     seed: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     dice = random.Random(seed)
@@ -96,7 +96,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     assert _shards(run) == _shards(uninterrupted)
 
 
-def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(
+def test_interrupted_run_stop_saves_and_resume_continues(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
     process = Launched(*RUN, cwd=tmp_path)
@@ -117,7 +117,8 @@ def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(
     assert _shards(run) == _shards(uninterrupted)
 
 
-def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_interrupted_run_second_stop_keeps_checkpoints(tmp_path: Path) -> None:
     process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(
@@ -134,7 +135,7 @@ def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -
     assert list((run / "checkpoints").glob("step_*/manifest.json"))
 
 
-def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+def test_interrupted_run_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2 or process.poll() is not None)
     ranks = process.ranks()
@@ -145,7 +146,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_again(
+def test_interrupted_run_killed_before_checkpoint_starts_again(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
     words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + [
@@ -161,7 +162,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     assert _losses(run) == _losses(uninterrupted)
 
 
-def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(
+def test_interrupted_run_raising_rank_is_named_despite_peer(
     tmp_path: Path,
 ) -> None:
     def with_a_fault() -> None:
@@ -182,7 +183,8 @@ def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(
     assert "seeded fault" in record["traceback"]
 
 
-def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_interrupted_run_full_disk_keeps_previous_checkpoint(tmp_path: Path) -> None:
     words = [*RUN[:-3], "trainer.train_iters=8", "checkpoint.save_interval=4", "log.name=run"]
     assert mtrain(*words, cwd=tmp_path).returncode == 0
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))  # noqa: E731

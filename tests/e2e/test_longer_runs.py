@@ -21,7 +21,7 @@ RUN = (
 
 
 @pytest.mark.full
-def test_constant_rates_go_on_as_if_the_run_had_been_as_long(tmp_path: Path) -> None:
+def test_longer_run_constant_rate_equals_long_run(tmp_path: Path) -> None:
     constant = (*RUN, "optim.schedule=constant")
     assert (
         mtrain("log.name=short", *constant, "trainer.train_iters=2", cwd=tmp_path).returncode == 0
@@ -36,7 +36,7 @@ def test_constant_rates_go_on_as_if_the_run_had_been_as_long(tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_a_cosine_that_is_made_longer_is_told_and_accepted(tmp_path: Path) -> None:
+def test_longer_run_cosine_extension_is_reported_and_accepted(tmp_path: Path) -> None:
     assert mtrain("log.name=cosine", *RUN, "trainer.train_iters=2", cwd=tmp_path).returncode == 0
     refused = mtrain("resume", "runs/cosine", "trainer.train_iters=4", cwd=tmp_path)
     assert refused.returncode == 2
@@ -57,7 +57,7 @@ def test_a_cosine_that_is_made_longer_is_told_and_accepted(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_a_first_run_ends_with_commands_that_run(tmp_path: Path) -> None:
+def test_longer_run_first_run_ends_with_working_commands(tmp_path: Path) -> None:
     done = mtrain(cwd=tmp_path, timeout_s=240)
     assert done.returncode == 0, done.stderr
     following = done.stdout.partition("\nnext:\n")[2].splitlines()

@@ -17,7 +17,7 @@ SCRIPT = (
 )
 
 
-def test_the_script_of_a_bert_becomes_a_recipe_that_passes(tmp_path: Path) -> None:
+def test_megatron_bert_script_becomes_passing_recipe(tmp_path: Path) -> None:
     (tmp_path / "bert.sh").write_text(SCRIPT)
     made = mtrain("recipe", "import", "bert.sh", "-o", "bert.yaml", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
 
 
-def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Path) -> None:
+def test_multirun_failing_run_sets_exit_code_only(tmp_path: Path) -> None:
     words = [
         "trainer.train_iters=3",
         "trainer.eval_iters=1",
@@ -45,8 +45,9 @@ def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Pa
     assert "MT101" in done.stderr
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(name: str, tmp_path: Path) -> None:
+def test_multirun_stop_ends_run_and_sweep(name: str, tmp_path: Path) -> None:
     words = ["trainer.train_iters=100000", "trainer.seed=1,2", "log.name=s", "log.runs_dir=runs"]
     sweep = Launched("-m", *SMALL, "parallel=single", "log=quiet", *words, cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/s-0")) > 3, 90)
@@ -58,7 +59,7 @@ def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(name: str, tmp_pat
 
 
 @pytest.mark.full
-def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
+def test_multirun_imports_torch_once(tmp_path: Path) -> None:
     """An import hook writes down each process that looks for torch; runs are forked from the one
     that has.
     """

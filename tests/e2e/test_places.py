@@ -31,7 +31,7 @@ metadata.Distribution.from_name = classmethod(from_name)
 """
 
 
-def test_a_full_standard_output_is_said() -> None:
+def test_places_full_stdout_is_reported() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=patient(60)
@@ -44,7 +44,7 @@ def test_a_full_standard_output_is_said() -> None:
     )
 
 
-def test_the_package_is_a_command() -> None:
+def test_places_package_is_a_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mtrain", "--version"],
         env={**environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}"},
@@ -55,7 +55,8 @@ def test_the_package_is_a_command() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "mtrain"), done.stderr
 
 
-def test_a_source_tree_trains_without_being_installed(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_places_source_tree_trains_uninstalled(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(UNINSTALLED)
     paths = f"{tmp_path / 'site'}:{ROOT / 'src'}:{ROOT / 'kernels'}"
@@ -77,7 +78,7 @@ def test_a_source_tree_trains_without_being_installed(tmp_path: Path) -> None:
     assert len((tmp_path / "runs/bare/metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_gpus_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_places_unusable_gpus_are_refused_first(tmp_path: Path) -> None:
     paths = f"{site(tmp_path / 'site')}:{ROOT}:{ROOT / 'src'}:{ROOT / 'kernels'}"
     done = subprocess.run(
         command(*SMALL, "parallel=single", "log.name=crowded"),

@@ -23,8 +23,9 @@ PROVEN = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(PROVEN, [PROVEN[1]]))
-def test_a_layout_is_proven(layout: str, tmp_path: Path) -> None:
+def test_prove_accepts_layout(layout: str, tmp_path: Path) -> None:
     words = layout.split()
     done = mtrain("prove", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,9 +67,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "name", some(FAULTS, ["norms of sequence-parallel ranks that are not summed"])
 )
-def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(
-    name: str, tmp_path: Path
-) -> None:
+def test_prove_names_difference_of_wrong_layout(name: str, tmp_path: Path) -> None:
     words, fault, kind, module = FAULTS[name]
 
     def seed_fault() -> None:
@@ -102,8 +101,9 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(
 REHEARSED = ("parallel=tp2pp2", "model=mixtral_8x7b parallel=ep2 precision=bf16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(REHEARSED, REHEARSED[1:]))
-def test_a_layout_is_rehearsed_over_a_checkpoint(layout: str, tmp_path: Path) -> None:
+def test_prove_rehearses_over_checkpoint(layout: str, tmp_path: Path) -> None:
     done = mtrain("rehearse", *layout.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from" in done.stdout
@@ -111,7 +111,7 @@ def test_a_layout_is_rehearsed_over_a_checkpoint(layout: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_layout_of_more_ranks_than_a_machine_may_start_is_refused(tmp_path: Path) -> None:
+def test_prove_refuses_more_ranks_than_machine(tmp_path: Path) -> None:
     words = ["parallel=pp17", "model.num_layers=17", "trainer.global_batch_size=17"]
     done = mtrain("prove", *words, cwd=tmp_path)
     assert done.returncode == 3

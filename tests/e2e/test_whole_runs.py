@@ -61,7 +61,7 @@ def trained(home: Path) -> Path:
     return home / "runs/run"
 
 
-def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+def test_whole_run_leaves_documented_files(trained: Path) -> None:
     steps = [line for line in metrics(trained) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -82,7 +82,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     }
 
 
-def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corpus(
+def test_whole_run_generates_in_another_layout_without_corpus(
     trained: Path,
 ) -> None:
     hidden = (trained.parent.parent / "corpus").rename(trained.parent.parent / "moved")
@@ -97,9 +97,8 @@ def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corp
     assert same.stdout.startswith("alpha")
 
 
-def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(
-    trained: Path, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_whole_run_answers_prompt_file_and_chat_as_json(trained: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         '"alpha beta"',
@@ -132,7 +131,7 @@ def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(
     assert text["ended"] == "stop"
 
 
-def test_a_run_is_evaluated_as_it_evaluated_itself(trained: Path) -> None:
+def test_whole_run_evaluation_equals_own_evaluation(trained: Path) -> None:
     own = [line["valid_loss"] for line in metrics(trained) if "valid_loss" in line][-1]
     for words in ([], ["parallel=tp2"]):
         done = mtrain(
@@ -145,7 +144,7 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(trained: Path) -> None:
         assert 0 < found["bits_per_byte"] < found["bits_per_token"]
 
 
-def test_wrong_words_end_in_one_answer_with_every_problem(trained: Path) -> None:
+def test_whole_run_wrong_words_report_every_problem(trained: Path) -> None:
     done = mtrain(
         "generate", str(trained), "top_p=2", "prompts=nowhere.txt", "temperatur=1", cwd=trained
     )
@@ -166,7 +165,7 @@ def test_wrong_words_end_in_one_answer_with_every_problem(trained: Path) -> None
     )
 
 
-def test_a_run_goes_on_from_another_directory_and_in_another_layout(trained: Path) -> None:
+def test_whole_run_resumes_elsewhere_in_another_layout(trained: Path) -> None:
     done = mtrain(
         "resume",
         str(trained / "checkpoints/step_00000006"),
@@ -181,7 +180,7 @@ def test_a_run_goes_on_from_another_directory_and_in_another_layout(trained: Pat
     assert branch == pytest.approx(whole[6:], rel=1e-5)
 
 
-def test_another_corpus_is_not_taken_for_the_one_of_the_checkpoint(trained: Path) -> None:
+def test_whole_run_other_corpus_is_not_taken(trained: Path) -> None:
     home = trained.parent.parent
     file = home / "corpus/file0.txt"
     before = file.read_text()
@@ -196,7 +195,7 @@ def test_another_corpus_is_not_taken_for_the_one_of_the_checkpoint(trained: Path
     assert "Traceback" not in refused.stderr
 
 
-def test_a_corpus_that_is_too_small_is_refused_before_a_run_folder_exists(tmp_path: Path) -> None:
+def test_whole_run_small_corpus_is_refused_before_folder(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("too short\n" * 3)
     done = mtrain(*text_words(tmp_path), cwd=tmp_path)
@@ -205,7 +204,7 @@ def test_a_corpus_that_is_too_small_is_refused_before_a_run_folder_exists(tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path: Path) -> None:
+def test_whole_run_damaged_checkpoint_exits_4_with_file(trained: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = Path(shutil.copytree(trained, tmp_path / "runs/run"))
@@ -226,7 +225,7 @@ def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path:
 
 
 @pytest.mark.full
-def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
+def test_whole_run_closed_reader_stops_no_training(tmp_path: Path) -> None:
     words = [*command(*SMALL, "trainer.train_iters=6", "log.name=run")]
     first = subprocess.Popen(
         words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), text=True
@@ -238,7 +237,7 @@ def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
     assert (tmp_path / "runs/run/checkpoints/step_00000006/manifest.json").exists()
 
 
-def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: Path) -> None:
+def test_whole_run_stop_on_one_rank_stops_run(tmp_path: Path) -> None:
     process = Launched(*SMALL, "trainer.train_iters=100000", "log.name=run", cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3 or process.poll() is not None)
     process.ranks()[1].send_signal(signal.SIGTERM)
@@ -248,7 +247,7 @@ def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: P
 
 # three processes import; tests/distributed starts ranks by torchrun's environment without it
 @pytest.mark.full
-def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+def test_whole_run_torchrun_starts_same_run(tmp_path: Path) -> None:
     import sys
 
     torchrun = Path(sys.executable).with_name("torchrun")

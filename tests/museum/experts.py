@@ -75,12 +75,12 @@ def experts_as_dense() -> None:
 
 def router_losses_of_rank() -> None:
     """Balancing losses weigh the tokens of a rank, as if nothing of megatron-core's were mended."""
-    patching = owner("mtrain.mcore.patching")
+    patching = owner("mtrain.mcore.patches.experts")
     if hasattr(owner(ROUTER).attach_and_log_load_balancing_loss, "__wrapped__"):
         unwrap(ROUTER, "attach_and_log_load_balancing_loss")  # of sequences
         unwrap(ROUTER, "attach_and_log_load_balancing_loss")
         unwrap(ROUTER, "apply_z_loss")
-        patching.sequence_loss_batch()
+        patching.sequence_loss_batch.apply()
 
 
 EXHIBITS = (

@@ -15,19 +15,23 @@ from tests.museum.sums import CORE, DENSE_MLA, MIXTRAL, ranks
 GEMMA = "model=gemma_tiny"
 OLMO = "model.norm_placement=post model.qk_layernorm=true model.qk_layernorm_across_heads=true"
 LAYERS = f"{CORE}tensor_parallel.layers"
-CONTEXT = "mtrain.mcore.context"
+CONTEXT = "mtrain.mcore.layers.context"
 
 
 def squares_left_out() -> None:
     """A norm over all heads takes the squares of a rank's own."""
-    replace("mtrain.mcore.layers", "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+    replace(
+        "mtrain.mcore.layers.portable",
+        "reduce_from_tensor_model_parallel_region",
+        lambda x, group: x,
+    )
 
 
 def windows_counted_from_stage() -> None:
     """Which layers have windows is counted from the stage's first."""
     stage = ranks().get_pipeline_model_parallel_rank
     wrap(
-        "mtrain.mcore.decoder_layer",
+        "mtrain.mcore.layers.decoder_layer",
         "is_layer_window_attention",
         lambda real, size, skip, number: real(size, skip, number - stage()),
     )
@@ -129,7 +133,7 @@ def other_heads_left_out() -> None:
         self._summed = 0
         self.gives_partial_gradients = False
 
-    wrap("mtrain.mcore.layers:DuplicatedLinear", "__init__", made)
+    wrap("mtrain.mcore.layers.portable:DuplicatedLinear", "__init__", made)
 
 
 def stale_activation() -> None:
@@ -163,7 +167,10 @@ def rolled_within_rank() -> None:
     ) -> Any:
         return real(tensor, shifts=shifts, dims=dims, cp_group=None, **more)
 
-    for module in (f"{CORE}transformer.multi_token_prediction", "mtrain.mcore.language_model"):
+    for module in (
+        f"{CORE}transformer.multi_token_prediction",
+        "mtrain.mcore.models.language_model",
+    ):
         wrap(module, "roll_tensor", roll)
 
 
@@ -192,7 +199,7 @@ def vocabulary_of_rank() -> None:
     def loss(real: Any, *args: Any, vocab_size: Any = None, group: Any = None, **more: Any) -> Any:
         return real(*args, vocab_size=vocab_size if group is None else None, group=group, **more)
 
-    wrap("mtrain.mcore.language_model", "linear_cross_entropy", loss)
+    wrap("mtrain.mcore.models.language_model", "linear_cross_entropy", loss)
 
 
 def adapter_not_added() -> None:
@@ -202,7 +209,7 @@ def adapter_not_added() -> None:
         found = real(b, one_hot)
         return found * 0 if ranks().get_tensor_model_parallel_world_size() > 1 else found
 
-    wrap("mtrain.mcore.low_rank", "spread", spread)
+    wrap("mtrain.mcore.layers.low_rank", "spread", spread)
 
 
 ATTENTION = r"decoder\.layers\.\d\.self_attention(\.core_attention)?"

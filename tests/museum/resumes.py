@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.museum.exhibit import Exhibit, replace, unwrap, wrap
 from tests.museum.sums import CORE, EVERY, MIXTRAL, OVERLAPPED
 
-STATE = "mtrain.mcore.optimizer_state"
+STATE = "mtrain.mcore.state.optimizer_state"
 SHARDED = f"{CORE}distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 
 
@@ -25,7 +25,7 @@ def moments_lost() -> None:
 
     def load(real: Any, checkpoint: Any, world: Any, state: Any, **more: Any) -> Any:
         done = real(checkpoint, world, state, **more)
-        from mtrain.mcore.optimizer_state import inner_optimizers
+        from mtrain.mcore.state.optimizer_state import inner_optimizers
 
         for inner in inner_optimizers(state.optimizer):
             for kept in inner.state.values():
@@ -40,7 +40,7 @@ def moments_of_other_rank() -> None:
 
     def load(real: Any, checkpoint: Any, world: Any, state: Any, **more: Any) -> Any:
         done = real(checkpoint, world, state, **more)
-        from mtrain.mcore.optimizer_state import inner_optimizers
+        from mtrain.mcore.state.optimizer_state import inner_optimizers
 
         for inner in inner_optimizers(state.optimizer):
             for kept in inner.state.values():
@@ -90,7 +90,7 @@ def stale_gather() -> None:
         kept = [bucket.param_data.clone() for bucket in self.buckets]
         rank = dist.get_rank()
         size = dist.get_world_size()
-        done = real(self, *args, **{**more, "force_sync": True})
+        done = real(self, *args, **(more | {"force_sync": True}))
         for bucket, before in zip(self.buckets, kept, strict=True):
             share = before.numel() // size
             own = bucket.param_data[rank * share : (rank + 1) * share].clone()
@@ -135,7 +135,7 @@ def main_weights_not_made() -> None:
     """What is loaded does not reach the main weights that FSDP keeps apart: it is gone after the
     first update.
     """
-    replace("mtrain.mcore.sharding", "make_main_weights", lambda chunks: None)
+    replace("mtrain.mcore.state.sharding", "make_main_weights", lambda chunks: None)
 
 
 REDUCED = r"every weight|decoder\..*|embedding\..*|output_layer"

@@ -246,7 +246,7 @@ def adapters_drop_features_alike() -> None:
     """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's
     input.
     """
-    replace("mtrain.mcore.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
+    replace("mtrain.mcore.layers.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
 
 
 def norm_of_stage() -> None:

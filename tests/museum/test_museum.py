@@ -21,8 +21,9 @@ ALWAYS = (
 """A backward and a resume: each fifth of the others has a dozen of the museum's."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(BY_NAME, ALWAYS))
-def test_a_silent_bug_is_found_and_its_module_is_named(name: str) -> None:
+def test_museum_bug_is_found_and_module_named(name: str) -> None:
     seen = show(BY_NAME[name])
     assert seen.found, seen.said
     assert seen.named, seen.said
@@ -45,8 +46,9 @@ CLEAN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(CLEAN, ["packed, pp2cp2"]))
-def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_rank(
+def test_museum_clean_layout_passes_same_modules_as_one_rank(
     name: str,
 ) -> None:
     argv = CLEAN[name].split()
@@ -65,11 +67,11 @@ def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_r
     assert not off, off[:5]
 
 
-def test_clean_layouts_are_drawn_by_the_seed() -> None:
+def test_museum_clean_layouts_follow_seed() -> None:
     assert drawn(6, 3) == drawn(6, 3)
     assert drawn(6, 3) != drawn(6, 4)
 
 
-def test_every_exhibit_says_where_it_is_known_from() -> None:
+def test_museum_exhibits_name_their_source() -> None:
     assert len(BY_NAME) == len(EXHIBITS) >= 40
     assert all(exhibit.source and exhibit.does for exhibit in EXHIBITS)

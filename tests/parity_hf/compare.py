@@ -22,8 +22,8 @@ from mtrain.config.rules import check
 from mtrain.errors import ConfigError
 from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import to_ours, to_theirs
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.delta import delta, recipe_text
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf import theirs
 
 BATCH = 2
@@ -270,7 +270,7 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:
     """Parameters and the buffers that a checkpoint holds, by name."""
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     model = unwrap(chunk)
     saved = model.state_dict().keys()

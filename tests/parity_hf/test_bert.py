@@ -146,12 +146,12 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
 def _batches(run: Path) -> list[dict[str, Tensor]]:
     """What is learned in each step, whole."""
     from mtrain.data.batch import GlobalBatches
-    from mtrain.models.bert.form import form
+    from mtrain.models.bert.data import collator
     from mtrain.train.assemble import splits_of
 
     found = _loaded(run)
     splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
     return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
 
 
@@ -243,8 +243,9 @@ def _apart(
     return errors[worst], worst
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_two_steps_are_those_of_transformers(
+def test_bert_two_steps_equal_transformers(
     kind: str, layout: str, sides: Sides, tmp_path: Path
 ) -> None:
     run, theirs = sides(kind)
@@ -272,7 +273,7 @@ def test_two_steps_are_those_of_transformers(
     assert _bytes(tmp_path / "again") == _bytes(run.parent / "theirs")
 
 
-def test_a_pad_token_learns_nothing_from_where_it_stands(sides: Sides) -> None:
+def test_bert_pad_token_ignores_position(sides: Sides) -> None:
     """transformers' padding_idx: what is compared above has it in its samples."""
     run, _ = sides("BertForPreTraining")
     assert _loaded(run).model.bert.pad_token_id == PAD
@@ -308,7 +309,8 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out | {"bert.embeddings.position_ids": torch.arange(37).unsqueeze(0)}
 
 
-def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_left_out(
+@pytest.mark.full
+def test_bert_old_names_are_read_and_unwanted_heads_dropped(
     tmp_path: Path,
 ) -> None:
     plain = _saved("BertForMaskedLM", tmp_path / "plain")
@@ -319,7 +321,7 @@ def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_l
 
 
 @pytest.mark.full
-def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(
+def test_bert_both_heads_are_imported_despite_config(
     tmp_path: Path,
 ) -> None:
     from mtrain.cli.setup import load
@@ -337,9 +339,9 @@ def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(
     ]
 
 
-def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path) -> None:
+def test_bert_no_head_is_imported_despite_config(tmp_path: Path) -> None:
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
     from mtrain.errors import ConfigError
 
     def without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -355,12 +357,10 @@ def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path)
 
 
 @pytest.mark.parametrize("wanted", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_a_run_begins_with_the_heads_that_it_has_of_those_of_a_published_file(
-    wanted: str, tmp_path: Path
-) -> None:
+def test_bert_run_takes_available_heads(wanted: str, tmp_path: Path) -> None:
     from mtrain.ckpt.folder import read_manifest
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.hugging_face import configuration, take
+    from mtrain.convert.huggingface.model import configuration, take
 
     source = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     _, found = configuration(source / "config.json", [f"model.bert.next_sentence={wanted}"])
@@ -382,7 +382,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_built_is_refused_by_name(
+def test_bert_unsupported_is_refused_by_name(
     key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "theirs"
@@ -402,7 +402,7 @@ def _empty() -> bytes:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.full) for seed in range(8)])
-def test_a_random_shape_goes_in_and_out_or_is_refused(seed: int, tmp_path: Path) -> None:
+def test_bert_random_shape_round_trips_or_is_refused(seed: int, tmp_path: Path) -> None:
     import transformers
 
     dice = random.Random(seed)

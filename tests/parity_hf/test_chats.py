@@ -127,7 +127,7 @@ THEIRS = {"transformers": theirs_of_transformers, "trl": theirs_of_trl}
 
 @pytest.mark.parametrize("learn_all", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("whose", some(THEIRS, ["transformers"]))
-def test_the_first_step_of_a_fine_tuning_has_their_loss(
+def test_chats_first_fine_tuning_step_has_their_loss(
     whose: str, learn_all: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

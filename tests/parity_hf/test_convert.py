@@ -65,7 +65,7 @@ def command(*words: object) -> int:
 
 def data_of(folder: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a folder."""
-    from mtrain.convert.folder import open_folder
+    from mtrain.convert.huggingface.folder import open_folder
 
     out = {}
     for name, tensor in open_folder(folder).tensors.items():
@@ -75,10 +75,9 @@ def data_of(folder: Path) -> dict[str, bytes]:
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_same(
-    name: str, tmp_path: Path
-) -> None:
+def test_convert_round_trip_is_bytewise_and_computes_same(name: str, tmp_path: Path) -> None:
     theirs_ = saved(name, tmp_path / "theirs")
     run = tmp_path / "run"
     again = tmp_path / "again"
@@ -97,7 +96,8 @@ def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_sam
     assert command("verify", theirs_, run) == 0
 
 
-def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
+@pytest.mark.full
+def test_convert_certificate_hashes_imported_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import hashes
@@ -131,7 +131,9 @@ def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(DRAWN))
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_random_model_goes_in_and_out_or_is_refused(kind: str, seed: int, tmp_path: Path) -> None:
+def test_convert_random_model_round_trips_or_is_refused(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     case = draw(kind, seed)
 
     def save() -> None:
@@ -168,7 +170,7 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["qwen2 moe"]))
-def test_weights_go_through_a_layout_and_come_out_as_they_were(name: str, tmp_path: Path) -> None:
+def test_convert_layout_round_trip_keeps_weights(name: str, tmp_path: Path) -> None:
     layout, ranks = LAYOUTS[name]
     theirs_ = saved(name, tmp_path / "theirs")
     run = tmp_path / "run"
@@ -215,8 +217,9 @@ MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutated_table_is_found(
+def test_convert_mutated_table_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs_ = saved("llama 2", tmp_path / "theirs")
@@ -235,8 +238,8 @@ def _must(code: int) -> None:
     assert code == 0, f"exit code {code}"
 
 
-def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
-    from mtrain.convert.folder import open_folder
+def test_convert_extra_or_missing_layer_is_named(tmp_path: Path) -> None:
+    from mtrain.convert.huggingface.folder import open_folder
     from mtrain.convert.match import match
 
     theirs_ = saved("llama 2", tmp_path / "theirs")
@@ -254,7 +257,7 @@ def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
 
 
 def _model(folder: Path) -> Any:
-    from mtrain.recipes.hf import import_config
+    from mtrain.recipes.huggingface.importer import import_config
 
     return import_config(folder / "config.json").run.model
 
@@ -273,12 +276,12 @@ def _ours(folder: Path) -> list[str]:
     return found
 
 
-def test_fp8_weights_are_multiplied_with_the_factors_of_their_blocks(tmp_path: Path) -> None:
+def test_convert_fp8_weights_use_block_factors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from mtrain.convert.folder import open_folder
-    from mtrain.convert.read import Reader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.huggingface.folder import open_folder
+    from mtrain.convert.huggingface.reader import Reader
+    from mtrain.convert.raw_arrays import as_tensor
 
     weight = torch.randn(200, 130).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 2) + 0.5
@@ -294,13 +297,13 @@ def test_fp8_weights_are_multiplied_with_the_factors_of_their_blocks(tmp_path: P
         Reader(open_folder(tmp_path)).tensor("w")
 
 
-def test_mxfp4_weights_are_those_that_transformers_reads(tmp_path: Path) -> None:
+def test_convert_mxfp4_weights_equal_transformers(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from mtrain.convert.folder import open_folder
-    from mtrain.convert.read import Reader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.huggingface.folder import open_folder
+    from mtrain.convert.huggingface.reader import Reader
+    from mtrain.convert.raw_arrays import as_tensor
 
     blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
     scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
@@ -318,17 +321,17 @@ class _Held:
     names = frozenset(["it"])
 
     def dtype(self, name: str) -> str:
-        from mtrain.convert.words import of_tensor
+        from mtrain.convert.raw_arrays import of_tensor
 
         return of_tensor(self.value)[1]
 
     def tensor(self, name: str) -> Any:
-        from mtrain.convert.words import of_tensor
+        from mtrain.convert.raw_arrays import of_tensor
 
         return of_tensor(self.value)[0]
 
 
-def test_the_same_means_every_bit() -> None:
+def test_convert_equality_means_every_bit() -> None:
     from mtrain.convert.compare import compare
 
     def said(a: torch.Tensor, b: torch.Tensor) -> str:
@@ -373,10 +376,11 @@ def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["deepseek v3", pytest.param("glm 4.5 air", marks=pytest.mark.full)]
 )
-def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) -> None:
+def test_convert_mtp_layers_round_trip(name: str, tmp_path: Path) -> None:
     theirs_ = saved(name, tmp_path / "theirs")
     run = tmp_path / "run"
     _add_mtp(theirs_, other_embedding=False)
@@ -391,9 +395,8 @@ def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) ->
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_resumed_import_trains_from_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.full
+def test_convert_import_resumes_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs_ = saved("qwen3, tied", tmp_path / "theirs")
     run = tmp_path / "run"
     words = (
@@ -422,7 +425,7 @@ def test_a_resumed_import_trains_from_the_weights(
 
 
 @pytest.mark.full
-def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+def test_convert_killed_conversion_leaves_nothing_or_whole(tmp_path: Path) -> None:
     theirs_ = saved("qwen3, tied", tmp_path / "theirs")
     begin = time.monotonic()
     assert command("import", theirs_, tmp_path / "whole") == 0
@@ -446,7 +449,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path)
         )
 
 
-def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refused(
+def test_convert_repeated_tied_head_is_counted_else_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -472,7 +475,7 @@ def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refus
     assert command("verify", source, run) == 4
 
 
-def test_a_head_that_repeats_the_embeddings_of_gpt2_makes_no_difference(tmp_path: Path) -> None:
+def test_convert_repeated_gpt2_head_makes_no_difference(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     source = saved("gpt2", tmp_path / "theirs")

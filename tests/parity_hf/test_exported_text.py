@@ -45,7 +45,7 @@ def _written_by_transformers(folder: Path) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
+def test_exported_text_transformers_equals_generate(name: str, tmp_path: Path) -> None:
     _corpus(tmp_path / "corpus")
     words = [word for word in SMALL if not word.startswith(("data=", "model.vocab", "parallel="))]
     words += [

@@ -73,14 +73,14 @@ ALWAYS = (
 """Each kind of layer, with what is most its own."""
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_a_family_computes_what_transformers_computes(name: str) -> None:
+def test_families_compute_as_transformers(name: str) -> None:
     assert_agrees(run_ranks(1, compare, CASES[name])[0], ROUNDING.get(CASES[name].kind, 1.0))
 
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
+def test_families_plan_counts_as_transformers(name: str) -> None:
     config = theirs.configuration(CASES[name].kind, CASES[name].values)
     m = imported(CASES[name], config.to_dict())[0].model
     padding = (
@@ -92,7 +92,7 @@ def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(DRAWN))
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, seed: int) -> None:
+def test_families_random_config_agrees_or_names_key(kind: str, seed: int) -> None:
     case = draw(kind, seed)
     result = run_ranks(1, compare, case)[0]
     if result.refused:
@@ -110,13 +110,13 @@ def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, se
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_another_model_is_refused_by_its_key(name: str) -> None:
+def test_families_other_model_is_refused_by_key(name: str) -> None:
     case, key = REFUSED[name]
     assert key in run_ranks(1, compare, case)[0].refused
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_key_that_a_file_leaves_out_has_the_default_of_transformers(kind: str) -> None:
+def test_families_missing_key_takes_transformers_default(kind: str) -> None:
     needed = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}
     values = theirs.configuration(kind, needed).to_dict()
     sizes = {key: value for key, value in values.items() if key in NEEDED | needed.keys()}
@@ -124,8 +124,9 @@ def test_a_key_that_a_file_leaves_out_has_the_default_of_transformers(kind: str)
     assert (run, refused) == imported(Case(kind, {}), values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama 3.1", "qwen3, tied", "gpt2", "gemma 2", "gemma 3"])
-def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
+def test_families_bf16_is_as_near_fp32_as_transformers(name: str) -> None:
     ours, others = run_ranks(1, half_precision_errors, CASES[name])[0]
     assert ours.keys() == others.keys()
     for quantity, error in ours.items():
@@ -134,14 +135,14 @@ def test_bf16_is_as_near_to_fp32_as_transformers_bf16(name: str) -> None:
         assert 0 < error < 1.5 * others[quantity], quantity
 
 
-def test_every_family_has_a_case_and_random_configurations() -> None:
-    from mtrain.recipes.hf_kinds import KINDS
+def test_families_all_have_cases_and_random_configs() -> None:
+    from mtrain.recipes.huggingface.kinds import KINDS
 
     known = {name for name, kind in KINDS.items() if kind.family == "gpt"}
     assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == known
 
 
-def test_a_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_wrong_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof can fail: each quantity sees a norm's weight that one of both has a
     little larger.
     """

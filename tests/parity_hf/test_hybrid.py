@@ -111,7 +111,9 @@ LAYOUTS = {
     "tp2pp2sp": (4, "parallel=tp2pp2sp trainer.micro_batch_size=1"),
 }
 ALWAYS = {
-    *(("mamba 2", "single"), ("nemotron h", "tp2sp"), ("nemotron 3", "single")),
+    ("mamba 2", "single"),
+    ("nemotron h", "tp2sp"),
+    ("nemotron 3", "single"),
     ("granite experts", "single"),
 }
 CASES = [
@@ -183,7 +185,7 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.verify.prove import record_gradients
@@ -210,12 +212,12 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
 def _batches(run: Path) -> list[dict[str, Tensor]]:
     """What is learned in each step, whole."""
     from mtrain.data.batch import GlobalBatches
-    from mtrain.models.gpt.form import form
+    from mtrain.models.gpt.data import collator
     from mtrain.train.assemble import splits_of
 
     found = _loaded(run)
     splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, form(found, splits, "train"))
+    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
     return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
 
 
@@ -278,7 +280,7 @@ def _as_theirs(
     name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
-    from mtrain.models.hybrid import HYBRID
+    from mtrain.models.hybrid.family import FAMILY as HYBRID
     from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model
@@ -342,9 +344,9 @@ def _differences(
 LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-4}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_two_steps_are_those_of_transformers(
+def test_hybrid_two_steps_equal_transformers(
     name: str, layout: str, sides: Sides, tmp_path: Path
 ) -> None:
     errors = _differences(name, layout, sides, tmp_path)
@@ -353,7 +355,7 @@ def test_two_steps_are_those_of_transformers(
     assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
 
 
-def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -> None:
+def test_hybrid_other_time_step_is_found(sides: Sides, tmp_path: Path) -> None:
     errors = _differences("mamba 2", "single", sides, tmp_path, flaw=1e-3)
     assert errors["logits"][0] > 3 * LIMITS["logits"]
     assert errors["gradients"][0] > 3 * LIMITS["gradients"]
@@ -369,7 +371,7 @@ FACTORS = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("key", FACTORS)
-def test_a_factor_that_is_another_one_is_seen(key: str, sides: Sides, tmp_path: Path) -> None:
+def test_hybrid_other_factor_is_found(key: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences("granite experts", "single", sides, tmp_path, f"model.{key}=1.1")
     assert min(errors[what][0] / LIMITS[what] for what in ("losses", "logits", "gradients")) > 3
 
@@ -385,10 +387,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_built_is_refused_by_name(
+def test_hybrid_unsupported_is_refused_by_name(
     key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.convert.hugging_face import configuration
+    from mtrain.convert.huggingface.model import configuration
     from mtrain.errors import ConfigError
 
     values = {**KINDS["nemotron h"][1], "model_type": "nemotron_h", key: REFUSED[key]}
@@ -409,8 +411,8 @@ REFUSED_OF_GRANITE = {
 
 
 @pytest.mark.parametrize("key", REFUSED_OF_GRANITE)
-def test_what_is_not_built_of_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
-    from mtrain.convert.hugging_face import configuration
+def test_hybrid_unsupported_granite_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    from mtrain.convert.huggingface.model import configuration
     from mtrain.errors import ConfigError
 
     values = {**KINDS["granite"][1], "model_type": "granitemoehybrid", key: REFUSED_OF_GRANITE[key]}

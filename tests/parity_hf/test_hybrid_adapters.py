@@ -22,9 +22,7 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("name", some(ADAPTED, []))
-def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(
-    name: str, tmp_path: Path
-) -> None:
+def test_hybrid_adapters_round_trip_through_peft(name: str, tmp_path: Path) -> None:
     base, run, merged, alone, again = (
         tmp_path / part for part in ("base", "run", "merged", "alone", "again")
     )
@@ -61,7 +59,7 @@ def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(
 
 
 @pytest.mark.full
-def test_what_peft_refuses_is_merged_or_nothing(tmp_path: Path) -> None:
+def test_hybrid_adapters_refused_by_peft_are_merged_or_dropped(tmp_path: Path) -> None:
     run = tmp_path / "run"
     given = ("peft=lora", "peft.target=[out_proj]")
     assert convert("import", saved("mamba 2", tmp_path / "base"), run, *given) == 0

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mtrain.cli.main import main
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import config_json, differing
+from mtrain.recipes.huggingface.exporter import config_json, differing
+from mtrain.recipes.huggingface.importer import import_config
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 
@@ -196,7 +196,7 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
     """How far both sides are apart: logits, loss, and the worst gradient; a job for one rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.assembly.model import build_model
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.models.llava.hf import in_memory
     from mtrain.models.table import to_ours, to_theirs
     from mtrain.world.init import joined
@@ -245,25 +245,25 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
 @pytest.mark.parametrize(
     "name", some(CASES, ["one and two images", "a wide tower of many patches"])
 )
-def test_it_computes_what_transformers_computes(name: str) -> None:
+def test_llava_computes_as_transformers(name: str) -> None:
     found = run_ranks(1, errors, CASES[name])[0]
     assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_images_at_other_places_too(seed: int) -> None:
+def test_llava_images_elsewhere_compute_as_transformers(seed: int) -> None:
     found = run_ranks(1, errors, CASES["one and two images"], seed)[0]
     assert max(found.values()) < 1e-5, found
 
 
-def test_a_fault_in_the_tower_is_seen() -> None:
+def test_llava_tower_fault_is_found() -> None:
     found = run_ranks(1, errors, CASES["one and two images"], 0, 1e-3)[0]
     assert min(found["logits"], found["gradient"]) > 1e-5, found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
+def test_llava_plan_counts_as_transformers(name: str) -> None:
     m = run_of(configuration(CASES[name].values()).to_dict()).model
     padding = (
         (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
@@ -274,7 +274,7 @@ def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_written_config_says_the_same_model_to_transformers(name: str) -> None:
+def test_llava_written_config_is_same_model(name: str) -> None:
     values = configuration(CASES[name].values())
     written = config_json(run_of(values.to_dict()).model, "float32")
     again = configuration(
@@ -298,7 +298,7 @@ def test_a_written_config_says_the_same_model_to_transformers(name: str) -> None
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_another_model_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
+def test_llava_other_model_is_refused_by_key(name: str, tmp_path: Path) -> None:
     values, key = REFUSED[name]
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llava", **Case().values(), **values}))
@@ -307,8 +307,8 @@ def test_what_is_another_model_is_refused_by_its_key(name: str, tmp_path: Path) 
     assert all(text.startswith(f"{key} = ") for text in found)
 
 
-def test_the_published_config_json_is_the_shipped_model(tmp_path: Path) -> None:
-    from mtrain.recipes.hf_write import shipped
+def test_llava_published_config_is_shipped_model(tmp_path: Path) -> None:
+    from mtrain.recipes.huggingface.exporter import shipped
 
     text = {
         "model_type": "llama",
@@ -385,9 +385,7 @@ def command(*words: object) -> int:
 
 
 @pytest.mark.parametrize("naming", some(["today", "version 4", "in memory"], ["today"]))
-def test_an_export_returns_what_was_imported_and_transformers_reads_it(
-    naming: str, tmp_path: Path
-) -> None:
+def test_llava_export_is_read_by_transformers(naming: str, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "theirs", naming)
     run = tmp_path / "run"
     again = tmp_path / "again"
@@ -413,7 +411,7 @@ def test_an_export_returns_what_was_imported_and_transformers_reads_it(
 @pytest.mark.parametrize(
     "words", some(["layer_norm", "mlp.fc", "self_attn.k_proj"], ["layer_norm"])
 )
-def test_a_mutated_table_of_the_tower_is_found(
+def test_llava_mutated_tower_table_is_found(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tensors of the same shape taken for each other: what is imported computes something else
@@ -451,8 +449,9 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
     saved_in(layout, run, into)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", some(["tp2sp", "pp2"], ["tp2sp"]))
-def test_weights_go_through_a_layout_and_come_out_as_they_were(layout: str, tmp_path: Path) -> None:
+def test_llava_layout_round_trip_keeps_weights(layout: str, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "theirs", "today")
     run = tmp_path / "run"
     assert command("import", theirs, run) == 0
@@ -465,7 +464,7 @@ def test_weights_go_through_a_layout_and_come_out_as_they_were(layout: str, tmp_
 
 
 @pytest.mark.parametrize("size", [(37, 50), (50, 37), (336, 336), (21, 300)])
-def test_an_image_is_what_transformers_makes_of_it(size: tuple[int, int], tmp_path: Path) -> None:
+def test_llava_image_equals_transformers(size: tuple[int, int], tmp_path: Path) -> None:
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
     from PIL import Image
 

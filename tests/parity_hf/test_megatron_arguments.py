@@ -30,7 +30,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.full
-def test_arguments_of_another_network_are_refused(tmp_path: Path) -> None:
+def test_megatron_arguments_of_another_network_are_refused(tmp_path: Path) -> None:
     source = saved("llama 3", tmp_path / "theirs")
     run = tmp_path / "run"
     there = tmp_path / "megatron"

@@ -47,7 +47,7 @@ TOLERANCE = 1e-4
 
 def adapters(chunk: Any, value: Any) -> dict[str, Any]:
     """`value` of each tensor of each adapter of a chunk, by the name of the weight."""
-    from mtrain.mcore.merging import Whole, names_beside
+    from mtrain.mcore.layers.merging import Whole, names_beside
 
     own = compare._own_tensors(chunk)
     found = {name: names_beside(name) for name in own}
@@ -95,8 +95,8 @@ def named(model: Any, value: Any) -> dict[str, Tensor]:
 def compared(name: str, flaw: float = 0.0) -> compare.Result:
     """Both sides from the same weights and adapters, none of which is 0; a job for one rank."""
     from mtrain.config.resolve.resolution import Machine, resolve
-    from mtrain.convert.adapters import to_peft
-    from mtrain.mcore import low_rank
+    from mtrain.convert.peft.adapters import to_peft
+    from mtrain.mcore.layers import low_rank
     from mtrain.models.gpt.hf import TABLES
     from mtrain.models.table import to_ours
     from mtrain.train.loop.step import train_step
@@ -165,8 +165,9 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     return result
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(PEFT, ["llama with biases, dora", "mixtral"]))
-def test_training_an_adapter_is_what_peft_does_with_transformers(name: str) -> None:
+def test_peft_training_equals_peft(name: str) -> None:
     (result,) = run_ranks(1, compared, name)
     assert len(result.errors) == 7
     # Adam divides what is small by what is small
@@ -194,7 +195,7 @@ def trained(run_folder: Path) -> None:
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.config.compose.run_file import read_run_file
+    from mtrain.config.compose.lock_file import read_run_file
     from mtrain.world.init import joined
 
     run = read_run_file(run_folder / "run.yaml")
@@ -248,9 +249,7 @@ def as_peft_018_adds_it(made: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", some(FOLDERS, ["mixtral"]))
-def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_come_back(
-    name: str, tmp_path: Path
-) -> None:
+def test_peft_exports_compute_as_run_and_round_trip(name: str, tmp_path: Path) -> None:
     kind, words = FOLDERS[name]
     version = "0.18" if "0.18" in name else "0.19"
     base, run, merged, alone = (tmp_path / part for part in ("base", "run", "merged", "alone"))
@@ -299,7 +298,7 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
 
 
 @pytest.mark.full
-def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_itself(
+def test_peft_export_is_rounded_once(
     tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file
@@ -328,7 +327,7 @@ def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_its
 
 
 @pytest.mark.full
-def test_adapters_that_are_a_thousandth_apart_are_found() -> None:
+def test_peft_adapters_a_thousandth_apart_are_found() -> None:
     (result,) = run_ranks(1, compared, "llama", 1e-3)
     assert {what for what, error in result.errors.items() if error[0] > TOLERANCE} >= {
         "logits",
@@ -337,7 +336,7 @@ def test_adapters_that_are_a_thousandth_apart_are_found() -> None:
 
 
 @pytest.mark.full
-def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are(
+def test_peft_qv_adapters_are_read_without_keys(
     tmp_path: Path,
 ) -> None:
     base, alone, run = (tmp_path / part for part in ("base", "alone", "run"))
@@ -371,7 +370,7 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
     def stepped() -> dict[str, Tensor]:
         from mtrain.ckpt import state as ckpt_state
         from mtrain.ckpt.store import Checkpoint
-        from mtrain.config.compose.run_file import read_run_file
+        from mtrain.config.compose.lock_file import read_run_file
         from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain.plan.count import parameters
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from tests.support.forked import run_alone
 
 FACTS: dict[str, Any] = json.loads(
@@ -38,7 +38,7 @@ def _built(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_shipped_model_has_the_parameters_that_transformers_builds(name: str) -> None:
+def test_published_counts_equal_transformers(name: str) -> None:
     model: Any = section("model", name)
     assert model.padded_vocab_size == model.vocab_size
     assert (
@@ -48,7 +48,7 @@ def test_a_shipped_model_has_the_parameters_that_transformers_builds(name: str) 
     )
 
 
-def test_nemotron_4_has_the_embeddings_and_the_rest_of_its_report() -> None:
+def test_published_counts_nemotron4_equals_report() -> None:
     """9.4 and 331.6 billion: arXiv 2406.11704, section 2.2."""
     model: Any = section("model", "nemotron4_340b")
     embeddings = 2 * model.vocab_size * model.hidden_size

@@ -200,7 +200,7 @@ def _optimizer(made: Any, o: Any) -> Any:
 
 
 def _own(chunk: Any) -> dict[str, Tensor]:
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
 
     return dict(unwrap(chunk).named_parameters())
 
@@ -222,7 +222,8 @@ def _their_loss(made: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
     from mtrain.train.loop.step import reduce_report, run_schedule
 
-    (batch,), chunk = parts.train_data.microbatches(0, BATCH), parts.state.chunks[0]
+    [batch] = parts.train_data.microbatches(0, BATCH)
+    chunk = parts.state.chunks[0]
     assert (~batch["encoder_mask"]).any(), "padding is compared, too"
     with torch.no_grad():
         own = {k: batch[k] for k in ("encoder_tokens", "encoder_mask")}
@@ -254,9 +255,7 @@ def command(*words: object) -> int:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_went_in(
-    name: str, tmp_path: Path
-) -> None:
+def test_t5_computes_as_transformers_and_round_trips(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path / "theirs")
     run = tmp_path / "run"
     again = tmp_path / "again"
@@ -278,7 +277,7 @@ def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_wen
             assert not _beyond(errors)
 
 
-def test_the_plan_counts_the_parameters_and_the_products_of_transformers(tmp_path: Path) -> None:
+def test_t5_plan_counts_as_transformers(tmp_path: Path) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from mtrain.plan.count import flops_per_token, parameters
@@ -303,7 +302,7 @@ def _beyond(errors: dict[str, tuple[float, str]]) -> set[str]:
 
 
 @pytest.mark.full
-def test_a_wrong_table_of_weights_is_found_and_nothing_is_written(
+def test_t5_wrong_table_is_found_and_nothing_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.models.t5 import hf
@@ -321,7 +320,7 @@ def _must(code: int) -> None:
 
 
 @pytest.mark.full
-def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_another_is_not(
+def test_t5_embedding_copies_are_read_if_equal(
     tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -344,8 +343,8 @@ def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
     """The model of a `config.json`, and the keys of it that change the numbers and are not taken
     over.
     """
-    from mtrain.recipes.hf import import_config
-    from mtrain.recipes.hf_write import differing
+    from mtrain.recipes.huggingface.exporter import differing
+    from mtrain.recipes.huggingface.importer import import_config
 
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "t5", **values}))
@@ -365,13 +364,11 @@ def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
         ({"attention_biases": True}, "attention_biases"),
     ],
 )
-def test_what_is_another_model_is_refused_by_its_key(
-    values: dict[str, Any], key: str, tmp_path: Path
-) -> None:
+def test_t5_other_model_is_refused_by_key(values: dict[str, Any], key: str, tmp_path: Path) -> None:
     assert _read(tmp_path, **values)[1] == [key]
 
 
-def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+def test_t5_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     from transformers import T5Config
 
     assert _read(tmp_path) == _read(tmp_path, **T5Config().to_dict())
@@ -379,9 +376,9 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["t5_small", "t5_11b", "t5_v1_1_base", "t5_v1_1_xxl"])
-def test_a_shipped_model_is_written_and_read_again(name: str, tmp_path: Path) -> None:
-    from mtrain.recipes.hf_write import config_json, shipped
-    from mtrain.recipes.write import section
+def test_t5_shipped_model_round_trips(name: str, tmp_path: Path) -> None:
+    from mtrain.recipes.delta import section
+    from mtrain.recipes.huggingface.exporter import config_json, shipped
 
     values = config_json(section("model", name), "float32")
     assert values["architectures"] == ["T5ForConditionalGeneration"]
@@ -397,7 +394,7 @@ def _made_by(values: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full) for s in range(6)])
-def test_a_random_t5_agrees_with_transformers(
+def test_t5_random_config_agrees_with_transformers(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)

@@ -101,14 +101,14 @@ def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def alive(run: RunConfig) -> int:
     """Return a job of one rank: the most bytes that were alive at once in the second step."""
-    from mtrain.mcore.shaped import shaped
+    from mtrain.mcore.adapter.fake_patches import fake_patches
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop import step as steps
     from mtrain.train.loop.prefetch import to_device
     from mtrain.world.init import joined
 
     seen = Alive()
-    with shaped(), joined(run) as world, seen.complete():
+    with fake_patches(), joined(run) as world, seen.complete():
         with seen:
             parts = assemble(run, world, splits_of(run))
         for _ in range(2):

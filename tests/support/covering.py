@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 
-def some(table: Iterable[str], always: Iterable[str]) -> list[Any]:
-    """Return the names of a table as parameters: `full` outside of `always`."""
+def some(table: Iterable[str], always: Iterable[str], engine: Iterable[str] = ()) -> list[Any]:
+    """Return the names of a table as parameters: marked `engine` if in `engine`, and `full` if in
+    neither list.
+    """
     names = list(table)
-    kept = set(always)
-    assert kept <= set(names), f"no such cases: {sorted(kept - set(names))}"
-    return [
-        pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full)
-        for name in names
-    ]
+    marks: dict[str, Any] = dict.fromkeys(names, pytest.mark.full)
+    marks |= dict.fromkeys(engine, pytest.mark.engine)
+    marks |= dict.fromkeys(always, ())
+    assert len(marks) == len(names), f"no such cases: {sorted(marks.keys() - set(names))}"
+    return [pytest.param(name, id=name, marks=marks[name]) for name in names]
 
 
 def some_recipes(names: Iterable[str]) -> list[Any]:

@@ -11,9 +11,10 @@ OF_FAMILIES = (
     *(
         f"models.{family}.{part}"
         for family in ("gpt", "bert", "t5", "llava")
-        for part in ("build", "form")
+        for part in ("build", "data")
     ),
-    *("models.hybrid.build", "data.chat_batch"),
+    "models.hybrid.build",
+    "data.chat_batch",
 )
 """What a rank imports once it knows its model."""
 
@@ -34,7 +35,7 @@ def import_engine(without: Iterable[str] = ()) -> None:
 
     import mtrain.train.assemble
     import mtrain.train.verify.prove
-    import mtrain.world.guard  # noqa: F401
+    import mtrain.world.groups  # noqa: F401
 
     for name in OF_FAMILIES:
         importlib.import_module(f"mtrain.{name}")

@@ -22,7 +22,7 @@ def train_on_given(
     `spoil` changes the optimizer of rank 1 before each update: a fault for tests to find.
     """
     from mtrain.ckpt import state as ckpt_state
-    from mtrain.mcore import sharding
+    from mtrain.mcore.state import sharding
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

@@ -1,8 +1,8 @@
 """What the classes of transformers do with the keys of a `config.json`, read from their source
 without running it.
 
-`python -m tests.support.hf_classes` writes `src/mtrain/recipes/hf_classes.json`, which the importer
-uses; a test makes it again and compares.
+`python -m tests.support.hf_classes` writes `src/mtrain/recipes/huggingface/classes.json`, which the
+importer uses; a test makes it again and compares.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtrain.recipes.hf_kinds import KINDS
+from mtrain.recipes.huggingface.kinds import KINDS
 
-TABLE = Path(__file__).resolve().parents[2] / "src/mtrain/recipes/hf_classes.json"
+TABLE = Path(__file__).resolve().parents[2] / "src/mtrain/recipes/huggingface/classes.json"
 INSIDE = ("clip_vision_model", "ministral")
 """Kinds that stand inside of another one's file, or that a file is read as."""
 OF_EVERY = (
-    *(
-        "tie_word_embeddings",
-        "initializer_range",
-        "max_position_embeddings",
-        "head_dim",
-        "rope_parameters",
-    ),
-    *("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+    "tie_word_embeddings",
+    "initializer_range",
+    "max_position_embeddings",
+    "head_dim",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
 )
 """Keys that transformers reads of any model, outside of its own files."""
 WINDOW = {

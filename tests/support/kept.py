@@ -113,7 +113,7 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
     """Return a job of one rank: one step's forward and backward, and the most that was kept after
     any forward.
     """
-    from mtrain.mcore import linear
+    from mtrain.mcore.layers import linear
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop import step as steps
     from mtrain.train.loop.prefetch import to_device

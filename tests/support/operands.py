@@ -64,7 +64,7 @@ def _main() -> None:
     from tests.support.runs import train_steps
 
     import_engine()
-    from mtrain.mcore import operands as norms
+    from mtrain.mcore.layers import operands as norms
     from mtrain.models.gpt import build as gpt
     from mtrain.models.hybrid import build as hybrid
     from mtrain.models.llava import build as llava

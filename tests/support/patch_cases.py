@@ -1,4 +1,4 @@
-"""Shows each defect of megatron-core that `mtrain.mcore.patches` lists.
+"""Shows each defect of megatron-core that `mtrain.mcore.patches.apply` lists.
 
 Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports
 megatron.core once and forks from there, before any patch is applied, a process for each case, which
@@ -135,7 +135,7 @@ def _padding() -> torch.Tensor:
 
 
 def _routed_padding() -> str:
-    from mtrain.mcore.padding import padding_is
+    from mtrain.mcore.layers.padding import padding_is
 
     tiny.start_world()
     router = tiny.model(tiny.config(**tiny.MOE), wrap=False).decoder.layers[0].mlp.router
@@ -147,7 +147,7 @@ def _routed_padding() -> str:
 
 def _recomputed_padding() -> str:
     """Return whether gradients beside padding are those of layers that are not computed again."""
-    from mtrain.mcore.padding import padding_is
+    from mtrain.mcore.layers.padding import padding_is
 
     tiny.start_world()
     moe = {**tiny.MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
@@ -223,7 +223,8 @@ def _expert_norm() -> str:
 
 
 def _predicting_and_tied() -> str:
-    from mtrain.mcore import api, backend
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import backend
 
     tiny.start_world(pp=2)
     cfg = tiny.config(mtp_num_layers=1, pipeline_model_parallel_size=2)
@@ -490,7 +491,7 @@ def _captured_inputs() -> str:
     """Compare the second step of captured layers with that of others."""
     mcore.install = lambda device: None  # type: ignore[assignment,misc]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)
+        patch.setattr("mtrain.mcore.layers.linear._adds_in_place", lambda x, weight: False)
         _, (_, norm) = train_steps(tiny_run(), 2)
         let_capture(patch)
         _, (_, found) = train_steps(tiny_run(trainer={"cuda_graph_impl": "local"}), 2)
@@ -498,7 +499,7 @@ def _captured_inputs() -> str:
 
 
 def _default_norm() -> str:
-    from mtrain.mcore import backend
+    from mtrain.mcore.layers import backend
 
     cfg = tiny.config(sequence_parallel=True, tensor_model_parallel_size=2)
     one_layer = backend.one_layer_spec(cfg, backend.provider(tiny.REFERENCE), moe=False)

@@ -11,11 +11,14 @@ from mtrain.config.engine.kernels import OPERATIONS, update_obstacle
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, KernelsConfig, OptimConfig, TrainerConfig
+from mtrain.config.schema.trainer import TrainerConfig
 from tests.support.forked import run_ranks
 
 TINY: dict[str, Any] = {
@@ -47,18 +50,18 @@ def tiny_run(
 
     `kernel` is `kernels.optimizer`.
     """
-    degrees = ParallelConfig(**{"ranks": 1, **parallel})
-    optimizer = OptimConfig(**{**SCHEDULE, **(optim or {})})
+    degrees = ParallelConfig(**({"ranks": 1} | parallel))
+    optimizer = OptimConfig(**(SCHEDULE | (optim or {})))
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     run = RunConfig(
-        model=ModelConfig(**{**TINY, **(model or {})}),
+        model=ModelConfig(**(TINY | (model or {}))),
         parallel=degrees,
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         data=DataConfig(kind="mock", seq_length=32),
         optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
         kernels=KernelsConfig(**PLAIN, optimizer=kernel or "torch"),
-        trainer=TrainerConfig(**{**batch, **(trainer or {})}),
+        trainer=TrainerConfig(**(batch | (trainer or {}))),
     )
     if kernel is None and update_obstacle("torch", run) is not None:
         run = run.model_copy(
@@ -185,7 +188,7 @@ def held_alike(run: RunConfig) -> dict[str, float]:
     """Return a job of one rank: two steps, then the sum of each parameter that all tensor-parallel
     ranks hold whole.
     """
-    from mtrain.mcore.local_params import unwrap
+    from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

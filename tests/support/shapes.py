@@ -35,7 +35,8 @@ def folder_of_shapes(
         shape = draw.choice(SHAPES)
         size = (draw.randint(32, 48), draw.randint(32, 48))
         image = Image.new("RGB", size, (245, 245, 245))
-        pen, (w, h) = ImageDraw.Draw(image), size
+        pen = ImageDraw.Draw(image)
+        w, h = size
         box = [w // 4, h // 4, 3 * w // 4, (h // 3 if shape == "bar" else 3 * h // 4)]
         (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=COLOURS[colour])
         name = f"images/{number:04d}.png"

@@ -60,7 +60,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
     from mtrain.devices import registry
 
     mcore.install(registry.get("cpu"))
-    from mtrain.mcore.dispatch import SparseDispatcher
+    from mtrain.mcore.layers.dispatch import SparseDispatcher
     from mtrain.train.trace import recorder, trace
 
     begin = SparseDispatcher._begin_splits

@@ -107,7 +107,8 @@ def model(
     """Return a GPTModel of one stage with the portable backend (or `spec`); in
     DistributedDataParallel if `wrap`.
     """
-    from mtrain.mcore import api, backend
+    from mtrain.mcore import api
+    from mtrain.mcore.layers import backend
 
     provider = backend.provider(REFERENCE)
     gpt = api.GPTModel(

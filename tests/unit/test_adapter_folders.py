@@ -28,7 +28,7 @@ def _engine() -> None:
 
 def refused(folder: Path, **more: Any) -> str:
     """What is said of a configuration with these keys; empty where it is taken."""
-    from mtrain.convert.adapter_folder import _refuse_others, read_config
+    from mtrain.convert.peft.folder import _refuse_others, read_config
 
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | more))
     try:
@@ -60,17 +60,15 @@ def refused(folder: Path, **more: Any) -> str:
     ],
     ids=lambda more: "-".join(more),
 )
-def test_adapters_that_compute_something_else_are_refused(
-    more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapter_folder_unlike_computation_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
     assert refused(tmp_path) == ""
     assert refused(tmp_path, rank_pattern={"q_proj": 8}, alpha_pattern={"q_proj": 16}) == ""
     assert "MT521" in refused(tmp_path, **more)
 
 
-def test_several_adapters_in_one_layer_are_scaled_as_each_of_them(tmp_path: Path) -> None:
-    from mtrain.convert.adapter_folder import _config
-    from mtrain.convert.adapters import Theirs
+def test_adapter_folder_several_adapters_scale_separately(tmp_path: Path) -> None:
+    from mtrain.convert.peft.adapters import Theirs
+    from mtrain.convert.peft.folder import _config
 
     for alpha, scaled in ((8.0, 24), (0.5, 1.5), (0.3, 3 * 0.3)):
         peft = PeftConfig(kind="lora", r=4, alpha=alpha)
@@ -79,7 +77,7 @@ def test_several_adapters_in_one_layer_are_scaled_as_each_of_them(tmp_path: Path
         assert scaled / 12 == pytest.approx(peft.scale)
 
 
-def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_adapter_folder_deep_value_is_refused_in_a_sentence(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(300):
         deep = [deep]
@@ -87,8 +85,8 @@ def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "an object" in refused(tmp_path, r={"a": deep})
 
 
-def test_versions_say_how_adapters_of_experts_lie() -> None:
-    from mtrain.convert.adapter_folder import _is_swapped
+def test_adapter_folder_version_sets_expert_layout() -> None:
+    from mtrain.convert.peft.folder import _is_swapped
 
     swapped = {
         None: True,
@@ -102,7 +100,7 @@ def test_versions_say_how_adapters_of_experts_lie() -> None:
     assert all(_is_swapped({"peft_version": odd}) for odd in ("x", {}, "²", "", "."))
 
 
-def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
+def test_adapter_folder_is_kept_with_megatron_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN))
@@ -114,8 +112,8 @@ def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
 
 
 @pytest.mark.full
-def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -> None:
-    from mtrain.convert.tensor_file import Writer
+def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
+    from mtrain.convert.safetensors_file import Writer
 
     llama = {
         "model_type": "llama",
@@ -143,11 +141,11 @@ def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path) -> None:
+def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
     from mtrain.cli.setup import load
-    from mtrain.convert.adapter_folder import read_adapters
-    from mtrain.convert.hugging_face import layers
-    from mtrain.convert.tensor_file import Writer
+    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.peft.folder import read_adapters
+    from mtrain.convert.safetensors_file import Writer
     from tests.support.forked import run_alone
 
     run = load(

@@ -22,8 +22,8 @@ import torch
 
 from mtrain.config.engine import release
 from mtrain.devices import registry
-from mtrain.mcore import code_cache, hook
-from mtrain.mcore.patches import apply_patches
+from mtrain.mcore.adapter import code_cache, hook
+from mtrain.mcore.patches.apply import apply_patches
 
 CPU = registry.get("cpu")
 ELSEWHERE = dataclasses.replace(
@@ -86,7 +86,7 @@ def _rewritten(source: str, device: Any = CPU) -> str:
         ),
     ],
 )
-def test_each_way_to_say_cuda_is_rewritten(source: str, on_cpu: str, on_musa: str) -> None:
+def test_adapter_hook_rewrites_each_cuda_spelling(source: str, on_cpu: str, on_musa: str) -> None:
     assert _rewritten(source) == on_cpu
     assert _rewritten(source, ELSEWHERE) == on_musa
 
@@ -106,12 +106,12 @@ def test_each_way_to_say_cuda_is_rewritten(source: str, on_cpu: str, on_musa: st
         "mod.cuda",
     ],
 )
-def test_other_words_stay(source: str) -> None:
+def test_adapter_hook_keeps_other_words(source: str) -> None:
     assert _rewritten(source) == source
     assert not hook.rewrite(source.encode(), "x.py", CPU)[1]
 
 
-def test_the_adapter_moves_indexes_and_picks() -> None:
+def test_adapter_hook_moves_indexes_and_picks() -> None:
     adapter = hook._Adapter(CPU)
     elsewhere = hook._Adapter(ELSEWHERE)
     tensor = torch.zeros(2)
@@ -138,7 +138,7 @@ def _core_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / "core"
 
 
-def test_the_backend_of_a_group_is_the_devices() -> None:
+def test_adapter_hook_uses_group_backend_of_device() -> None:
     assert _rewritten("f(backend='nccl')") == "f(backend='gloo')"
 
 
@@ -168,7 +168,7 @@ REWRITES = {
 }
 
 
-def test_the_rewrites_of_the_tested_releases_are_counted() -> None:
+def test_adapter_hook_counts_rewrites_of_tested_releases() -> None:
     """Another number means another megatron-core: read what is new before this is changed."""
     total: Counter[str] = Counter()
     for path in sorted(_core_folder().rglob("*.py")):
@@ -195,7 +195,7 @@ OPEN = (
 
 
 @pytest.mark.full
-def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
+def test_adapter_hook_installed_twice_keeps_torch_and_tracebacks(tmp_path: Path) -> None:
     code = (
         OPEN + "import sys, traceback, linecache, torch\nm.install(registry.get('cpu'))\nassert"
         " torch.cuda.__name__ == 'torch.cuda' and 'megatron' not in"
@@ -219,7 +219,7 @@ def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_p
 
 
 @pytest.mark.full
-def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
+def test_adapter_hook_binds_third_device_to_its_namespace() -> None:
     code = (
         "import dataclasses, types\nfrom mtrain.devices import registry, cpu_namespace\nimport"
         " mtrain.mcore as m\nasked = []\nnamespace ="
@@ -234,6 +234,7 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -252,18 +253,18 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
         ),
     ],
 )
-def test_an_adapter_used_wrongly_says_so(code: str, said: str) -> None:
+def test_adapter_hook_misuse_is_reported(code: str, said: str) -> None:
     done = _run(code)
     assert done.returncode != 0
     assert re.search(said, done.stderr.splitlines()[-1]), done.stderr
 
 
-def test_an_unknown_fix_cannot_be_left_out() -> None:
+def test_adapter_hook_unknown_fix_cannot_be_excluded() -> None:
     with pytest.raises(ValueError, match="no such patches: nothing"):
         apply_patches(CPU, frozenset({"nothing"}))
 
 
-def test_code_that_nobody_loaded_for_long_is_removed(
+def test_adapter_hook_removes_stale_cached_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
@@ -276,7 +277,7 @@ def test_code_that_nobody_loaded_for_long_is_removed(
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["loaded", "new"]
 
 
-def test_code_is_only_taken_from_files_that_nobody_else_can_write(
+def test_adapter_hook_reads_code_only_from_private_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
@@ -302,7 +303,7 @@ def test_code_is_only_taken_from_files_that_nobody_else_can_write(
 QUIET = """
 import importlib
 from mtrain import mcore
-from mtrain.config import engine
+from mtrain.config.engine import release as engine
 from mtrain.devices.cpu import CPU
 mcore.install(CPU)
 importlib.import_module("mtrain.train.assemble")
@@ -313,7 +314,8 @@ for folder in (engine.folder(), "elsewhere"):
 """
 
 
-def test_importing_the_engine_says_nothing_that_a_user_cannot_change(tmp_path: Path) -> None:
+@pytest.mark.engine
+def test_adapter_hook_import_prints_nothing_unfixable(tmp_path: Path) -> None:
     shown = [f"-Wdefault::{kind}" for kind in ("UserWarning", "SyntaxWarning")]
     shown.append("-Wdefault:invalid escape:DeprecationWarning")  # what Python 3.11 calls it
     done = subprocess.run(

@@ -42,7 +42,7 @@ def _words(run: RunConfig) -> dict[str, str]:
     return {op.name: getattr(run.kernels, op.name) for op in kernels.OPERATIONS}
 
 
-def test_where_kernels_have_run_they_are_taken() -> None:
+def test_admitted_kernels_are_those_that_ran() -> None:
     words = _words(_run("cluster=h100"))
     assert {op for op, word in words.items() if word == "triton"} >= {
         "norm",
@@ -54,7 +54,7 @@ def test_where_kernels_have_run_they_are_taken() -> None:
     assert words["attention"] == "torch"
 
 
-def test_a_generation_without_results_runs_what_others_have_tested() -> None:
+def test_admitted_kernels_untested_generation_runs_others() -> None:
     run = _run("cluster=b200")
     assert "triton" not in _words(run).values()
     assert (run.kernels.norm, run.kernels.attention, run.kernels.optimizer) == (
@@ -71,18 +71,18 @@ def test_a_generation_without_results_runs_what_others_have_tested() -> None:
     assert _run("cluster=b200", WITH_TE).kernels.norm == "te"
 
 
-def test_ops_are_admitted_one_by_one() -> None:
+def test_admitted_kernels_are_listed_by_op() -> None:
     words = _words(_run("cluster=a100"))
     assert [op for op, word in words.items() if word == "triton"] == ["norm"]
 
 
-def test_a_gpu_of_no_known_generation_has_run_nothing() -> None:
+def test_admitted_kernels_unknown_gpu_has_none() -> None:
     run = _run("cluster=h100 cluster.sm=null")
     assert "triton" not in _words(run).values()
     assert "cluster.sm does not say which GPU this is" in kernels.reasons(run, GPU)["norm"]
 
 
-def test_what_is_named_runs_all_the_same() -> None:
+def test_admitted_kernels_named_runs_anyway() -> None:
     assert _run("cluster=b200 kernels.rope=triton").kernels.rope == "triton"
     words = _words(_run("cluster=b200 kernels=triton"))
     assert (words["norm"], words["loss"]) == ("triton", "triton")
@@ -91,7 +91,7 @@ def test_what_is_named_runs_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("words", "needs"), [("", ("grouped_gemm",)), ("precision=fp8_blockwise", ("fp8_grouped",))]
 )
-def test_an_operation_needs_each_of_its_kernels(
+def test_admitted_kernels_operation_needs_each_kernel(
     words: str, needs: tuple[str, ...], record: dict[int, dict[str, Any]]
 ) -> None:
     run = f"cluster=h100 {words} kernels.linear=triton" if words else "cluster=h100"
@@ -111,7 +111,7 @@ def _results(**more: Any) -> dict[str, Any]:
     return made | more
 
 
-def test_an_op_is_admitted_by_what_passed() -> None:
+def test_admitted_kernels_op_needs_passed_results() -> None:
     parity = {
         "norm": {"passed": 3, "failed": 0, "failures": []},
         "rope": {"passed": 3, "failed": 1, "failures": [{"unit": "rope tiny", "why": "far off"}]},
@@ -127,7 +127,7 @@ def test_an_op_is_admitted_by_what_passed() -> None:
     assert found == {"100": {"norm": {"commit": "abc", "date": "2027-01-02", "device": "a card"}}}
 
 
-def test_later_results_count_and_decisions_are_recorded() -> None:
+def test_admitted_kernels_later_results_count_and_are_recorded() -> None:
     failed = {
         "norm": {
             "passed": 0,
@@ -145,13 +145,13 @@ def test_later_results_count_and_decisions_are_recorded() -> None:
     assert list(admitted.gathered([later, first], ["norm", "rope"])["100"]) == ["rope"]
 
 
-def test_what_ran_on_no_device_admits_nothing() -> None:
+def test_admitted_kernels_cpu_results_admit_nothing() -> None:
     for made in (_results(dry=True), _results(device={"name": "cpu", "sm": None})):
         with pytest.raises(ValueError, match="admits nothing"):
             admitted.gathered([made], ["norm"])
 
 
-def test_the_record_is_what_the_committed_results_admit() -> None:
+def test_admitted_kernels_record_equals_committed_results() -> None:
     """`python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` makes it."""
     files = sorted(RESULTS.glob("*/summary.json"))
     assert files, f"{RESULTS} has no results"
@@ -159,7 +159,7 @@ def test_the_record_is_what_the_committed_results_admit() -> None:
     assert admitted.RECORD.read_text() == admitted.text_of(made)
 
 
-def test_a_plan_made_elsewhere_says_who_does_what_no_result_admits() -> None:
+def test_admitted_kernels_plan_elsewhere_names_unadmitted() -> None:
     laptop = Machine(cpu_cores=2, memory_bytes=1 << 34)
     assert _words(_run("cluster=b200", laptop)) == dict.fromkeys(
         _words(_run("cluster=h100", laptop))

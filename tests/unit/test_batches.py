@@ -49,7 +49,7 @@ RAMPS = st.tuples(
 
 
 @given(plan=RAMPS, steps=st.integers(0, 120))
-def test_counting_by_stages_is_walking_step_by_step(plan: tuple[Stage, ...], steps: int) -> None:
+def test_batches_stage_counts_equal_walk(plan: tuple[Stage, ...], steps: int) -> None:
     sizes = walked(plan, steps)
     assert [size for number, size in counted(plan, steps) for _ in range(number)] == sizes
     assert samples_of(plan, steps) == sum(sizes)
@@ -58,7 +58,7 @@ def test_counting_by_stages_is_walking_step_by_step(plan: tuple[Stage, ...], ste
 
 
 @given(plan=RAMPS, dp=st.integers(1, 3), steps=st.integers(1, 40))
-def test_every_sample_is_read_once_and_in_order_whatever_the_sizes(
+def test_batches_read_every_sample_once_in_order(
     plan: tuple[Stage, ...], dp: int, steps: int
 ) -> None:
     plan = tuple(Stage(stage.first, stage.size * dp) for stage in plan)
@@ -72,19 +72,19 @@ def test_every_sample_is_read_once_and_in_order_whatever_the_sizes(
     assert read == list(range(consumed))
 
 
-def test_a_step_that_does_not_divide_is_refused() -> None:
+def test_batches_indivisible_step_is_refused() -> None:
     with pytest.raises(ValueError, match="a step of 6 samples is no multiple of 4"):
         GlobalBatches(Nothing(), 8, 2, 0, 2).numbers(0, 6)
 
 
-def test_gpt3_begins_with_small_steps_until_a_number_of_tokens() -> None:
+def test_batches_gpt3_ramp_counts_tokens() -> None:
     run = tiny(trainer__batch_size_schedule=[[4, 2000], [8, 4000]], data__seq_length=128)
     plan = stages(run)
     assert plan == (Stage(0, 4), Stage(16, 8), Stage(32, 16))
     assert counted(plan, 10) == [(4, 4), (2, 8), (4, 16)]
 
 
-def test_a_stage_shorter_than_a_step_is_passed_over() -> None:
+def test_batches_stage_shorter_than_step_is_skipped() -> None:
     plan = (Stage(0, 10), Stage(3, 12), Stage(5, 20))
     assert counted(plan, 3) == [(1, 10), (2, 20)]
     assert walked(plan, 3) == [10, 20, 20]
@@ -99,6 +99,6 @@ def test_a_stage_shorter_than_a_step_is_passed_over() -> None:
         ({"trainer__batch_size_schedule": [[8, 1000]], "parallel__pp": 4}, 2),
     ],
 )
-def test_the_micro_batch_is_found_that_cuts_every_step(keys: dict[str, Any], micro: int) -> None:
+def test_batches_micro_batch_divides_every_step(keys: dict[str, Any], micro: int) -> None:
     run = resolve(tiny(**keys, trainer__micro_batch_size=None), LAPTOP)
     assert run.trainer.micro_batch_size == micro

@@ -12,15 +12,15 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.cli.setup import load
-from mtrain.config.bert import BertConfig
 from mtrain.config.compose.composer import compose
-from mtrain.config.families import ONLY
+from mtrain.config.families import limits
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
 from mtrain.models.bert import count
-from mtrain.models.bert.form import form
+from mtrain.models.bert.config import BertConfig
+from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
@@ -45,12 +45,10 @@ def _batches(
             "parallel=single",
         ]
     ).run
-    model = run.model.model_copy(
-        update={"vocab_size": VOCAB, "bert": BertConfig(**{**IDS, **bert})}
-    )
+    model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**(IDS | bert))})
     run = run.model_copy(update={"model": model})
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
-    made = form(run, splits, part)
+    made = collator(run, splits, part)
     return GlobalBatches(getattr(splits, part), batch, micro, 0, 1, made)
 
 
@@ -59,7 +57,7 @@ def _whole(data: Any, first: int = 0, size: int | None = None) -> dict[str, torc
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def test_a_share_of_each_sample_is_chosen_and_most_of_it_masked() -> None:
+def test_bert_masks_share_of_each_sample() -> None:
     b = _whole(_batches(batch=400, micro=400))
     chosen = b["loss_mask"] == 1
     assert (chosen.sum(1) == round(0.15 * LENGTH)).all()
@@ -75,7 +73,7 @@ def test_a_share_of_each_sample_is_chosen_and_most_of_it_masked() -> None:
     assert float(places.max()) < 2 * float(places.min()), "every place is chosen about as often"
 
 
-def test_a_pair_is_two_halves_of_which_the_second_may_be_anothers() -> None:
+def test_bert_pair_has_two_halves_second_maybe_foreign() -> None:
     pairs = _whole(_batches(batch=200, micro=50))
     alone = _whole(_batches(batch=200, micro=50, next_sentence=False))
     text = pairs["labels"]
@@ -105,7 +103,7 @@ class _Numbered:
         return np.repeat(np.asarray(numbers)[:, None], LENGTH + 1, 1)
 
 
-def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_epoch() -> None:
+def test_bert_foreign_half_comes_from_same_epoch() -> None:
     """Other epochs are cut elsewhere: a sample of one may hold what follows in another."""
     run = compose(["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}"]).run
     run = run.model_copy(
@@ -115,7 +113,7 @@ def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_
     )
     numbers = np.arange(300, 360)
     source = _Numbered()
-    made: Any = form(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
+    made: Any = collator(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
     batch = made(torch.from_numpy(source.batch(numbers)), numbers)
     first = batch["labels"][:, 1]
     second = batch["labels"][:, -2]
@@ -125,7 +123,7 @@ def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_
     assert ((first != second) == apart).all()
 
 
-def test_what_is_drawn_depends_on_seed_split_and_sample_alone() -> None:
+def test_bert_draws_depend_on_seed_split_and_sample() -> None:
     whole = _whole(_batches(batch=8, micro=8))
     for again in (_batches(batch=8, micro=2), _batches(batch=8, micro=1)):
         assert all(torch.equal(value, whole[key]) for key, value in _whole(again).items())
@@ -138,7 +136,7 @@ def test_what_is_drawn_depends_on_seed_split_and_sample_alone() -> None:
     assert not torch.equal(whole["loss_mask"][0, 1:30], whole["loss_mask"][1, 1:30])
 
 
-def test_ids_that_are_never_chosen_leave_fewer() -> None:
+def test_bert_excluded_ids_leave_fewer_masks() -> None:
     data = _batches(pad_token_id=5, next_sentence=False)
     (batch,) = data.microbatches(0)
     assert not (batch["loss_mask"].bool() & (batch["labels"] == 5)).any()
@@ -151,12 +149,12 @@ def test_ids_that_are_never_chosen_leave_fewer() -> None:
 @pytest.mark.parametrize(
     ("name", "published"), [("bert_base", 110_106_428), ("bert_large", 336_226_108)]
 )
-def test_the_published_count_has_no_padding(name: str, published: int) -> None:
+def test_bert_published_count_excludes_padding(name: str, published: int) -> None:
     m = compose([f"model={name}"]).run.model
     assert parameters(m) - (m.padded_vocab_size - m.vocab_size) * (m.hidden_size + 1) == published
 
 
-def test_attention_to_both_sides_is_counted_in_full() -> None:
+def test_bert_counts_attention_to_both_sides() -> None:
     m = compose(["model=bert_base"]).run.model
     twice = count.flops_per_token(m, 512) - count.flops_per_token(m, 256)
     assert twice == 12.0 * 12 * 768 * 256
@@ -205,8 +203,8 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ODD)
-def test_what_bert_does_not_have_is_refused(key: str) -> None:
-    assert {only.key for only in ONLY["bert"]} == ODD.keys()
+def test_bert_unsupported_is_refused(key: str) -> None:
+    assert {limit.key for limit in limits("bert")} == ODD.keys()
     run = apply(compose(["model=bert_tiny", "parallel=single", "cluster=cpu"]).run, {key: ODD[key]})
     assert ("MT248", key) in {(p.code, p.path) for p in errors(run)}
 
@@ -250,7 +248,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
         ("model=bert_tiny model.bert.type_vocab_size=1", "MT252", "model.bert.type_vocab_size=2"),
     ],
 )
-def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
+def test_bert_refusal_offers_a_fix(words: str, code: str, fix: str) -> None:
     try:
         problems = load(words.split(), LAPTOP, {}).warnings
     except ConfigError as raised:
@@ -259,7 +257,7 @@ def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
     assert found[code].fix.startswith(fix), found[code].fix
 
 
-def test_a_section_of_another_family_is_told_to_machines_and_people(
+def test_bert_foreign_section_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", "--json", "model.bert={}"]) == 2
@@ -269,5 +267,5 @@ def test_a_section_of_another_family_is_told_to_machines_and_people(
     assert "model.bert = {type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
 
 
-def test_no_text_is_written_at_the_end_of_a_run() -> None:
+def test_bert_writes_no_sample_text() -> None:
     assert load(["model=bert_tiny", "data=stdlib"], LAPTOP, {}).run.trainer.sample_tokens == 0

@@ -56,7 +56,7 @@ def _here(patch: pytest.MonkeyPatch, release: Release | None) -> None:
 
 
 @ROWS
-def test_it_is_refused_by_the_releases_that_cannot_and_by_no_other(
+def test_capabilities_refused_by_lacking_releases_only(
     row: Capability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     able = {release: release in row.versions for release in engine.SUPPORTED}
@@ -77,14 +77,14 @@ def test_it_is_refused_by_the_releases_that_cannot_and_by_no_other(
 
 
 @ROWS
-def test_a_row_is_about_keys_and_values_that_there_are(row: Capability) -> None:
+def test_capabilities_rows_name_existing_keys_and_values(row: Capability) -> None:
     for term in condition(row.when).terms:
         assert term.key in schema_keys()
         assert all(word in (choices_of(term.key) or ("true", "false")) for word in term.words)
 
 
 @ROWS
-def test_explain_says_which_release_has_it_and_which_is_here(
+def test_capabilities_explain_names_release_and_installed(
     row: Capability, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _here(monkeypatch, (0, 16, 1))
@@ -94,7 +94,7 @@ def test_explain_says_which_release_has_it_and_which_is_here(
     ]
 
 
-def test_engines_lists_every_row(
+def test_capabilities_engines_lists_every_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for release, here in (((0, 16, 1), False), ((0, 19, 2), True)):
@@ -104,7 +104,7 @@ def test_engines_lists_every_row(
         assert {row["when"]: row["is_here"] for row in rows} == dict.fromkeys(ASKED, here)
 
 
-def test_what_is_kept_of_a_run_names_the_module_that_is_loaded(
+def test_capabilities_run_record_names_loaded_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path in front of the installed megatron-core has its own."""

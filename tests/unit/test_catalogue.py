@@ -80,9 +80,7 @@ def _says(path: str, key: str) -> bool:
 @pytest.mark.parametrize(
     "row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name
 )
-def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(
-    row: Row, tmp_path: Path
-) -> None:
+def test_catalogue_bad_input_is_fixed_by_first_fix(row: Row, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(row.text.encode("utf-8", "surrogateescape"))
     words = [word.replace("{file}", str(file)) for word in row.words]
@@ -109,28 +107,28 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(
 @pytest.mark.parametrize(
     "row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name
 )
-def test_what_works_here_is_not_refused(row: Row, tmp_path: Path) -> None:
+def test_catalogue_working_input_is_accepted(row: Row, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(row.text)
     assert (
         validated([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
     )
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(
+def test_catalogue_indivisible_vocabulary_is_padded_with_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", *next(row.words for row in ROWS if row.number == 6)]) == 0
     assert "vocabulary 129 padded to 256" in capsys.readouterr().out
 
 
-def test_a_value_that_a_terminal_would_obey_is_shown_and_not_sent(tmp_path: Path) -> None:
+def test_catalogue_terminal_escapes_are_shown(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text('log:\n  name: "a\\e[31mb\\a"\n')
     (problem,) = validated([f"recipe={tmp_path / 'mine.yaml'}"])
     assert "a\\x1b[31mb\\x07" in problem.render()
     assert "\x1b" not in problem.render()
 
 
-def test_a_recipe_with_a_misspelt_key_is_judged_on_the_rest(tmp_path: Path) -> None:
+def test_catalogue_misspelt_key_keeps_other_findings(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "parallel:\n  tp: 3\noptim:\n  learning_rate: 1e-3\n  lr: fast\n"
     )
@@ -146,12 +144,13 @@ def test_a_recipe_with_a_misspelt_key_is_judged_on_the_rest(tmp_path: Path) -> N
     assert expected.items() <= found.items()
 
 
-def test_every_number_of_the_catalogue_is_tested_and_as_many_kinds_of_our_own() -> None:
+def test_catalogue_every_number_is_tested() -> None:
     assert {row.number for row in ROWS} | set(BEFORE_RANKS) == set(range(1, 95))
     assert len({(row.words, row.text) for row in MORE}) >= 95
 
 
-def test_no_judgement_of_the_catalogue_imports_torch() -> None:
+@pytest.mark.full
+def test_catalogue_imports_no_torch() -> None:
     code = (
         "import sys\nfrom tests.support.catalogue import ROWS, validated\n"
         "for row in ROWS: validated(list(row.words))\n"

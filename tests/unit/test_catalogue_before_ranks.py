@@ -16,7 +16,7 @@ from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
-from mtrain.launching import beside, folder, preflight
+from mtrain.launching import child_process, folder, preflight
 from mtrain.launching.environment import Place, environment
 from tests.support.configs import LAPTOP, errors, tiny
 
@@ -48,7 +48,7 @@ def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
 def prepared(run: RunConfig) -> None:
     """What the launcher does before it starts ranks."""
     chosen = folder.plan(run)
-    beside.prepare(run, str(chosen.checkpoint) if chosen.checkpoint else None)
+    child_process.prepare(run, str(chosen.checkpoint) if chosen.checkpoint else None)
 
 
 def begun(home: Path, **changes: object) -> RunConfig:
@@ -199,7 +199,7 @@ def _more_machines_than_this_command_starts(home: Path) -> None:
     [f for number in sorted(BEFORE_RANKS) for f in BEFORE_RANKS[number]],
     ids=lambda f: f.__name__,
 )
-def test_it_is_refused_before_any_rank(
+def test_catalogue_refuses_before_any_rank(
     refuses: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

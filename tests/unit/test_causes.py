@@ -95,12 +95,12 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", CONSEQUENCES)
-def test_an_error_that_another_rank_has_caused_is_a_consequence(name: str) -> None:
+def test_causes_error_caused_by_another_rank_is_consequence(name: str) -> None:
     assert worker.describe(RuntimeError(CONSEQUENCES[name]))["peer_lost"]
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_an_error_of_a_ranks_own_is_none(name: str) -> None:
+def test_causes_own_error_is_a_cause(name: str) -> None:
     assert not worker.describe(RuntimeError(CAUSES[name]))["peer_lost"]
 
 
@@ -141,9 +141,7 @@ GLOO = "[enforce fail at /gloo/transport/tcp/"
         ),
     ],
 )
-def test_a_fault_of_the_environment_is_one_with_something_to_do(
-    error: Exception, said: str
-) -> None:
+def test_causes_environment_fault_comes_with_advice(error: Exception, said: str) -> None:
     body = worker.describe(error)
     assert (body["exit_code"], body["expected"], body["peer_lost"]) == (
         BadEnvironment.exit_code,
@@ -168,7 +166,7 @@ def test_a_fault_of_the_environment_is_one_with_something_to_do(
         FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
     ],
 )
-def test_what_only_sounds_like_the_environment_is_not(error: Exception) -> None:
+def test_causes_lookalike_is_no_environment_fault(error: Exception) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     assert worker.describe(error)["exit_code"] == 1
 
@@ -211,23 +209,23 @@ def fails(text: str) -> Callable[[Path, int], None]:
     return lambda errors, rank: worker.record(RuntimeError(text), errors, rank)
 
 
-def test_a_rank_that_torch_aborts_is_no_cause_where_another_failed(tmp_path: Path) -> None:
+def test_causes_torch_abort_yields_to_real_failure(tmp_path: Path) -> None:
     assert "rank 1 failed first: RuntimeError: the cause" in str(
         ended(tmp_path, aborts, fails("the cause"))
     )
 
 
-def test_of_an_aborted_and_a_killed_rank_the_killed_one_is_the_cause(tmp_path: Path) -> None:
+def test_causes_killed_precedes_aborted(tmp_path: Path) -> None:
     assert str(ended(tmp_path, aborts, killed)).startswith("rank 1 was ended by SIGKILL")
 
 
-def test_a_rank_that_was_aborted_is_the_cause_of_what_its_peers_see(tmp_path: Path) -> None:
+def test_causes_aborted_rank_explains_its_peers(tmp_path: Path) -> None:
     said = str(ended(tmp_path, fails(REMOTE), aborts))
     assert said.startswith("rank 1 was ended by SIGABRT, as torch does where a collective fails")
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_only_a_run_that_has_saved_is_told_to_go_on(saved: bool, tmp_path: Path) -> None:
+def test_causes_only_saved_run_suggests_resume(saved: bool, tmp_path: Path) -> None:
     if saved:
         (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
         (tmp_path / "checkpoints/step_00000001/manifest.json").touch()

@@ -47,7 +47,7 @@ def _format(folder: Path, template: object) -> ChatFormat:
 
 
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["chatml", "tagged"])
-def test_a_chat_is_rendered_as_transformers_renders_it(template: str, tmp_path: Path) -> None:
+def test_chat_renders_as_transformers(template: str, tmp_path: Path) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -57,7 +57,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(template: str, tmp_path: 
     assert _format(tmp_path, template).render(MESSAGES) == expected
 
 
-def test_the_template_of_its_own_file_comes_first_and_of_several_the_default(
+def test_chat_own_template_file_comes_first(
     tmp_path: Path,
 ) -> None:
     several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
@@ -82,13 +82,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("template", HOSTILE)
-def test_a_template_that_leaves_the_sandbox_is_refused(template: str, tmp_path: Path) -> None:
+def test_chat_sandbox_escape_is_refused(template: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         _format(tmp_path, template).render(MESSAGES)
     assert [problem.code for problem in refused.value.problems] == ["MT509"]
 
 
-def test_a_tokenizer_without_a_template_and_jinja_that_is_missing_say_what_to_do(
+def test_chat_missing_template_or_jinja_states_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="has no chat_template"):
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_a_template_and_jinja_that_is_missing_say_what_to_do
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_settings_that_are_damaged_are_named(content: bytes, tmp_path: Path) -> None:
+def test_chat_damaged_settings_are_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / chat.SETTINGS_FILE).write_bytes(content)
     with pytest.raises(CorruptData, match=r"tokenizer_config\.json"):
         ChatFormat(tmp_path).render(MESSAGES)

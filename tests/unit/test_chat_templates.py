@@ -53,7 +53,7 @@ def ours(folder: Path, made: Chat, loss_on: str = "assistant") -> Encoded:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_ids_and_masks_are_those_of_transformers(
+def test_chat_template_ids_and_masks_equal_transformers(
     kind: str, folders: dict[tuple[str, bool], Path], theirs: dict[str, Any]
 ) -> None:
     for messages in CHATS.values():
@@ -74,7 +74,7 @@ def test_ids_and_masks_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_tools_calls_and_answers_of_tools_are_written_as_transformers_does(
+def test_chat_template_tools_and_calls_equal_transformers(
     marked: bool, folders: dict[tuple[str, bool], Path], theirs: dict[str, Any]
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -99,7 +99,7 @@ def test_tools_calls_and_answers_of_tools_are_written_as_transformers_does(
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "mistral"])
-def test_the_last_turn_alone_and_all_tokens_are_learned_on_demand(
+def test_chat_template_last_turn_and_all_tokens_are_options(
     kind: str, marked: bool, folders: dict[tuple[str, bool], Path], theirs: dict[str, Any]
 ) -> None:
     made = chat({"messages": turns("What is it?", "It is a cat.", "and?", "12 + 30")})
@@ -110,7 +110,7 @@ def test_the_last_turn_alone_and_all_tokens_are_learned_on_demand(
     assert whole.ids.tolist() == last.ids.tolist()
 
 
-def test_sharegpt_is_the_same_chat(folders: dict[tuple[str, bool], Path]) -> None:
+def test_chat_template_sharegpt_equals_messages(folders: dict[tuple[str, bool], Path]) -> None:
     said = [
         ("human", "What?"),
         ("gpt", "It."),
@@ -181,7 +181,7 @@ NO_PROOF = {
 
 
 @pytest.mark.parametrize("name", NO_PROOF)
-def test_a_template_that_does_not_say_what_is_whose_is_refused(name: str, tmp_path: Path) -> None:
+def test_chat_template_without_ownership_is_refused(name: str, tmp_path: Path) -> None:
     template, said = NO_PROOF[name]
     folder_of(tmp_path, "chatml")
     (tmp_path / "own.jinja").write_text(template)
@@ -194,7 +194,7 @@ def test_a_template_that_does_not_say_what_is_whose_is_refused(name: str, tmp_pa
         assert "own.jinja" in str(refused.value)
 
 
-def test_a_mask_that_is_one_token_off_is_found(
+def test_chat_template_mask_off_by_one_is_found(
     folders: dict[tuple[str, bool], Path], theirs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison with transformers can fail."""
@@ -209,7 +209,7 @@ def test_a_mask_that_is_one_token_off_is_found(
     assert found.learned.astype(int).tolist() != their["assistant_masks"]
 
 
-def test_a_template_of_several_with_tools_is_that_for_tools(tmp_path: Path) -> None:
+def test_chat_template_of_several_tool_template_serves_tools(tmp_path: Path) -> None:
     import json
 
     folder_of(tmp_path, "chatml")

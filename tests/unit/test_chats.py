@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtrain.config.rules import apply
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import chat_writers, open_splits, prepare, same_data
 from mtrain.data.batch import MicroBatch, averaged
 from mtrain.data.chat_batch import of_chats
@@ -55,7 +55,7 @@ def data_of(home: Path, **more: Any) -> DataConfig:
         "seq_length": LENGTH,
         "split": (0.8, 0.1, 0.1),
     }
-    return DataConfig(**{**given, **more})
+    return DataConfig(**(given | more))
 
 
 def opened(home: Path, seed: int = 1, notes: list[str] | None = None, **more: Any) -> Any:
@@ -133,7 +133,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_chat_says_why(name: str) -> None:
+def test_chats_non_chat_states_reason(name: str) -> None:
     line, why = REFUSED[name]
     with pytest.raises(CorruptData, match=why):
         said(line)
@@ -151,12 +151,12 @@ def test_what_is_no_chat_says_why(name: str) -> None:
         '{"a": 1}'.encode("utf-16"),
     ],
 )
-def test_a_line_that_is_no_json_is_told_from_one_that_is_no_chat(line: bytes) -> None:
+def test_chats_bad_json_differs_from_non_chat(line: bytes) -> None:
     with pytest.raises(NoJson):
         read(line)
 
 
-def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Path) -> None:
+def test_chats_shared_prefix_of_pair_is_not_learned(home: Path, tmp_path: Path) -> None:
     forms = [
         {
             "prompt": turns("What is it?"),
@@ -191,7 +191,7 @@ def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Pat
             pair(wrong)
 
 
-def test_a_system_beside_messages_stands_in_front_of_chats_and_of_both_answers_of_a_pair() -> None:
+def test_chats_system_field_precedes_messages_and_pairs() -> None:
     whole = turns("a", "b", system="be kind")
     assert said({"messages": whole[1:], "system": "be kind"}).messages == whole
     assert said({"messages": whole, "system": "be kind"}).messages == whole
@@ -209,15 +209,13 @@ def test_a_system_beside_messages_stands_in_front_of_chats_and_of_both_answers_o
         assert both[1].messages[0] == whole[0]
 
 
-def test_the_middle_of_a_chat_is_not_moved() -> None:
+def test_chats_middle_is_not_moved() -> None:
     fim = {"data.fim.rate": 0.5, "data.fim.ids": [1, 2, 3]}
     found = errors(apply(tiny(), {"data.kind": "sft", **fim}))
     assert ("MT344", "data.fim.rate") in {(p.code, p.path) for p in found}
 
 
-def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(
-    home: Path, tmp_path: Path
-) -> None:
+def test_chats_bad_json_lines_are_skipped_up_to_a_limit(home: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"messages": turns("a", "b")}).encode() for _ in range(6)]
     lines[2:2] = [b"{bad", b"", b'{"a": \xff}']
     (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
@@ -234,9 +232,7 @@ def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(
 
 
 @pytest.mark.parametrize("line", [{"messages": turns("a")}, {"text": "a"}])
-def test_a_chat_that_cannot_be_learned_is_refused_with_its_line(
-    line: Any, home: Path, tmp_path: Path
-) -> None:
+def test_chats_unlearnable_is_refused_with_its_line(line: Any, home: Path, tmp_path: Path) -> None:
     path = chats_file(
         tmp_path / "chats.jsonl", [turns("a", "b"), turns("a", "b"), line, turns("a", "b")]
     )
@@ -245,9 +241,7 @@ def test_a_chat_that_cannot_be_learned_is_refused_with_its_line(
     assert not list((home / "cache").glob(".building-*"))
 
 
-def test_a_chat_is_cut_and_one_with_nothing_left_to_learn_is_left_out_and_both_are_counted(
-    home: Path, tmp_path: Path
-) -> None:
+def test_chats_cut_and_empty_ones_are_counted(home: Path, tmp_path: Path) -> None:
     given = [turns("a", "b"), turns("x" * 200, "b"), turns("a", "y" * 200), turns("a", "b")]
     path = chats_file(tmp_path / "chats.jsonl", given)
     splits = opened(home, path=str(path), split=(1.0, 0.0, 0.0))
@@ -268,9 +262,7 @@ def test_a_chat_is_cut_and_one_with_nothing_left_to_learn_is_left_out_and_both_a
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_samples_depend_on_seed_and_number_alone_and_every_chat_comes_once_in_an_epoch(
-    packed: bool, home: Path
-) -> None:
+def test_chats_epoch_has_each_once_by_seed(packed: bool, home: Path) -> None:
     first, again, other = (opened(home, seed, packed=packed).train for seed in (1, 1, 2))
     count = len(first)
     assert (count < 48) == packed
@@ -287,7 +279,7 @@ def test_samples_depend_on_seed_and_number_alone_and_every_chat_comes_once_in_an
     assert (first.batch(numbers) == again.batch(numbers)).all()
 
 
-def test_packed_chats_are_the_same_chats_apart(home: Path) -> None:
+def test_chats_packed_equal_separate(home: Path) -> None:
     alone, packed = (
         opened(home, packed=p, packed_multiple=4 if p else None).train for p in (False, True)
     )
@@ -299,10 +291,10 @@ def test_packed_chats_are_the_same_chats_apart(home: Path) -> None:
             sample.tokens[sample.tokens != NOTHING],
             np.flatnonzero(sample.learned),
         ]
-    form = of_chats(packed)
+    collator = of_chats(packed)
     for n in range(len(packed)):
         sample = packed.sample(n)
-        batch = form(torch.from_numpy(packed.batch([n])), np.array([n]))
+        batch = collator(torch.from_numpy(packed.batch([n])), np.array([n]))
         bounds = batch["cu_seqlens"].tolist()
         assert bounds[-1] == LENGTH
         assert all(start % 4 == 0 for start in bounds)
@@ -315,7 +307,7 @@ def test_packed_chats_are_the_same_chats_apart(home: Path) -> None:
             assert batch["labels"][0, start:stop][found].tolist() == tokens[learned].tolist()
 
 
-def test_first_fit_is_first_fit() -> None:
+def test_chats_first_fit_is_first_fit() -> None:
     dice = np.random.default_rng(0)
     for count in (0, 1, 2, 7, 300):
         sizes = dice.integers(1, 101, count)
@@ -334,7 +326,7 @@ def test_first_fit_is_first_fit() -> None:
         first_fit(np.array([101]), 100)
 
 
-def test_a_file_is_written_once_and_another_one_is_told_from_it(home: Path, tmp_path: Path) -> None:
+def test_chats_prepared_file_is_written_once(home: Path, tmp_path: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9)
     notes = list[str]()
     first = opened(home, notes=notes, path=str(path)).describe()
@@ -350,9 +342,7 @@ def test_a_file_is_written_once_and_another_one_is_told_from_it(home: Path, tmp_
             same_data(again, other)
 
 
-def test_a_prepared_file_that_was_altered_is_refused_or_made_again(
-    home: Path, tmp_path: Path
-) -> None:
+def test_chats_altered_prepared_file_is_remade_or_refused(home: Path, tmp_path: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9)
     corpus = opened(home, path=str(path)).corpus
     folder = corpus.prefix.parent
@@ -367,7 +357,7 @@ def test_a_prepared_file_that_was_altered_is_refused_or_made_again(
 
 @pytest.mark.parametrize("average", ["token", "sample", "sequence"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_loss_is_averaged_over_what_is_named(average: str, packed: bool) -> None:
+def test_chats_loss_average_follows_key(average: str, packed: bool) -> None:
     """By the definition: the mean over units of the mean over their predictions that count."""
     dice = np.random.default_rng(3)
     losses = dice.random((4, 12))
@@ -409,8 +399,9 @@ FOREVER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(FOREVER, [name for name in FOREVER if name != "a power"]))
-def test_a_template_that_would_take_everything_is_ended_and_named(
+def test_chats_endless_template_is_stopped_and_named(
     name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_writers, "SECONDS", 1)
@@ -421,7 +412,7 @@ def test_a_template_that_would_take_everything_is_ended_and_named(
         opened(home, chat_template=str(tmp_path / "t.jinja"), loss_on="all")
 
 
-def test_chats_are_written_under_a_limit_of_processor_time_too(home: Path, tmp_path: Path) -> None:
+def test_chats_processor_time_is_limited(home: Path, tmp_path: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")])
 
     def job() -> int:
@@ -436,46 +427,34 @@ GOOD = json.dumps(
     ensure_ascii=False,
 )
 PIECES = [
-    *(
-        "{{ ''.__class__ }}",
-        "{% include '/etc/passwd' %}",
-        "{{ messages.clear() }}",
-        "{{ self.__init__ }}",
-        "{{ 1/0 }}",
-    ),
-    *(
-        "{% import 'os' as o %}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ raise_exception(messages) }}",
-        "{% if",
-        "{{",
-    ),
-    *(
-        "{{ lipsum() }}",
-        "{{ messages[99].content }}",
-        "{{ namespace(_x=1) }}",
-        "{% generation %}",
-        "{% break %}",
-        "\0",
-    ),
-    *(
-        "{{ ('%s' * 9) % (1,) }}",
-        "{{ strftime_now(3) }}",
-        "{{ messages | tojson(indent='x') }}",
-        "{{ nothing.x }}",
-    ),
-    *(
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% extends 'x' %}",
-        "{{ '{}'.format(m.__class__) }}",
-    ),
+    "{{ ''.__class__ }}",
+    "{% include '/etc/passwd' %}",
+    "{{ messages.clear() }}",
+    "{{ self.__init__ }}",
+    "{{ 1/0 }}",
+    "{% import 'os' as o %}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception(messages) }}",
+    "{% if",
+    "{{",
+    "{{ lipsum() }}",
+    "{{ messages[99].content }}",
+    "{{ namespace(_x=1) }}",
+    "{% generation %}",
+    "{% break %}",
+    "\0",
+    "{{ ('%s' * 9) % (1,) }}",
+    "{{ strftime_now(3) }}",
+    "{{ messages | tojson(indent='x') }}",
+    "{{ nothing.x }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% extends 'x' %}",
+    "{{ '{}'.format(m.__class__) }}",
 ]
 
 
 @pytest.mark.parametrize("rounds", [24, pytest.param(500, marks=pytest.mark.full)])
-def test_hostile_lines_and_templates_end_in_an_error_that_names_the_file(
-    rounds: int, home: Path, tmp_path: Path
-) -> None:
+def test_chats_hostile_lines_name_the_file(rounds: int, home: Path, tmp_path: Path) -> None:
     from tests.support.chats import template_of
 
     (tmp_path / "secret").write_text("of somebody else")

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.complete import SHELLS, candidates
-from mtrain.cli.completion import SCRIPTS
-from mtrain.cli.main import VERBS, main
-from mtrain.cli.recipe import SUBVERBS
+from mtrain.cli.main import main
+from mtrain.cli.offers import SHELLS, candidates
+from mtrain.cli.verbs import NAMES
+from mtrain.cli.verbs.completion import SCRIPTS
+from mtrain.cli.verbs.recipe import recipe
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.messages.json_schema import KINDS
 from mtrain.config.messages.keys import schema_keys
@@ -22,9 +23,9 @@ from tests.support.commands import ROOT, command, environment
 from tests.support.patience import patient
 
 
-def test_a_first_word_is_a_verb_or_a_setting() -> None:
+def test_completion_first_word_is_verb_or_setting() -> None:
     found = candidates("mtrain ")
-    assert set(VERBS) <= set(found)
+    assert set(NAMES) <= set(found)
     assert {f"{group}=" for group in GROUPS} | {f"{group}." for group in GROUPS} <= set(found)
     assert {"recipe=", "run="} <= set(found)
     assert "__complete" not in found
@@ -32,7 +33,7 @@ def test_a_first_word_is_a_verb_or_a_setting() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
+def test_completion_group_offers_choices_and_keys(group: str) -> None:
     for verb in ("", "check ", "train "):
         offered = candidates(f"mtrain {verb}{group}=")
         choices = [f"{group}={choice}" for choice in choices_of_group(group)]
@@ -71,16 +72,16 @@ def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
         ("", candidates("mtrain ")),
     ],
 )
-def test_what_is_offered_at_a_place(line: str, found: list[str]) -> None:
+def test_completion_offers_by_position(line: str, found: list[str]) -> None:
     assert candidates(line) == found
 
 
-def test_every_subverb_and_every_schema_is_offered() -> None:
-    assert set(candidates("mtrain recipe ")) >= set(SUBVERBS)
+def test_completion_offers_every_subverb_and_schema() -> None:
+    assert set(candidates("mtrain recipe ")) >= set(recipe.commands)
     assert candidates("mtrain schema ") == sorted(KINDS)
 
 
-def test_runs_are_offered_where_a_run_is_wanted(
+def test_completion_offers_runs_where_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs/first").mkdir(parents=True)
@@ -100,17 +101,16 @@ def test_runs_are_offered_where_a_run_is_wanted(
 @pytest.mark.parametrize(
     "line", ["mtrain \x00", "mtrain " + "a" * 100_000, "mtrain 'unclosed", "mtrain \ud800", "é ="]
 )
-def test_nonsense_is_answered_with_nothing_and_no_error(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion_ignores_nonsense(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["__complete", line]) == 0
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"]
 )
-def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None:
+def test_completion_answers_fast_without_torch(line: str) -> None:
     took = []
     for _ in range(4):
         before = os.times()
@@ -154,7 +154,7 @@ def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None
         ("mtrain check zzz", []),
     ],
 )
-def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+def test_completion_bash_works(line: str, reply: list[str], tmp_path: Path) -> None:
     (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
     words = " ".join(f"'{word}'" for word in command())
     script = (
@@ -188,7 +188,7 @@ def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_
         ("python setup.py reci", []),
     ],
 )
-def test_bash_completes_the_launch_file_of_mtrain_and_no_other(
+def test_completion_bash_ignores_other_launch_files(
     line: str, reply: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
@@ -224,7 +224,7 @@ def test_bash_completes_the_launch_file_of_mtrain_and_no_other(
         ("mtrain optim.sch", ["optim.schedule=", "optim.schedule_counts="]),
     ],
 )
-def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+def test_completion_fish_works(line: str, reply: list[str], tmp_path: Path) -> None:
     words = " ".join(f"'{word}'" for word in command())
     (tmp_path / "mtrain.fish").write_text(f"function mtrain; {words} $argv; end\n{SCRIPTS['fish']}")
     done = subprocess.run(
@@ -239,7 +239,7 @@ def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
+def test_completion_script_is_well_formed(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_shell_has_a_script_that_calls_back(
+def test_completion_script_calls_back_for_every_shell(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["completion", shell]) == 0

@@ -8,8 +8,8 @@ import pytest
 
 from mtrain.cli.setup import Loaded, load
 from mtrain.config.compose.composer import compose
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import choices_of_group
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.defaults import nearest_gpt3
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
@@ -29,7 +29,7 @@ def at(found: Loaded, key: str) -> tuple[Any, str]:
     return found.run.flat()[key], found.origins[key]
 
 
-def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
+def test_config_defaults_70b_on_64_gpus_suits_a_cluster() -> None:
     found = loaded(f"model=llama3_70b parallel=tp4pp4 {H100X64}")
     assert {
         key: at(found, key) for key in found.run.flat() if found.origins[key].startswith("resolved")
@@ -76,12 +76,12 @@ def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
 
 
 @pytest.mark.parametrize("cluster", ["", "cluster=h100", H100X64])
-def test_mixtral_with_tp_and_ep_passes_as_written(cluster: str) -> None:
+def test_config_defaults_mixtral_tp_ep_passes_as_written(cluster: str) -> None:
     found = loaded(f"model=mixtral_8x7b parallel=tp2ep4 {cluster}")
     assert at(found, "parallel.sequence_parallel") == (True, "resolved from tp 2 and experts")
 
 
-def test_the_default_run_is_that_of_a_laptop() -> None:
+def test_config_defaults_default_run_suits_a_laptop() -> None:
     run = loaded("").run
     assert (run.precision.dtype, run.data.kind, run.data.seq_length) == ("fp32", "text", 256)
     assert (run.optim.lr, run.trainer.global_batch_size, run.trainer.micro_batch_size) == (
@@ -110,11 +110,11 @@ def test_the_default_run_is_that_of_a_laptop() -> None:
         ("cluster=h100 precision.fp8=hybrid", "bf16"),
     ],
 )
-def test_the_number_format_is_bf16_where_a_device_has_it(words: str, dtype: str) -> None:
+def test_config_defaults_bf16_where_the_device_has_it(words: str, dtype: str) -> None:
     assert loaded(f"parallel=tp2 {words}").run.precision.dtype == dtype
 
 
-def test_gpus_of_this_machine_are_trained_on_as_those_of_a_cluster() -> None:
+def test_config_defaults_local_gpus_equal_a_cluster() -> None:
     found = loaded("model=qwen3_8b parallel=tp4", EIGHT_GPUS)
     assert at(found, "cluster.device") == ("cuda", "resolved on this machine: 8 GPUs")
     assert at(found, "precision.dtype")[0] == "bf16"
@@ -146,29 +146,27 @@ def test_gpus_of_this_machine_are_trained_on_as_those_of_a_cluster() -> None:
         ),
     ],
 )
-def test_what_data_parallel_ranks_share_is_off_where_something_forbids_it(
-    words: str, off: set[str]
-) -> None:
+def test_config_defaults_sharded_state_is_off_where_forbidden(words: str, off: set[str]) -> None:
     run = resolve(compose(["model=llama3_8b", "cluster=h100", *words.split()]).run, LAPTOP)
     keys = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert {key for key in keys if not getattr(run.parallel, key)} == off
 
 
-def test_a_sequence_that_tp_does_not_divide_is_left_whole() -> None:
+def test_config_defaults_sequence_indivisible_by_tp_is_whole() -> None:
     found = loaded("model=llama3_8b parallel=tp4 cluster=h100 data.seq_length=4094")
     value, why = at(found, "parallel.sequence_parallel")
     assert value is False
     assert why == "resolved from data.seq_length 4094, which tp 4 * cp 1 does not divide"
 
 
-def test_what_is_named_is_text_and_nothing_warns_of_data_that_was_chosen() -> None:
+def test_config_defaults_named_path_is_text_without_warning() -> None:
     assert loaded("data.path=README.md").run.data.kind == "text"
     assert loaded("data.limit_mib=1 model=llama3_8b").run.data.kind == "text"
     fits = "data.seq_length=4096 trainer.micro_batch_size=1"
     assert not loaded(f"model=llama3_70b parallel=tp4pp4 data=mock {fits} {H100X64}").warnings
 
 
-def test_a_value_that_is_said_is_never_changed_and_resolving_again_changes_nothing() -> None:
+def test_config_defaults_set_value_is_kept_on_every_resolve() -> None:
     words = [
         "model=llama3_8b",
         "cluster=h100",
@@ -192,7 +190,7 @@ def test_a_value_that_is_said_is_never_changed_and_resolving_again_changes_nothi
     }
 
 
-def test_every_value_that_is_filled_in_has_a_reason() -> None:
+def test_config_defaults_filled_value_has_a_reason() -> None:
     for words in (
         "",
         "model=deepseek_v3 parallel=tp2pp8ep64etp1 cluster=h100x1024",
@@ -209,7 +207,7 @@ def test_every_value_that_is_filled_in_has_a_reason() -> None:
         )
 
 
-def test_a_run_file_of_an_earlier_version_still_loads(tmp_path: Any) -> None:
+def test_config_defaults_earlier_run_file_loads(tmp_path: Any) -> None:
     values = resolve(tiny(), LAPTOP).to_dict()
     del values["model"]["published"]  # a key that is younger than the file
     file = tmp_path / "run.yaml"
@@ -220,19 +218,19 @@ def test_a_run_file_of_an_earlier_version_still_loads(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in choices_of_group("model") if "tiny" not in name])
-def test_rate_and_batch_of_a_model_are_those_of_the_gpt3_of_its_size(name: str) -> None:
+def test_config_defaults_rate_and_batch_follow_gpt3_size(name: str) -> None:
     model = compose([f"model={name}"]).run.model
     size = active_parameters(model)
     near = nearest_gpt3(model)
     assert 0.25 < near.parameters / size < 4 or near.name in ("125M", "175B")
 
 
-def test_lion_takes_a_tenth_of_the_rate_of_adamw() -> None:
+def test_config_defaults_lion_takes_a_tenth_of_adamw_rate() -> None:
     value, why = at(loaded("optim=lion"), "optim.lr")
     assert (value, why.rpartition(", ")[2]) == (6e-4, "times 0.1 for lion")
 
 
-def test_micro_batches_on_gpus_have_at_most_8192_tokens() -> None:
+def test_config_defaults_gpu_micro_batch_has_at_most_8192_tokens() -> None:
     def micro(words: str) -> int | None:
         return loaded(
             f"model=llama2_7b cluster=h100 parallel=tp2 data=mock {words}"
@@ -241,7 +239,7 @@ def test_micro_batches_on_gpus_have_at_most_8192_tokens() -> None:
     assert [micro(f"data.seq_length={n}") for n in (512, 2048, 4096)] == [8, 4, 2]
 
 
-def test_a_cluster_is_its_devices_and_how_many_machines_there_are() -> None:
+def test_config_defaults_cluster_is_devices_times_nodes() -> None:
     for name in choices_of_group("cluster"):
         base, x, devices = name.rpartition("x")
         if not x or not devices.isdigit():

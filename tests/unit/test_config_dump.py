@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.grammar import parse_value
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.yaml_reader import parse
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, MOE, tiny
@@ -25,7 +25,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(
 
 @given(prompt=TEXT, suffix=TEXT)
 @settings(max_examples=150, deadline=None)
-def test_any_text_survives_the_file(prompt: str, suffix: str) -> None:
+def test_config_dump_any_text_round_trips(prompt: str, suffix: str) -> None:
     run = tiny(trainer__sample_prompt=prompt, data__suffixes=[suffix])
     values = parse(run_yaml(run), "f").values
     assert values["trainer"]["sample_prompt"] == prompt
@@ -35,7 +35,7 @@ def test_any_text_survives_the_file(prompt: str, suffix: str) -> None:
 @pytest.mark.parametrize(
     "word", ["no", "1e-5", "null", "~", "true", "0x1F", "12:30", "", " a", "a: b", "#x", "- x", "1"]
 )
-def test_words_that_yaml_could_take_for_something_else_stay_text(word: str) -> None:
+def test_config_dump_yaml_lookalikes_stay_text(word: str) -> None:
     assert (
         parse(run_yaml(tiny(trainer__sample_prompt=word)), "f").values["trainer"]["sample_prompt"]
         == word
@@ -45,7 +45,7 @@ def test_words_that_yaml_could_take_for_something_else_stay_text(word: str) -> N
 @pytest.mark.parametrize(
     "changes", [{}, {"model__moe": MOE}, {"cluster__peak_tflops": {"bf16": 989.0}}]
 )
-def test_a_resolved_run_reads_back_equal_with_the_same_digest(
+def test_config_dump_resolved_run_round_trips_with_digest(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     run = resolve(tiny(**changes), LAPTOP)
@@ -57,12 +57,12 @@ def test_a_resolved_run_reads_back_equal_with_the_same_digest(
     assert again.digest() == run.digest()
 
 
-def test_a_list_of_lists_is_one_word_of_a_command_line() -> None:
+def test_config_dump_nested_list_is_one_word() -> None:
     (argument,) = shlex.split(override("trainer.batch_size_schedule", [[8, 1000], [12, 2000]]))
     assert parse_value(argument.partition("=")[2]) == [[8, 1000], [12, 2000]]
 
 
-def test_comments_change_nothing_that_is_read() -> None:
+def test_config_dump_comments_change_nothing() -> None:
     run = resolve(tiny(), LAPTOP)
     with_comments = run_yaml(run, dict.fromkeys(run.flat(), "conf/x.yaml:3"))
     assert parse(with_comments, "f").values == parse(run_yaml(run), "f").values
@@ -73,7 +73,7 @@ def test_comments_change_nothing_that_is_read() -> None:
 @example(text="INF")
 @example(text="Null")
 @settings(max_examples=100, deadline=None)
-def test_a_fix_for_any_text_reads_back_through_shell_and_grammar(text: str) -> None:
+def test_config_dump_fix_round_trips_through_shell_and_grammar(text: str) -> None:
     (argument,) = shlex.split(override("trainer.sample_prompt", text))
     assert parse_value(argument.partition("=")[2]) == text
     (argument,) = shlex.split(override("data.blend", [text, "plain"]))

@@ -52,7 +52,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
     ids=" ".join,
 )
-def test_what_is_no_regular_file_is_named_and_never_waited_for(
+def test_config_files_irregular_file_is_named_without_waiting(
     odd: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, kind in (
@@ -68,14 +68,14 @@ def test_what_is_no_regular_file_is_named_and_never_waited_for(
         assert f"did you mean {name}" not in err, "a fix is not what was refused"
 
 
-def test_a_config_json_that_is_a_pipe_is_named(
+def test_config_files_piped_config_json_is_named(
     odd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["recipe", "import", "pipe.json"]) == 2
     assert "is a named pipe" in capsys.readouterr().err
 
 
-def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
+def test_config_files_file_swapped_for_pipe_is_not_awaited(
     odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # it was regular when it was asked
@@ -84,7 +84,7 @@ def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
         read_bytes(odd / "pipe.yaml", "pipe.yaml")
 
 
-def test_a_dash_is_standard_input_of_bounded_size(
+def test_config_files_dash_reads_bounded_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = (
@@ -105,7 +105,7 @@ def test_a_dash_is_standard_input_of_bounded_size(
     "verb", [["check", "recipe={}"], ["check", "run={}"], ["recipe", "import", "{}"]], ids=str
 )
 @pytest.mark.parametrize("name", ["environ", "shadow", "id_rsa", "link.yaml"])
-def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ours(
+def test_config_files_foreign_content_is_not_shown(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -131,7 +131,7 @@ def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ou
     assert "s3cret" not in "".join(capsys.readouterr())
 
 
-def test_a_tokenizer_that_is_a_pipe_is_named(odd: Path) -> None:
+def test_config_files_piped_tokenizer_is_named(odd: Path) -> None:
     from mtrain.data.text import Tokenizer
 
     with pytest.raises(ConfigError, match=r"MT603.*is a named pipe"):

@@ -16,6 +16,8 @@ from mtrain.config.messages.keys import schema_keys
 from tests.support.fuzz import CANARY, attacks, mutations, validated, warm
 from tests.support.hostile import kinds
 
+pytestmark = pytest.mark.full
+
 KEYS = [
     *schema_keys(),
     "model",
@@ -58,7 +60,7 @@ VALUES = (
 )
 
 
-def test_mutated_recipes_are_judged(tmp_path: Path) -> None:
+def test_config_fuzz_mutated_recipes_are_judged(tmp_path: Path) -> None:
     warm()
     found = mutations(60, seed=1, file=tmp_path / "r.yaml")
     assert {"accepted", "MT003", "MT012", "MT013", "MT014"} <= found.keys(), (
@@ -66,14 +68,14 @@ def test_mutated_recipes_are_judged(tmp_path: Path) -> None:
     )
 
 
-def test_hostile_input_is_refused_and_does_nothing(tmp_path: Path) -> None:
+def test_config_fuzz_hostile_input_is_refused_without_effect(tmp_path: Path) -> None:
     warm()
     assert kinds() >= 500
     found = attacks(60, seed=1, file=tmp_path / "r.yaml")
     assert found["MT006"] > 12
 
 
-def test_the_canary_hears_a_file_a_socket_a_process_and_an_import(tmp_path: Path) -> None:
+def test_config_fuzz_canary_detects_each_side_effect(tmp_path: Path) -> None:
     deeds = {
         "open": lambda: (tmp_path / "x").write_text("x"),
         "socket.bind": lambda: socket.socket().bind(("127.0.0.1", 0)),
@@ -87,7 +89,7 @@ def test_the_canary_hears_a_file_a_socket_a_process_and_an_import(tmp_path: Path
             deed()
 
 
-def test_nonsense_on_the_command_line_is_judged() -> None:
+def test_config_fuzz_command_line_nonsense_is_judged() -> None:
     rng = random.Random(1)
     warm()
     for _ in range(50):

@@ -22,24 +22,20 @@ from mtrain.errors import ConfigError
         ("pp2vpp2", {"pp": 2, "vpp": 2}),
     ],
 )
-def test_a_layout_is_axes_with_degrees_and_dp_becomes_ranks(
-    word: str, values: dict[str, object]
-) -> None:
+def test_layout_string_parses_axes_with_dp_as_ranks(word: str, values: dict[str, object]) -> None:
     assert parse_layout(word) == values
 
 
 @pytest.mark.parametrize(
     "word", ["tp2xx3", "tp0", "tp2tp4", "tp", "2tp", "tp-1", "", "tp2.5", "spsp", "sp2"]
 )
-def test_anything_else_is_refused_with_the_grammar(word: str) -> None:
+def test_layout_string_bad_text_is_refused_with_grammar(word: str) -> None:
     with pytest.raises(ValueError, match="tp pp vpp cp ep etp dp"):
         parse_layout(word)
 
 
 @pytest.mark.parametrize(("word", "fix"), [("tp2xx3", "tp2"), ("tp0pp2", "pp2"), ("tp2tp4", "tp2")])
-def test_a_bad_layout_on_the_command_line_keeps_the_parts_that_can_be_read(
-    word: str, fix: str
-) -> None:
+def test_layout_string_bad_one_keeps_readable_parts(word: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([f"parallel={word}"])
     (problem,) = caught.value.problems
@@ -48,7 +44,7 @@ def test_a_bad_layout_on_the_command_line_keeps_the_parts_that_can_be_read(
     compose([problem.fix])
 
 
-def test_a_layout_that_has_no_file_is_a_choice() -> None:
+def test_layout_string_without_file_is_a_choice() -> None:
     composed = compose(["parallel=tp2pp2dp2"])
     assert composed.run.parallel.model_dump(include={"tp", "pp", "ranks"}) == {
         "tp": 2,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.yaml_reader import MAX_NODES, load, parse
 from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem
@@ -41,13 +41,13 @@ def refusal(text: str) -> Problem:
         ("007", 7),
     ],
 )
-def test_unquoted_words_mean_what_yaml_1_2_says(text: str, value: object) -> None:
+def test_load_unquoted_words_follow_yaml_1_2(text: str, value: object) -> None:
     got = parse(f"a: {text}\n", "f.yaml").values["a"]
     assert got == value
     assert type(got) is type(value)
 
 
-def test_every_key_and_list_item_has_its_line() -> None:
+def test_load_keys_and_items_have_lines() -> None:
     document = parse("# head\na:\n  b: 1\n\n  c: {d: 2,\n      e: 3}\nf:\n  - x\n  - y\n", "f.yaml")
     assert document.lines == {
         "a": 2,
@@ -62,7 +62,7 @@ def test_every_key_and_list_item_has_its_line() -> None:
     assert document.where("a.c.zzz") == "f.yaml:5"
 
 
-def test_a_duplicate_key_names_both_lines() -> None:
+def test_load_duplicate_key_names_both_lines() -> None:
     problem = refusal("a:\n  b: 1\n  c: 2\n  b: 3\n")
     assert (problem.code, problem.path, problem.source) == ("MT004", "a.b", "f.yaml:4")
     assert "2 and 4" in problem.rule
@@ -81,13 +81,13 @@ def test_a_duplicate_key_names_both_lines() -> None:
         "!!str a: 1",
     ],
 )
-def test_every_explicit_tag_is_refused(tagged: str) -> None:
+def test_load_explicit_tag_is_refused(tagged: str) -> None:
     problem = refusal(f"ok: 1\n{tagged}\n" if not tagged.startswith("!!map") else tagged)
     assert problem.code == "MT006"
     assert "tag" in problem.rule
 
 
-def test_a_billion_laughs_is_refused_while_reading() -> None:
+def test_load_billion_laughs_are_refused() -> None:
     rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     problem = refusal("\n".join(rows))
@@ -95,7 +95,7 @@ def test_a_billion_laughs_is_refused_while_reading() -> None:
     assert str(MAX_NODES) in problem.rule
 
 
-def test_aliases_within_the_limits_are_copies() -> None:
+def test_load_aliases_within_limits_are_copies() -> None:
     values = parse("a: &x {k: 1}\nb: *x\n", "f.yaml").values
     assert values["a"] == values["b"] == {"k": 1}
     assert values["a"] is not values["b"]
@@ -108,11 +108,11 @@ def test_aliases_within_the_limits_are_copies() -> None:
         "a: &x " + "[" * 20 + "1" + "]" * 20 + "\nb: " + "[" * 15 + "*x" + "]" * 15,
     ],
 )
-def test_nesting_is_limited_with_aliases_expanded(deep: str) -> None:
+def test_load_nesting_limit_counts_aliases(deep: str) -> None:
     assert refusal(deep if deep.startswith("a:") else f"a: {deep}").code == "MT005"
 
 
-def test_a_self_referring_alias_is_refused() -> None:
+def test_load_recursive_alias_is_refused() -> None:
     assert refusal("a: &x [*x]").code == "MT005"
 
 
@@ -130,52 +130,52 @@ def test_a_self_referring_alias_is_refused() -> None:
         ("a: 1\nb: 'x\x07y'\n", 2),
     ],
 )
-def test_what_is_no_plain_mapping_is_refused_at_its_line(text: str, line: int) -> None:
+def test_load_non_mapping_is_refused_at_its_line(text: str, line: int) -> None:
     problem = refusal(text)
     assert problem.code == "MT003"
     assert problem.source == f"f.yaml:{line}"
 
 
-def test_a_tab_is_shown_and_explained() -> None:
+def test_load_tab_is_shown_and_explained() -> None:
     problem = refusal("a:\n\tb: 2\n")
     assert "<TAB>" in problem.rule
     assert "spaces" in problem.fix
 
 
-def test_a_top_level_list_is_refused() -> None:
+def test_load_top_level_list_is_refused() -> None:
     assert "mapping" in refusal("- a\n- b\n").rule
 
 
-def test_an_empty_file_is_an_empty_mapping() -> None:
+def test_load_empty_file_is_empty_mapping() -> None:
     assert parse("# nothing\n", "f.yaml").values == {}
 
 
-def test_a_missing_file_names_the_near_ones(tmp_path: Path) -> None:
+def test_load_missing_file_names_near_ones(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match=r"recipe\.yaml"):
         load(tmp_path / "recip.yaml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_load_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load(tmp_path)
 
 
-def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
+def test_load_large_file_is_refused(tmp_path: Path) -> None:
     big = tmp_path / "big.yaml"
     big.write_text("#" * (MAX_BYTES + 1))
     with pytest.raises(ConfigError, match=str(MAX_BYTES)):
         load(big)
 
 
-def test_bytes_that_are_not_utf8_are_named_with_their_line(tmp_path: Path) -> None:
+def test_load_non_utf8_names_its_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml:2.*0xff"):
         load(bad)
 
 
-def test_a_run_file_that_is_incomplete_is_refused_with_every_key(tmp_path: Path) -> None:
+def test_load_incomplete_run_file_names_every_key(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {num_layers: 0}\n")
     with pytest.raises(ConfigError) as caught:

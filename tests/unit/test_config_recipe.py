@@ -63,7 +63,7 @@ def validated(tmp_path: Path, text: str) -> list[Problem]:
         ("recipe: {tilte: x}\n", "MT012", "recipe.tilte"),
     ],
 )
-def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
+def test_recipe_beyond_data_is_refused_with_key_and_line(
     tmp_path: Path, text: str, code: str, path: str
 ) -> None:
     found = validated(tmp_path, text)
@@ -72,9 +72,7 @@ def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
     assert f"{tmp_path}/r.yaml:" in match[0].source
 
 
-def test_the_environment_never_leaks_into_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_environment_never_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTRAIN_CANARY", "s3cr3t-canary")
     found = validated(
         tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n"
@@ -82,7 +80,7 @@ def test_the_environment_never_leaks_into_a_message(
     assert "s3cr3t-canary" not in "".join(p.render() for p in found)
 
 
-def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
+def test_recipe_hostile_opens_no_process_or_socket(tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -107,7 +105,7 @@ def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
+def test_recipe_repeated_group_names_both_lines(tmp_path: Path) -> None:
     found = validated(
         tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n"
     )
@@ -116,22 +114,20 @@ def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
     assert "r.yaml:2" in found[0].rule
 
 
-def test_a_shared_recipe_is_found_by_its_name_and_a_near_miss_is_named() -> None:
+def test_recipe_shared_is_found_and_near_miss_named() -> None:
     assert compose(["recipe=llama3/70b_h100x64"]).run.model.name == "llama3_70b"
     with pytest.raises(ConfigError, match="recipe=llama3/70b_h100x64"):
         compose(["recipe=llama3/70b_h100x46"])
 
 
-def test_a_recipe_name_does_not_leave_the_folder_of_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_name_stays_inside_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     relative = os.path.relpath(recipes_dir().parent / "conf/config", recipes_dir())
     with pytest.raises(ConfigError, match="nor such a shared recipe"):
         compose([f"recipe={relative}"])
 
 
-def test_a_recipe_reference_is_followed_with_the_command_line_on_top(tmp_path: Path) -> None:
+def test_recipe_reference_yields_to_command_line(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("optim: {decay_iters: '${trainer.train_iters}'}\ntrainer: {train_iters: 50}\n")
     assert compose([f"recipe={file}", "trainer.train_iters=60"]).run.optim.decay_iters == 60
@@ -147,6 +143,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "stated",
     [
@@ -158,7 +155,7 @@ WHOLE = {
     + [{k: v for k, v in WHOLE.items() if k != left} for left in WHOLE],
     ids=str,
 )
-def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(
+def test_recipe_partial_model_lists_missing_keys_and_fixes(
     tmp_path: Path, stated: dict[str, object]
 ) -> None:
     file = tmp_path / "r.yaml"
@@ -175,7 +172,7 @@ def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(
     assert compose([f"recipe={file}"]).run.model.num_query_groups == 4
 
 
-def test_a_whole_model_of_its_own_inherits_nothing(tmp_path: Path) -> None:
+def test_recipe_whole_model_inherits_nothing(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(json.dumps({"model": WHOLE}))
     composed = compose([f"recipe={tmp_path / 'r.yaml'}"])
     assert composed.run.model == ModelConfig.model_validate(WHOLE)
@@ -184,7 +181,7 @@ def test_a_whole_model_of_its_own_inherits_nothing(tmp_path: Path) -> None:
     assert composed.run.optim == compose([]).run.optim
 
 
-def test_a_refused_key_of_a_whole_model_is_judged_with_the_rest(tmp_path: Path) -> None:
+def test_recipe_refused_key_is_judged_with_the_rest(tmp_path: Path) -> None:
     found = validated(
         tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}})
     )

@@ -22,8 +22,8 @@ from mtrain.config.resolve.resolution import (
     smallest_world,
     world_size_of,
 )
+from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import KernelsConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny
@@ -31,7 +31,7 @@ from tests.support.configs import LAPTOP, MOE, tiny
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
 
 
-def test_auto_is_the_cpu_without_a_gpu_and_cuda_with_one() -> None:
+def test_resolve_auto_device_is_cpu_without_gpu() -> None:
     assert resolve(tiny(), LAPTOP).cluster.device == "cpu"
     assert resolve(tiny(), GPUS).cluster.device == "cuda"
     assert resolve(tiny(cluster__device="cpu"), GPUS).cluster.device == "cpu"
@@ -50,7 +50,7 @@ def test_auto_is_the_cpu_without_a_gpu_and_cuda_with_one() -> None:
         ({"tp": 3, "ep": 2, "etp": 1}, 6),
     ],
 )
-def test_a_cpu_runs_the_fewest_processes_that_fill_both_grids(
+def test_resolve_cpu_takes_fewest_ranks_for_both_grids(
     parallel: dict[str, int], ranks: int
 ) -> None:
     run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
@@ -64,7 +64,7 @@ def test_a_cpu_runs_the_fewest_processes_that_fill_both_grids(
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_the_world_on_a_cpu_is_legal_and_no_smaller_one_is(parallel: dict[str, int]) -> None:
+def test_resolve_cpu_world_is_smallest_legal(parallel: dict[str, int]) -> None:
     run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
     p = run.parallel
     assert p.ranks is not None
@@ -76,7 +76,7 @@ def test_the_world_on_a_cpu_is_legal_and_no_smaller_one_is(parallel: dict[str, i
     assert not any(legal(world) for world in range(1, p.ranks))
 
 
-def test_a_named_cluster_is_used_whole() -> None:
+def test_resolve_named_cluster_is_used_whole() -> None:
     run = resolve(
         tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__tp=4),
         LAPTOP,
@@ -84,7 +84,7 @@ def test_a_named_cluster_is_used_whole() -> None:
     assert run.parallel.ranks == 64
 
 
-def test_gpus_of_this_machine_are_all_used_unless_ranks_are_set() -> None:
+def test_resolve_local_gpus_are_all_used_by_default() -> None:
     run = resolve(tiny(), GPUS)
     assert (run.parallel.ranks, run.cluster.devices_per_node) == (8, 8)
     fewer = resolve(tiny(parallel__ranks=4), GPUS)
@@ -103,9 +103,7 @@ def test_gpus_of_this_machine_are_all_used_unless_ranks_are_set() -> None:
     ],
     ids=str,
 )
-def test_the_smallest_world_has_room_for_every_copy_that_is_spread(
-    layout: dict[str, int], ranks: int
-) -> None:
+def test_resolve_smallest_world_holds_every_replica(layout: dict[str, int], ranks: int) -> None:
     p = tiny(**{f"parallel__{key}": value for key, value in layout.items()}).parallel
     assert smallest_world(p) == ranks
     shared = ranks // (p.tp * p.pp)
@@ -114,7 +112,7 @@ def test_the_smallest_world_has_room_for_every_copy_that_is_spread(
     assert shared > p.hsdp_replicas
 
 
-def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:
+def test_resolve_launcher_sets_unset_ranks() -> None:
     assert resolve(tiny(parallel__tp=2), LAPTOP, world_size=4).parallel.ranks == 4
     asked = tiny(parallel__tp=2, parallel__ranks=2)
     got = resolve(asked, LAPTOP, world_size=4)
@@ -123,7 +121,7 @@ def test_a_launcher_decides_the_ranks_where_nobody_else_did() -> None:
     assert (problem.code, problem.fix, problem.severity) == ("MT110", "parallel.ranks=4", "error")
 
 
-def test_more_processes_than_cores_is_a_warning() -> None:
+def test_resolve_more_ranks_than_cores_warns() -> None:
     raw = tiny(parallel__ranks=64)
     (problem,) = machine_problems(raw, resolve(raw, LAPTOP), LAPTOP, None, {})
     assert problem.severity == "warning"
@@ -141,7 +139,7 @@ def test_more_processes_than_cores_is_a_warning() -> None:
         ({"kernels__optimizer": "torch"}, "torch", "torch", "torch"),
     ],
 )
-def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_low_precision(
+def test_resolve_optimizer_is_ours_on_gpu_or_low_precision(
     keys: dict[str, Any], laptop: str, gpu: str, without_triton: str
 ) -> None:
     run = tiny(**keys, cluster__sm=90)
@@ -161,7 +159,7 @@ def _words(run: RunConfig) -> dict[str, str]:
     }
 
 
-def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> None:
+def test_resolve_every_operation_gets_an_implementation() -> None:
     dense = set(_words(resolve(tiny(), LAPTOP)))
     assert dense == {"norm", "rope", "attention", "linear", "activation", "loss"}
     experts = set(_words(resolve(tiny(model__moe=MOE), LAPTOP)))
@@ -171,10 +169,14 @@ def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> N
     }
 
 
-def test_auto_takes_the_first_that_can_run() -> None:
-    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == {"reference"}
-    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == {"reference"}
+PLAIN = {"cpu", "reference"}
+"""Implementations that `auto` takes on a CPU: the first where there is one."""
+
+
+def test_resolve_auto_takes_first_usable() -> None:
+    assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == PLAIN
+    assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == PLAIN
+    assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == PLAIN
     engine = _words(resolve(tiny(cluster__sm=90), replace(GPUS, triton=True)))
     assert engine == {
         **dict.fromkeys(("norm", "attention", "linear"), "te"),
@@ -216,7 +218,7 @@ def test_auto_takes_the_first_that_can_run() -> None:
         ({"model__softmax_type": "learnable", "model__kv_channels": 264}, "torch", "torch"),
     ],
 )
-def test_attention_is_tritons_where_torch_would_write_scores_out(
+def test_resolve_triton_attention_avoids_score_matrix(
     keys: dict[str, Any], auto: str, triton: str
 ) -> None:
     run = tiny(**keys, precision__dtype="bf16", cluster__sm=90)
@@ -228,7 +230,7 @@ def test_attention_is_tritons_where_torch_would_write_scores_out(
     )
 
 
-def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_map() -> None:
+def test_resolve_expert_lists_replace_unneeded_maps() -> None:
     here = {"precision__dtype": "bf16", "cluster__sm": 90}
     run = resolve(tiny(model__moe=MOE, **here), TRITON)
     assert routes_by_lists(run)
@@ -238,31 +240,47 @@ def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_m
         {"model__moe": {**MOE, "expert_capacity_factor": 1.0}},
         {"model__moe": {**MOE, "token_dispatcher_type": "flex"}},
     ):
-        assert not routes_by_lists(resolve(tiny(**{"model__moe": MOE, **here, **keys}), TRITON))
+        assert not routes_by_lists(resolve(tiny(**({"model__moe": MOE} | here | keys)), TRITON))
     assert not routes_by_lists(resolve(tiny(**here), TRITON))
     assert not routes_by_lists(resolve(tiny(model__moe=MOE), LAPTOP))
 
 
-def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays() -> None:
+def test_resolve_default_applies_but_named_choice_stays() -> None:
     mixed = _words(resolve(tiny(kernels__default="triton", kernels__norm="reference"), INTERPRETED))
     assert (mixed["norm"], mixed["rope"], mixed["loss"], mixed["linear"]) == (
         "reference",
         "triton",
         "triton",
-        "reference",
+        "cpu",
     )
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
     assert (
         _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"]
-        == "reference"
+        == "cpu"
     )
 
 
-def test_what_a_machine_without_gpus_cannot_know_stays_open() -> None:
+def test_resolve_reference_on_cpu_is_every_definition() -> None:
+    named = _words(resolve(tiny(model__moe=MOE, kernels__default="reference"), LAPTOP))
+    assert set(named.values()) == {"reference"}
+    auto = _words(resolve(tiny(model__moe=MOE), LAPTOP))
+    assert {name for name, word in auto.items() if word == "cpu"} == {
+        "norm",
+        "rope",
+        "attention",
+        "linear",
+        "experts",
+        "loss",
+    }
+    why = reasons(resolve(tiny(kernels__norm="reference"), LAPTOP), LAPTOP)
+    assert why["norm"] == "named"
+
+
+def test_resolve_without_gpu_leaves_unknowns_open() -> None:
     assert _words(resolve(tiny(cluster__device="cuda", parallel__ranks=1), LAPTOP)) == {}
 
 
-def test_the_reasons_say_what_speaks_against_each_one_before() -> None:
+def test_resolve_reasons_explain_rejected_ones() -> None:
     why = reasons(resolve(tiny(kernels__norm="te", kernels__loss="megatron"), LAPTOP), LAPTOP)
     assert (why["norm"], why["loss"]) == ("named", "named")
     assert why["linear"].startswith(
@@ -276,7 +294,7 @@ def test_the_reasons_say_what_speaks_against_each_one_before() -> None:
     assert reasons(resolve(tiny(), GPUS), GPUS)["linear"] == "the first that can run"
 
 
-def test_a_named_kernel_that_this_machine_cannot_run_says_what_to_set() -> None:
+def test_resolve_unusable_named_kernel_states_fix() -> None:
     machine = replace(LAPTOP, triton=True)
     run = resolve(tiny(kernels__default="triton"), machine)
     (problem,) = problems(run, machine, {"kernels.default": "command line"})
@@ -297,7 +315,7 @@ def test_a_named_kernel_that_this_machine_cannot_run_says_what_to_set() -> None:
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPUS])
-def test_resolving_twice_changes_nothing_and_never_changes_its_argument(machine: Machine) -> None:
+def test_resolve_is_idempotent_and_pure(machine: Machine) -> None:
     raw = tiny(parallel__tp=2)
     before = raw.to_dict()
     once = resolve(raw, machine)
@@ -306,16 +324,16 @@ def test_resolving_twice_changes_nothing_and_never_changes_its_argument(machine:
     assert raw.to_dict() == before
 
 
-def test_cuda_visible_devices_hides_gpus(tmp_path: Path) -> None:
-    files(tmp_path, **{f"dev/nvidia{i}": "" for i in range(4)}, **{"dev/nvidiactl": ""})
+def test_resolve_cuda_visible_devices_hides_gpus(tmp_path: Path) -> None:
+    files(tmp_path, dict.fromkeys(["dev/nvidiactl", *(f"dev/nvidia{i}" for i in range(4))], ""))
     assert Machine.here({}, tmp_path).gpus == 4
     assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path).gpus == 2
     assert Machine.here({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == 0
     assert Machine.here({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path).gpus == 1
 
 
-def files(root: Path, **texts: str) -> None:
-    """Writes files under `root`, which stands for `/`."""
+def files(root: Path, texts: dict[str, str]) -> None:
+    """Write files under `root`, which stands for `/`."""
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -342,7 +360,7 @@ def files(root: Path, **texts: str) -> None:
         ({"a/b/cpuset.cpus.effective": "0-2,9\n"}, 4, None),
     ],
 )
-def test_limits_of_the_control_group_are_those_of_the_machine(
+def test_resolve_cgroup_limits_count(
     texts: dict[str, str],
     cores: int,
     gib: int | None,
@@ -352,7 +370,7 @@ def test_limits_of_the_control_group_are_those_of_the_machine(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     files(
         tmp_path,
-        **{"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/{k}": v for k, v in texts.items()}},
+        {"proc/self/cgroup": "0::/a/b\n"} | {f"sys/fs/cgroup/{k}": v for k, v in texts.items()},
     )
     machine = Machine.here({}, tmp_path)
     assert machine.cpu_cores == cores
@@ -361,9 +379,7 @@ def test_limits_of_the_control_group_are_those_of_the_machine(
     )
 
 
-def test_limits_of_the_first_version_of_control_groups_count_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resolve_cgroup_v1_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     groups = "12:cpuset:/docker/x\n5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/docker/x\n"
     # in a container the group is at the top, whatever its path is outside
@@ -371,32 +387,32 @@ def test_limits_of_the_first_version_of_control_groups_count_too(
     texts = {f"{cpu}/cpu.cfs_quota_us": "600000", f"{cpu}/cpu.cfs_period_us": "100000"}
     texts |= {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 30)}
     texts |= {"sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712"}
-    files(tmp_path, **{"proc/self/cgroup": groups}, **texts)
+    files(tmp_path, {"proc/self/cgroup": groups} | texts)
     machine = Machine.here({}, tmp_path)
     assert (machine.cpu_cores, machine.memory_bytes) == (6, 1 << 30)
     files(
         tmp_path,
-        **{f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"},
+        {f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"},
     )
     assert Machine.here({}, tmp_path).cpu_cores == 1
 
 
 @pytest.mark.parametrize(("built_for_amd", "device"), [(True, "cuda"), (False, "cpu")])
-def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
+def test_resolve_amd_gpus_work_with_capable_torch(
     built_for_amd: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = (
         "cuda: Optional[str] = None\nhip: Optional[str] ="
         f" {chr(39) + '6.4' + chr(39) if built_for_amd else None}\n"
     )
-    files(tmp_path / "torch", **{"version.py": version})
+    files(tmp_path / "torch", {"version.py": version})
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
     monkeypatch.setattr("mtrain.config.machine.hardware.find_spec", lambda _: found)
     nodes = {
         f"sys/class/kfd/kfd/topology/nodes/{i}/properties": f"cpu_cores_count 0\nsimd_count {n}\n"
         for i, n in enumerate([0, 0, 304, 304])
     }
-    files(tmp_path, **{"dev/kfd": ""}, **nodes)
+    files(tmp_path, {"dev/kfd": ""} | nodes)
     machine = Machine.here({}, tmp_path)
     assert (machine.gpus, machine.unusable_gpus) == ((2, 0) if built_for_amd else (0, 2))
     assert resolve(tiny(), machine).cluster.device == device
@@ -409,7 +425,7 @@ def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
         preflight.check(wanted, [], machine)
 
 
-def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
+def test_resolve_world_comes_from_launcher_environment() -> None:
     assert world_size_of({"WORLD_SIZE": "4", "RANK": "0"}) == 4
     assert world_size_of({"WORLD_SIZE": "4"}) is None
     assert world_size_of({}) is None
@@ -417,7 +433,7 @@ def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
     assert world_size_of({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "29500"}) == 1
 
 
-def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> None:
+def test_resolve_micro_batch_fits_rank_and_fills_pipeline() -> None:
     def size(**changes: Any) -> int | None:
         return resolve(
             tiny(trainer__micro_batch_size=None, **changes), LAPTOP
@@ -431,14 +447,14 @@ def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> No
     assert size(trainer__global_batch_size=24, parallel__pp=3, parallel__vpp=2) == 8
 
 
-def test_what_a_learning_rate_alone_does_not_say_follows_it() -> None:
+def test_resolve_learning_rate_sets_dependent_keys() -> None:
     run = resolve(tiny(optim__lr=3e-4, trainer__train_iters=200), LAPTOP)
     assert (run.optim.min_lr, run.optim.warmup_iters) == (3e-5, 10)
     kept = resolve(tiny(optim__lr=3e-4, optim__min_lr=0.0, optim__warmup_iters=0), LAPTOP)
     assert (kept.optim.min_lr, kept.optim.warmup_iters) == (0.0, 0)
 
 
-def test_text_is_sampled_where_there_is_a_tokenizer() -> None:
+def test_resolve_samples_text_with_a_tokenizer() -> None:
     assert resolve(tiny(), LAPTOP).trainer.sample_tokens == 64
     assert resolve(tiny(data__kind="mock"), LAPTOP).trainer.sample_tokens == 0
 
@@ -475,9 +491,7 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     "choice",
     ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"],
 )
-def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(
-    choice: str, use: str
-) -> None:
+def test_resolve_missing_devices_refuse_no_cluster_run(choice: str, use: str) -> None:
     """A key that the cluster's machine resolves is not validated before; one that is named is,
     everywhere.
     """
@@ -488,7 +502,7 @@ def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(
         assert elsewhere == there
 
 
-def test_what_is_chosen_where_it_runs_is_left_open_elsewhere() -> None:
+def test_resolve_local_choice_stays_open_elsewhere() -> None:
     words = [*ON_A_CLUSTER, "parallel=cp2"]
     assert load(words, ELSEWHERE, {}).run.parallel.cp_comm_type is None
     assert load([*words, "kernels=te"], ELSEWHERE, {}).run.parallel.cp_comm_type == "p2p"
@@ -501,7 +515,7 @@ def test_what_is_chosen_where_it_runs_is_left_open_elsewhere() -> None:
     assert ("MT404", "kernels.gradient_accumulation_fusion") in _errors_on(sharded, BARE)
 
 
-def test_attention_with_bounded_logits_is_not_transformer_engines() -> None:
+def test_resolve_softcapped_attention_is_not_te() -> None:
     gemma = [*ON_A_CLUSTER, "parallel=single", "model=gemma2_9b"]
     for words in ([], ["kernels=te"]):
         found = load([*gemma, *words], THERE, {}).run

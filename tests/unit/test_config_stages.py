@@ -12,7 +12,7 @@ from mtrain.layout.stages import embedding_stages, held_stages
 from tests.support.configs import tiny
 
 
-def test_the_layout_of_deepseek_v3_is_read_as_megatron_reads_it() -> None:
+def test_stages_deepseek_v3_layout_reads_as_megatron() -> None:
     found = parse_pipeline_layout("Et*3|(tt|)*29,m|L")
     assert len(found) == 32
     assert found[0] == Stage(range(3), embedding=True)
@@ -37,14 +37,14 @@ def test_the_layout_of_deepseek_v3_is_read_as_megatron_reads_it() -> None:
         ("E" + "t" * 3000 + "L", "3002 letters"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_with_what_is_wrong(text: str, what: str) -> None:
+def test_stages_impossible_layout_states_reason(text: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         parse_pipeline_layout(text)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
-def test_sizes_and_the_layout_that_spells_them_are_the_same_stages(sizes: list[int]) -> None:
+def test_stages_sizes_and_layout_are_equivalent(sizes: list[int]) -> None:
     text = "|".join("t" * n for n in sizes)
     run = apply(
         tiny(),
@@ -57,7 +57,7 @@ def test_sizes_and_the_layout_that_spells_them_are_the_same_stages(sizes: list[i
     assert stages(run) == parse_pipeline_layout(f"E{text}L")
 
 
-def test_embedding_and_loss_take_the_place_of_a_layer() -> None:
+def test_stages_embedding_and_loss_replace_a_layer() -> None:
     keys = {
         f"parallel.account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")
     }
@@ -71,7 +71,7 @@ def test_embedding_and_loss_take_the_place_of_a_layer() -> None:
     ]
 
 
-def test_a_prediction_in_the_middle_shares_the_embedding_with_the_first_stage() -> None:
+def test_stages_middle_mtp_shares_embedding() -> None:
     keys = {"model.num_layers": 5, "parallel.pp": 4, "model.mtp_num_layers": 1}
     run = apply(tiny(), {**keys, "parallel.pipeline_layout": "Ett|ttt|m|L"})
     assert embedding_stages(run) == [0, 2]

@@ -15,12 +15,12 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import Box, box_of
-from mtrain.convert.folder import WEIGHTS, open_folder
-from mtrain.convert.into import import_weights
-from mtrain.convert.out import Weights, export_weights
-from mtrain.convert.read import Reader
-from mtrain.convert.saved import Saved
-from mtrain.convert.tensor_file import Writer
+from mtrain.convert.checkpoint_reader import Saved
+from mtrain.convert.exporter import Weights, export_weights
+from mtrain.convert.huggingface.folder import WEIGHTS, open_folder
+from mtrain.convert.huggingface.reader import Reader
+from mtrain.convert.importer import import_weights
+from mtrain.convert.safetensors_file import Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import GATE_UP, QKV, Entry, Table
 from tests.support.configs import LAPTOP
@@ -89,11 +89,12 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {name: reader.tensor(name).tobytes() for name in reader.names}
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+def test_boxes_round_trip(tmp_path: Path) -> None:
     checkpoint = Saved.open(taken(tmp_path, TABLE))
     boxes = ours()
     expected = bytes_of(tmp_path / "theirs")
-    moved, (first, second) = dict(boxes), (FC1.replace("{i}", i) for i in "01")
+    moved = dict(boxes)
+    first, second = (FC1.replace("{i}", i) for i in "01")
     moved[first], moved[second] = moved[second], moved[first]
     for number, own in enumerate((boxes, moved)):
         out = tmp_path / str(number)
@@ -105,7 +106,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert found["0.gate"] == expected["1.gate"]
 
 
-def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
+def test_boxes_table_is_chosen_by_names(tmp_path: Path) -> None:
     first = taken(tmp_path, TABLE)
     (tmp_path / "again").mkdir()
     second = taken(tmp_path / "again", OTHER, TABLE)
@@ -113,7 +114,7 @@ def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
         assert (first / path).read_bytes() == (second / path).read_bytes()
 
 
-def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_boxes_wrong_shapes_are_refused_without_output(tmp_path: Path) -> None:
     table = Table(
         (), (Entry(FC1, ("{i}.gate", "{i}.up", "{i}.more"), QKV), Entry(FC2, ("{i}.down",)))
     )
@@ -130,7 +131,7 @@ def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) 
         assert list((root / "checkpoints").iterdir()) == []
 
 
-def test_parts_that_are_no_box_are_refused() -> None:
+def test_boxes_non_boxes_are_refused() -> None:
     a, b = specs(FC1.replace("{i}", "0"), (6, 4), 2)
     assert box_of("fc1", (6, 4), (a, b)) == Box(a.key, (2, 6, 4), (0, 0, 0), 1, (6, 4))
     for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):
@@ -138,7 +139,7 @@ def test_parts_that_are_no_box_are_refused() -> None:
             box_of("fc1", (6, 4), wrong)
 
 
-def test_nothing_that_writes_weights_imports_torch() -> None:
+def test_boxes_writers_import_no_torch() -> None:
     names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
     text = (
         f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.drafts import drafted
-from mtrain.convert import ahead, new_file
-from mtrain.convert.tensor_file import Writer, read_header
+from mtrain.convert import direct_file, prefetch
+from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import BadEnvironment
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -25,7 +25,7 @@ def fail(*_: object) -> None:
     raise FULL
 
 
-def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_convert_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     def convert() -> None:
         with drafted(tmp_path / "out", "importing") as draft:
             (draft / "weights").write_bytes(b"abc")
@@ -39,7 +39,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_conversions_do_not_write_one_folder(tmp_path: Path) -> None:
+def test_convert_two_never_share_a_folder(tmp_path: Path) -> None:
     with drafted(tmp_path / "out", "importing") as draft:
         (draft / "weights").write_bytes(b"abc")
         with (
@@ -53,7 +53,7 @@ def test_two_conversions_do_not_write_one_folder(tmp_path: Path) -> None:
         assert list(draft.iterdir()) == []
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+def test_convert_killed_leftovers_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".importing-out/deep").mkdir(parents=True)
     (tmp_path / ".importing-out/deep/weights").write_bytes(b"abc")
     with drafted(tmp_path / "out", "importing"):
@@ -62,10 +62,10 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4096, 3 * 4096 + 5])
-def test_what_the_disk_refuses_is_not_lost(
+def test_convert_disk_error_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", fail)
 
     def write() -> None:
@@ -79,13 +79,13 @@ def test_what_the_disk_refuses_is_not_lost(
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 50_001])
-def test_a_file_is_whole_wherever_its_blocks_end(
+def test_convert_file_is_whole_for_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool
 ) -> None:
     """`refused`: the file system opens files past the page cache, and then does not
     write them so.
     """
-    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
     pwrite = os.pwrite
     data = os.urandom(size)
 
@@ -111,8 +111,8 @@ def test_a_file_is_whole_wherever_its_blocks_end(
         assert buffer[start:] == data[start:]
 
 
-def test_after_an_error_nothing_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "cpu_cores", lambda: 1)
+def test_convert_error_starts_no_waiting_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "cpu_cores", lambda: 1)
     gate = threading.Event()
     begun = list[int]()
 
@@ -124,13 +124,13 @@ def test_after_an_error_nothing_that_waits_is_begun(monkeypatch: pytest.MonkeyPa
 
     threading.Timer(0.1, gate.set).start()
     with pytest.raises(OSError, match="No space left"):
-        list(ahead.ahead(work, range(10), lambda _: 1))
+        list(prefetch.ahead(work, range(10), lambda _: 1))
     assert len(begun) <= 2
 
 
-def test_results_come_in_order_and_within_bounds_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
-    monkeypatch.setattr(ahead, "cpu_cores", lambda: 4)
+def test_convert_results_are_ordered_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(prefetch, "cpu_cores", lambda: 4)
     sizes = [10, 500, 40, 40, 40, 300, 20, 70, 5, 90]
     begun = list[int]()
     taken = list[int]()
@@ -141,7 +141,7 @@ def test_results_come_in_order_and_within_bounds_of_memory(monkeypatch: pytest.M
         assert sum(held) - max(held) <= 100
         return -number
 
-    for number, result in ahead.ahead(work, range(10), sizes.__getitem__):
+    for number, result in prefetch.ahead(work, range(10), sizes.__getitem__):
         assert result == -number
         taken.append(number)
     assert taken == list(range(10))

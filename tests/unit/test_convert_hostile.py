@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.convert.folder import INDEX, WEIGHTS, open_folder
+from mtrain.convert.huggingface.folder import INDEX, WEIGHTS, open_folder
 from mtrain.convert.inspect import held, totals
-from mtrain.convert.tensor_file import Writer, read_header
+from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import CorruptData
+
+pytestmark = pytest.mark.full
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -117,7 +119,7 @@ HEADERS = dict(_headers())
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_is_wrong_is_refused_by_the_files_name(name: str, tmp_path: Path) -> None:
+def test_convert_hostile_header_is_refused_by_file_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / WEIGHTS
     path.write_bytes(HEADERS[name])
     tracemalloc.start()
@@ -152,14 +154,14 @@ INDEXES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_an_index_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
+def test_convert_hostile_index_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(_file(json.dumps(GOOD).encode()))
     (tmp_path / INDEX).write_text(json.dumps(INDEXES[name]))
     with pytest.raises(CorruptData, match=str(tmp_path)):
         open_folder(tmp_path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_convert_hostile_pipe_is_not_awaited(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / WEIGHTS)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}}))
     with pytest.raises(CorruptData, match="is no plain file"):
@@ -169,13 +171,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[" * 100_000, '{"weight_map": {"a": "x", "a": "y"}}', "\ud800"], ids=range(5)
 )
-def test_an_index_that_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+def test_convert_hostile_non_json_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text, errors="surrogatepass")
     with pytest.raises(CorruptData, match="no index of weights"):
         open_folder(tmp_path)
 
 
-def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+def test_convert_hostile_pickle_is_never_read(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     (tmp_path / "pytorch_model.bin").write_bytes(
         b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
@@ -211,7 +213,7 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_that_is_wrong_is_refused_and_nothing_is_written(
+def test_convert_hostile_config_is_refused_without_output(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
@@ -224,7 +226,7 @@ def test_a_configuration_that_is_wrong_is_refused_and_nothing_is_written(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_file_is_written_in_its_order_and_whole(tmp_path: Path) -> None:
+def test_convert_hostile_file_is_written_in_order_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
     with Writer(path, ["x", "y"]) as writer:
         with pytest.raises(ValueError, match="not what follows"):
@@ -255,11 +257,11 @@ def test_a_file_is_written_in_its_order_and_whole(tmp_path: Path) -> None:
         assert sorted(file.keys()) == ["x", "y"]
 
 
-def test_mxfp4_of_fewer_dimensions_is_refused(tmp_path: Path) -> None:
+def test_convert_hostile_low_rank_mxfp4_is_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from mtrain.convert.read import Reader
+    from mtrain.convert.huggingface.reader import Reader
 
     parts = {
         "w_blocks": torch.zeros(3, 16, dtype=torch.uint8),

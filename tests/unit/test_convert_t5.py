@@ -23,9 +23,7 @@ def run() -> RunConfig:
     ).run
 
 
-def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(
-    run: RunConfig, tmp_path: Path
-) -> None:
+def test_convert_t5_export_keeps_begin_and_end_ids(run: RunConfig, tmp_path: Path) -> None:
     kind, body = convert._config_of(run, tmp_path, None)
     assert (kind, body["bos_token_id"]) == ("t5", None)
     convert._write_companions(tmp_path, tmp_path / "home", body)
@@ -35,7 +33,7 @@ def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(
         assert ids == [4096, 4096, 4097], name
 
 
-def test_logits_are_computed_whatever_the_length_of_the_samples_and_wherever_runs_are(
+def test_convert_t5_logits_ignore_sample_length_and_runs_dir(
     run: RunConfig,
 ) -> None:
     elsewhere = run.log.model_copy(update={"runs_dir": "/elsewhere"})

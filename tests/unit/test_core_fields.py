@@ -28,17 +28,17 @@ MLA = {"kv_lora_rank": 32, "rope_type": "yarn"}
         ("parallel.overlap_grad_reduce", "DistributedDataParallelConfig.overlap_grad_reduce"),
     ],
 )
-def test_a_key_feeds_the_fields_that_read_it(key: str, field: str) -> None:
+def test_core_fields_key_feeds_its_readers(key: str, field: str) -> None:
     assert field in feeds(tiny())[key]
 
 
-def test_a_key_that_mtrain_reads_alone_feeds_nothing() -> None:
+def test_core_fields_own_key_feeds_nothing() -> None:
     found = feeds(tiny())
     for key in ("data.path", "trainer.seed", "log.interval", "cluster.nodes"):
         assert key not in found
 
 
-def test_experts_and_latent_attention_feed_where_they_are() -> None:
+def test_core_fields_moe_and_mla_feed_their_place() -> None:
     assert "model.moe.router_topk" not in feeds(tiny())
     experts = feeds(tiny(model__moe=MOE))
     assert experts["model.moe.router_topk"] == ["TransformerConfig.moe_router_topk"]
@@ -46,12 +46,12 @@ def test_experts_and_latent_attention_feed_where_they_are() -> None:
     assert latent["model.mla.mscale"] == ["MLATransformerConfig.mscale"]
 
 
-def test_only_keys_of_the_schema_are_found() -> None:
+def test_core_fields_only_schema_keys_are_found() -> None:
     both = tiny(model__moe=MOE, model__mla=MLA, model__num_query_groups=None)
     assert feeds(both).keys() <= schema_keys().keys()
 
 
-def test_stretched_positions_are_handed_on_only_where_they_are_asked_for() -> None:
+def test_core_fields_rope_scaling_is_passed_on_request() -> None:
     plain, yarn = (
         transformer_values(resolve(tiny(model__mla=mla, model__num_query_groups=None), LAPTOP))
         for mla in ({"kv_lora_rank": 32}, MLA)

@@ -13,7 +13,8 @@ from mtrain.config.engine.release import Release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.megatron import export_words, import_texts
+from mtrain.recipes.megatron.exporter import export_words
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 GPU = "cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"
@@ -57,7 +58,7 @@ def _refused(words: str) -> set[tuple[str, str]]:
         (STEP, ("local", ["full_iteration"]), ("full_iteration", [])),
     ],
 )
-def test_each_release_is_told_in_its_own_words(
+def test_cuda_graphs_each_release_gets_its_own_words(
     words: str,
     old: tuple[Any, ...],
     new: tuple[Any, ...],
@@ -105,7 +106,8 @@ BAD = (
             f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_router,moe_preprocess]"
             f" {PADDED.split()[0]}"
         ),
-        *("MT414", "trainer.cuda_graph_modules"),
+        "MT414",
+        "trainer.cuda_graph_modules",
     ),
     (f"{LOCAL} parallel.recompute.granularity=full", "MT415", "parallel.recompute.granularity"),
     (
@@ -113,7 +115,8 @@ BAD = (
             f"{STEP} parallel.recompute.granularity=selective model.attention_dropout=0.1"
             " trainer.eval_iters=0"
         ),
-        *("MT415", "parallel.recompute.granularity"),
+        "MT415",
+        "parallel.recompute.granularity",
     ),
     (f"{LOCAL} data.packed=true", "MT416", "data.packed"),
     (f"{LOCAL} trainer.rampup_batch_size=[8,8,64]", "MT416", "trainer.rampup_batch_size"),
@@ -133,16 +136,16 @@ BAD = (
 
 
 @pytest.mark.parametrize("words", FINE)
-def test_what_goes_together_is_not_refused(words: str) -> None:
+def test_cuda_graphs_valid_combination_is_accepted(words: str) -> None:
     assert _refused(words) == set()
 
 
 @pytest.mark.parametrize(("words", "code", "path"), BAD)
-def test_what_a_graph_cannot_hold_is_refused(words: str, code: str, path: str) -> None:
+def test_cuda_graphs_unsupported_is_refused(words: str, code: str, path: str) -> None:
     assert (code, path) in _refused(words)
 
 
-def test_every_fix_of_a_refusal_was_tried() -> None:
+def test_cuda_graphs_every_fix_was_tried() -> None:
     for words, code, path in BAD:
         (found,) = (p for p in check(_resolved(words)) if (p.code, p.path) == (code, path))
         assert found.fix, words
@@ -163,7 +166,7 @@ def test_every_fix_of_a_refusal_was_tried() -> None:
         ("--cuda-graph-scope attn", "none", False),
     ],
 )
-def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -> None:
+def test_cuda_graphs_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -> None:
     run = import_texts([(f"{SCRIPT} {flags}\n", "run.sh")], "graphs").run
     assert run.trainer.cuda_graph_impl == impl
     assert run.trainer.cuda_graph_modules == (("attn", "moe_router") if modules else None)
@@ -178,7 +181,7 @@ def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -
 @pytest.mark.parametrize(
     ("scope", "impl"), [("full_iteration", "transformer_engine"), ("atn", "none"), ("atn", "local")]
 )
-def test_a_scope_that_megatron_lm_refuses_is_listed(scope: str, impl: str) -> None:
+def test_cuda_graphs_scope_refused_by_megatron_is_listed(scope: str, impl: str) -> None:
     found = import_texts(
         [(f"{SCRIPT} --cuda-graph-impl {impl} --cuda-graph-scope {scope}\n", "run.sh")], "graphs"
     )

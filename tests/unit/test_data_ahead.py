@@ -35,7 +35,7 @@ def eventually(condition: object) -> bool:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_values_are_those_of_their_keys_also_where_another_key_was_expected(depth: int) -> None:
+def test_ahead_values_match_their_keys_in_any_order(depth: int) -> None:
     ahead = Ahead(lambda key: key * key, following, depth)
     assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [
         0,
@@ -54,7 +54,7 @@ def test_values_are_those_of_their_keys_also_where_another_key_was_expected(dept
     ahead.close()
 
 
-def test_so_many_are_read_ahead_and_none_behind_the_last() -> None:
+def test_ahead_reads_bounded_count_and_not_beyond_end() -> None:
     read: list[int] = []
 
     def note(key: int) -> int:
@@ -72,7 +72,7 @@ def test_so_many_are_read_ahead_and_none_behind_the_last() -> None:
     ahead.close()
 
 
-def test_an_error_is_raised_where_its_value_is_taken_and_those_before_are_not_lost() -> None:
+def test_ahead_error_is_raised_at_its_value() -> None:
     def read(key: int) -> int:
         if key == 2:
             raise CorruptData("corpus.bin: offset 7: token id -1")
@@ -86,7 +86,7 @@ def test_an_error_is_raised_where_its_value_is_taken_and_those_before_are_not_lo
     ahead.close()
 
 
-def test_a_forgotten_reader_leaves_no_thread() -> None:
+def test_ahead_forgotten_reader_leaves_no_thread() -> None:
     ahead = Ahead(lambda key: key, following, 2)
     ahead.take(0)
     assert threads() == 1
@@ -95,7 +95,7 @@ def test_a_forgotten_reader_leaves_no_thread() -> None:
     assert eventually(lambda: threads() == 0)
 
 
-def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(
+def test_ahead_hanging_read_does_not_block_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mtrain.data.ahead.CLOSING_S", 0.1)

@@ -38,9 +38,7 @@ def _works(micro: int, ranks: int, *, balanced: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 4), (2, 4), (4, 2)])
-def test_each_sample_is_dealt_out_once_and_ranks_have_more_equal_work(
-    micro: int, ranks: int
-) -> None:
+def test_balance_each_sample_once_with_more_equal_work(micro: int, ranks: int) -> None:
     numbers = [one.numbers(SIZE) for one in _ranks(micro, ranks, balanced=True)]
     assert sorted(np.concatenate(numbers, axis=None)) == list(range(SIZE, 2 * SIZE))
     assert all(one.shape == (SIZE // (micro * ranks), micro) for one in numbers)
@@ -54,7 +52,7 @@ def _waits(works: np.ndarray) -> float:
     return float((works.max(1) - works.mean(1)).sum())
 
 
-def test_a_step_is_dealt_out_alike_wherever_a_run_begins_and_differently_from_in_turn() -> None:
+def test_balance_step_is_independent_of_start_and_not_in_turn() -> None:
     later, early = (_ranks(2, 2, balanced=True)[1] for _ in range(2))
     for step in range(3):
         early.microbatches(step * SIZE)
@@ -62,12 +60,12 @@ def test_a_step_is_dealt_out_alike_wherever_a_run_begins_and_differently_from_in
     assert not np.array_equal(later.numbers(0), _ranks(2, 2, balanced=False)[1].numbers(0))
 
 
-def test_work_is_given_to_who_has_the_least() -> None:
+def test_balance_least_loaded_rank_takes_work() -> None:
     assert by_work(np.array([1.0, 8.0, 2.0, 4.0]), 1, 2).tolist() == [[[1], [3]], [[0], [2]]]
     assert by_work(np.array([5.0, 4.0, 3.0, 2.0]), 2, 2).tolist() == [[[0, 3], [1, 2]]]
 
 
-def test_the_key_is_of_packed_samples_that_stay_with_their_rank() -> None:
+def test_balance_key_needs_rank_bound_packed_samples() -> None:
     key = "data.packing_scheduler=dp_balanced"
     for words, code in (
         (f"parallel=dp2 data.packed=true {key}", ""),

@@ -17,14 +17,15 @@ from pydantic import ValidationError
 
 from mtrain.cli.main import main
 from mtrain.config.rules import apply
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.blend import BLOCK, Blend, Stretch, by_sizes
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
 from mtrain.data.samples import Samples
 from mtrain.errors import ConfigError
-from mtrain.recipes.megatron import export_script, import_texts
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import errors, first_fix, tiny
 
 L = 8
@@ -60,7 +61,7 @@ def config(prefixes: list[str], **more: object) -> DataConfig:
 
 @given(weights=st.lists(st.floats(1e-4, 100), min_size=1, max_size=6), blocks=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_no_part_is_ever_a_sample_away_from_its_share(weights: list[float], blocks: int) -> None:
+def test_blend_part_stays_within_a_sample_of_its_share(weights: list[float], blocks: int) -> None:
     shares = np.array(weights) / sum(weights)
     one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
     given_ = one.given(blocks * one.block)
@@ -70,7 +71,7 @@ def test_no_part_is_ever_a_sample_away_from_its_share(weights: list[float], bloc
     assert (np.abs(given_ - shares * blocks * one.block) <= 1 + 1e-6 * (1 + blocks)).all()
 
 
-def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another(
+def test_blend_shares_hold_in_every_block(
     prefixes: list[str],
 ) -> None:
     mixed = blend(prefixes, [6.0, 3.0, 1.0])
@@ -85,7 +86,7 @@ def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another
     assert len(set(part[:20])) > 1, "corpora are mixed within a block"
 
 
-def test_a_sample_is_a_function_of_its_number_alone(prefixes: list[str]) -> None:
+def test_blend_sample_depends_on_number_only(prefixes: list[str]) -> None:
     mixed = blend(prefixes, [1.0, 1.0, 1.0])
     numbers = [3, 10**9, BLOCK, 0, 7 * BLOCK + 5]
     together = mixed.batch(numbers)
@@ -97,7 +98,7 @@ def test_a_sample_is_a_function_of_its_number_alone(prefixes: list[str]) -> None
     ).all()
 
 
-def test_micro_batches_are_the_same_samples_whatever_the_ranks(prefixes: list[str]) -> None:
+def test_blend_micro_batches_are_rank_independent(prefixes: list[str]) -> None:
     data = config(prefixes, blend_weights=[1.0, 2.0, 1.0])
     train = open_splits(data, 60_000, 5, prepare(data)).train
     one = [m["tokens"] for m in GlobalBatches(train, 16, 2, 0, 1).microbatches(32)]
@@ -107,7 +108,7 @@ def test_micro_batches_are_the_same_samples_whatever_the_ranks(prefixes: list[st
     assert all((one[2 * m + r] == ranks[r][m]).all() for m in range(4) for r in (0, 1))
 
 
-def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(
+def test_blend_splits_and_weights_follow_tokens(
     prefixes: list[str],
 ) -> None:
     data = config(prefixes)
@@ -119,7 +120,7 @@ def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(
     assert splits.dataset is None
 
 
-def test_another_order_of_corpora_is_other_data(prefixes: list[str]) -> None:
+def test_blend_corpus_order_is_part_of_the_data(prefixes: list[str]) -> None:
     data = config(prefixes)
     turned = config(prefixes[::-1])
     saved = open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe()
@@ -130,7 +131,7 @@ def test_another_order_of_corpora_is_other_data(prefixes: list[str]) -> None:
         )
 
 
-def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) -> None:
+def test_blend_small_part_is_named(tmp_path: Path, prefixes: list[str]) -> None:
     data = config([prefixes[0], corpus(tmp_path / "d", 0, 20)], seq_length=64)
     with pytest.raises(ConfigError, match="20 tokens"):
         open_splits(data, 60_000, 5, prepare(data), need=("train",))
@@ -146,7 +147,7 @@ def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) 
         ("MT150", {"data.blend": None, "data.path": "P0", "data.blend_weights": [1.0]}),
     ],
 )
-def test_a_blend_that_cannot_be_is_refused_with_a_fix_that_works(
+def test_blend_impossible_has_a_working_fix(
     code: str, change: dict[str, object], prefixes: list[str]
 ) -> None:
     def real(value: object) -> object:
@@ -172,9 +173,7 @@ def test_a_blend_that_cannot_be_is_refused_with_a_fix_that_works(
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.2, 0.1], [3.0, 1.0, 1.0]])
-def test_a_blend_has_its_flag_in_both_directions(
-    weights: list[float] | None, prefixes: list[str]
-) -> None:
+def test_blend_flag_round_trips(weights: list[float] | None, prefixes: list[str]) -> None:
     change = {"data.kind": "indexed", "data.blend": prefixes, "data.blend_weights": weights}
     text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
     back = import_texts([(text, "s.sh")], "s").run.data
@@ -204,7 +203,7 @@ def gapless(mixed: Blend, samples: int) -> None:
         assert sorted(index[part == i]) == list(range((part == i).sum()))
 
 
-def test_sizes_are_given_exactly_and_are_shares_of_what_comes_after(prefixes: list[str]) -> None:
+def test_blend_exact_sizes_are_shares_of_the_rest(prefixes: list[str]) -> None:
     sizes = (3000, 1700, 1)
     mixed = Blend(parts_of(prefixes), by_sizes(sizes), 1)
     assert counts(mixed, range(sum(sizes))).tolist() == list(sizes)
@@ -213,7 +212,7 @@ def test_sizes_are_given_exactly_and_are_shares_of_what_comes_after(prefixes: li
     assert np.abs(later / later.sum() - np.array(sizes) / sum(sizes)).max() < 0.01
 
 
-def test_a_curriculum_has_its_weights_from_its_samples_on(prefixes: list[str]) -> None:
+def test_blend_curriculum_weights_start_at_their_sample(prefixes: list[str]) -> None:
     plan = [
         (0, [1.0, 1.0, 0.0]),
         (1500, [0.0, 0.2, 0.8]),
@@ -232,7 +231,7 @@ def test_a_curriculum_has_its_weights_from_its_samples_on(prefixes: list[str]) -
     assert (mixed.batch([8000, 3])[1] == mixed.batch([3])[0]).all()
 
 
-def test_a_corpus_that_has_had_its_epochs_gives_no_more_and_the_others_keep_their_shares(
+def test_blend_exhausted_corpus_leaves_shares_of_others(
     prefixes: list[str],
 ) -> None:
     parts = parts_of(prefixes)
@@ -249,7 +248,7 @@ def test_a_corpus_that_has_had_its_epochs_gives_no_more_and_the_others_keep_thei
     assert first[2] > first[0] > 0 < first[1]
 
 
-def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str]) -> None:
+def test_blend_exhausted_corpora_end_the_data(prefixes: list[str]) -> None:
     parts = parts_of(prefixes)
     most = [len(part) for part in parts]
     mixed = Blend(parts, [1.0, 5.0, 1.0], 1, most=most)
@@ -279,7 +278,7 @@ def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str])
     st.lists(st.none() | st.integers(1, 3000), min_size=3, max_size=3),
 )
 @settings(max_examples=15, deadline=None)
-def test_any_plan_gives_every_sample_of_a_part_once(
+def test_blend_plan_gives_every_sample_once(
     later: list[tuple[int, list[int]]], most: list[int | None]
 ) -> None:
     plan = [(0, [2.0, 1.0, 1.0])]
@@ -307,7 +306,7 @@ def parts_without_tokens() -> list[Samples]:
     return [Part(), Part(), Part()]  # type: ignore[list-item]
 
 
-def test_splits_may_have_corpora_of_their_own(prefixes: list[str]) -> None:
+def test_blend_splits_may_have_own_corpora(prefixes: list[str]) -> None:
     data = DataConfig(
         kind="indexed",
         path=prefixes[0],
@@ -350,7 +349,7 @@ def test_splits_may_have_corpora_of_their_own(prefixes: list[str]) -> None:
         ("MT309", {"data.test_blend": ["P1"], "trainer.eval_iters": 1}),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_with_a_fix_that_works(
+def test_blend_impossible_plan_has_a_working_fix(
     code: str, change: dict[str, object], prefixes: list[str], tmp_path: Path
 ) -> None:
     prefixes = [*prefixes, corpus(tmp_path / "few", 0, 10)]
@@ -376,7 +375,7 @@ def test_a_plan_that_cannot_be_is_refused_with_a_fix_that_works(
     assert code not in {p.code for p in errors(apply(raw, first_fix(found[0])))}
 
 
-def test_corpora_of_splits_have_their_flags_in_both_directions(prefixes: list[str]) -> None:
+def test_blend_split_flags_round_trip(prefixes: list[str]) -> None:
     change: dict[str, object] = {"data.kind": "indexed", "data.path": prefixes[0]}
     change |= {"data.validation_blend": prefixes[1:]}
     change |= {"data.validation_weights": [1.0, 2.0]}
@@ -400,7 +399,7 @@ SMALL_SHARES = [
 
 
 @pytest.mark.parametrize("weights", SMALL_SHARES, ids=["1.8e-7", "1e-12", "several", "235 corpora"])
-def test_small_shares_are_given_over_a_long_run_and_no_sample_is_left_out(
+def test_blend_small_share_is_given_over_a_long_run(
     weights: list[float],
 ) -> None:
     shares = np.array(weights) / sum(weights)
@@ -419,7 +418,7 @@ def test_small_shares_are_given_over_a_long_run_and_no_sample_is_left_out(
     assert max(one.max() for one in apart) <= 1
 
 
-def test_a_blend_with_a_small_share_gives_each_corpus_its_samples_in_turn(
+def test_blend_small_share_keeps_order(
     prefixes: list[str],
 ) -> None:
     mixed = blend(prefixes, [2.0, 1.0, 1e-7])
@@ -434,9 +433,7 @@ def test_a_blend_with_a_small_share_gives_each_corpus_its_samples_in_turn(
 
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
-def test_a_corpus_with_a_weight_of_zero_is_as_if_it_were_not_named(
-    order: str, prefixes: list[str]
-) -> None:
+def test_blend_zero_weight_equals_absence(order: str, prefixes: list[str]) -> None:
     with_it = config([*prefixes[:2], "/nowhere/corpus"], blend_weights=[2.0, 1.0, 0.0], order=order)
     without = config(prefixes[:2], blend_weights=[2.0, 1.0], order=order)
     one, other = (
@@ -447,7 +444,7 @@ def test_a_corpus_with_a_weight_of_zero_is_as_if_it_were_not_named(
 
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
-def test_check_takes_any_share_down_to_a_trillionth_and_reports_what_is_not_read(
+def test_blend_check_takes_tiny_share_and_reports_unread(
     order: str, prefixes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ",".join(prefixes)

@@ -17,7 +17,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.indexed import IndexedDataset, IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
@@ -82,7 +82,7 @@ def mutations(rng: np.random.Generator) -> list[tuple[str, Callable[[bytes], byt
 
 
 @pytest.mark.parametrize("many", [60, pytest.param(2000, marks=pytest.mark.full)])
-def test_no_change_of_a_file_is_silent(
+def test_corpora_file_change_is_reported(
     made: Path, tmp_path: Path, many: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = np.random.default_rng(many)
@@ -93,7 +93,8 @@ def test_no_change_of_a_file_is_silent(
     assert data("verify", tmp_path / "c") == 0
     done = 0
     while done < many:
-        end, (name, change) = ENDS[int(rng.integers(3))], ways[int(rng.integers(len(ways)))]
+        end = ENDS[int(rng.integers(3))]
+        name, change = ways[int(rng.integers(len(ways)))]
         changed = change(kept[end])
         if changed == kept[end]:
             continue
@@ -108,7 +109,7 @@ def test_no_change_of_a_file_is_silent(
         done += 1
 
 
-def test_a_missing_file_and_a_swapped_one_are_not_silent(made: Path, tmp_path: Path) -> None:
+def test_corpora_missing_or_swapped_file_is_reported(made: Path, tmp_path: Path) -> None:
     words = ("sample", made / "c", f"out={tmp_path / 's'}", "documents=100")
     assert data(*words) == 0
     for end in ENDS:
@@ -125,7 +126,7 @@ def test_a_missing_file_and_a_swapped_one_are_not_silent(made: Path, tmp_path: P
     assert data("verify", tmp_path / "c", "manifest=false", "vocab_size=300") == 4
 
 
-def test_a_manifest_that_was_written_anew_still_has_to_be_true(made: Path, tmp_path: Path) -> None:
+def test_corpora_rewritten_manifest_must_be_true(made: Path, tmp_path: Path) -> None:
     for end in ENDS:
         shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
     held = read_manifest(made / "c")
@@ -158,7 +159,7 @@ HOSTILE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "wrong", [HOSTILE[0], *(pytest.param(one, marks=pytest.mark.full) for one in HOSTILE[1:])]
 )
-def test_a_manifest_of_other_kinds_of_values_is_refused_in_words(
+def test_corpora_ill_typed_manifest_is_refused_in_words(
     made: Path, tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for end in ENDS:
@@ -172,7 +173,7 @@ def test_a_manifest_of_other_kinds_of_values_is_refused_in_words(
     assert not NOT_OURS.search(capsys.readouterr().err)
 
 
-def test_ids_that_a_tokenizer_does_not_have_are_said_in_words(
+def test_corpora_unknown_ids_are_reported_in_words(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for end in ENDS[:2]:
@@ -181,9 +182,7 @@ def test_ids_that_a_tokenizer_does_not_have_are_said_in_words(
     assert "ids cannot be decoded" in capsys.readouterr().err
 
 
-def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(
-    made: Path, tmp_path: Path
-) -> None:
+def test_corpora_replacement_removes_all_of_the_old(made: Path, tmp_path: Path) -> None:
     words = ("merge", made / "c", f"out={tmp_path / 'm'}")
     for end in (".rejects.jsonl", ".removed.jsonl"):
         (tmp_path / f"m{end}").write_text("{}\n")
@@ -192,7 +191,7 @@ def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(
     assert {path.name for path in tmp_path.iterdir()} == {f"m{end}" for end in ENDS}
 
 
-def test_a_corpus_of_others_gets_a_manifest_and_is_said_to_have_none_before(
+def test_corpora_foreign_corpus_gets_a_manifest(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "c"
@@ -230,7 +229,7 @@ def tokens(prefix: Path) -> list[list[int]]:
     return [held.tokens[a:b].tolist() for a, b in pairwise(ends)]
 
 
-def test_split_and_merge_give_the_corpus_back(made: Path, tmp_path: Path) -> None:
+def test_corpora_split_and_merge_round_trip(made: Path, tmp_path: Path) -> None:
     assert data("split", made / "c", f"out={tmp_path / 's'}", "shares=0.5,0.3,0.2") == 0
     parts = [tmp_path / f"s-{name}" for name in ("train", "validation", "test")]
     assert data("merge", *parts, f"out={tmp_path / 'm'}") == 0
@@ -244,9 +243,7 @@ def test_split_and_merge_give_the_corpus_back(made: Path, tmp_path: Path) -> Non
     assert drawn[0] + drawn[1] != tokens(made / "c")
 
 
-def test_a_sample_has_no_document_twice_and_no_more_tokens_than_said(
-    made: Path, tmp_path: Path
-) -> None:
+def test_corpora_sample_has_unique_documents_within_tokens(made: Path, tmp_path: Path) -> None:
     whole = tokens(made / "c")
     assert data("sample", made / "c", f"out={tmp_path / 'a'}", "tokens=1000") == 0
     found = tokens(tmp_path / "a")
@@ -256,7 +253,7 @@ def test_a_sample_has_no_document_twice_and_no_more_tokens_than_said(
     assert data("sample", made / "c", f"out={tmp_path / 'b'}", "documents=7", "tokens=9") == 2
 
 
-def test_documents_that_are_there_twice_go(made: Path, tmp_path: Path) -> None:
+def test_corpora_duplicate_documents_are_removed(made: Path, tmp_path: Path) -> None:
     assert data("dedup", made / "c", f"out={tmp_path / 'a'}") == 0
     found = list(map(tuple, tokens(tmp_path / "a")))
     assert len(found) == len(set(found))
@@ -273,7 +270,7 @@ def test_documents_that_are_there_twice_go(made: Path, tmp_path: Path) -> None:
     assert len(rows) < len(near) < len(rows) + 40
 
 
-def test_corpora_of_two_tokenizers_are_not_joined(made: Path, tmp_path: Path) -> None:
+def test_corpora_two_tokenizers_are_not_joined(made: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     words = (f"tokenizer={bpe(other, 300)}", "workers=1")
     assert data("tokenize", made / "docs.jsonl", f"out={tmp_path / 'o'}", *words) == 0
@@ -282,7 +279,7 @@ def test_corpora_of_two_tokenizers_are_not_joined(made: Path, tmp_path: Path) ->
     assert data("inspect", made / "c", "doc=0", f"tokenizer={other / 'tokenizer.json'}") == 2
 
 
-def test_inspect_shows_text_with_boundaries_and_stats_the_counts(
+def test_corpora_inspect_shows_boundaries_and_counts(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert data("inspect", made / "c", "--json") == 0
@@ -302,7 +299,7 @@ def test_inspect_shows_text_with_boundaries_and_stats_the_counts(
     )
 
 
-def test_a_trained_tokenizer_tokenizes(made: Path, tmp_path: Path) -> None:
+def test_corpora_trained_tokenizer_works(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.json"
     words = (made / "docs.jsonl", f"out={out}")
     assert data("train-tokenizer", *words, "vocab_size=350", "special=<eos>", "special=<x>") == 0
@@ -326,7 +323,7 @@ def indexed(**more: Any) -> DataConfig:
     return DataConfig(kind="indexed", seq_length=16, **more)
 
 
-def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
+def test_corpora_run_reads_the_manifest(made: Path, tmp_path: Path) -> None:
     corpus = prepare(indexed(path=str(made / "c")))
     assert (corpus.meta["eod"], corpus.meta["largest_id"]) == (0, 399)
     assert open_splits(indexed(path=str(made / "c"), packed=True), 400, 0, corpus).eod == 0
@@ -353,7 +350,7 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
         prepare(indexed(path=str(tmp_path / "c")))
 
 
-def test_check_asks_the_manifest(
+def test_corpora_check_reads_the_manifest(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -390,9 +387,7 @@ def with_lengths(prefix: Path, lengths: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(
-    tmp_path: Path, seed: int
-) -> None:
+def test_corpora_sample_lacks_less_than_a_document(tmp_path: Path, seed: int) -> None:
     lengths = [12_000, 40_000, 3_000, 20_100, 39_900, 9_000, 700, 55_000]
     source = with_lengths(tmp_path / "c", lengths)
     for asked in (10_000, 60_000, 3_000):
@@ -409,7 +404,7 @@ def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(
         assert 0 <= missing < min(left_out), "another document fits"
 
 
-def test_a_sample_says_truthfully_why_it_has_less(
+def test_corpora_short_sample_states_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = with_lengths(tmp_path / "c", [12_000, 40_000, 9_000])

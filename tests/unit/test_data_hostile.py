@@ -24,6 +24,8 @@ from tests.support.covering import some
 from tests.support.token_corpora import MAKERS, documents, jsonl
 from tests.unit.test_data_tokenize import as_arrow, as_parquet, as_tar, as_zst, lines
 
+pytestmark = pytest.mark.full
+
 NOT_OURS = re.compile(r"unexpected [A-Z]\w+:")
 Case = tuple[str, bytes]
 """Name of a file, and what is in it."""
@@ -192,7 +194,7 @@ def written(path: Path, data: bytes) -> Path:
 
 @pytest.mark.parametrize("form", some(SOURCES, ["jsonl", "tar", "arrow"]))
 @pytest.mark.parametrize("many", [3, pytest.param(25, marks=pytest.mark.full)])
-def test_changed_inputs_are_refused_or_left_out(
+def test_data_hostile_changed_inputs_are_refused_or_skipped(
     place: Path, form: str, many: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = np.random.default_rng(many)
@@ -206,7 +208,7 @@ def test_changed_inputs_are_refused_or_left_out(
 
 @pytest.mark.parametrize("kind", some(MAKERS, ["bpe", "sentencepiece"]))
 @pytest.mark.parametrize("many", [3, pytest.param(40, marks=pytest.mark.full)])
-def test_changed_tokenizers_are_refused_or_tokenize(
+def test_data_hostile_changed_tokenizers_are_refused_or_work(
     place: Path, kind: str, many: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder := place / "made").mkdir()
@@ -220,7 +222,7 @@ def test_changed_tokenizers_are_refused_or_tokenize(
         said_in_words(run(place, source, made, "eod=false"), capsys, (kind, i))
 
 
-def test_archives_write_nothing_and_follow_nothing(
+def test_data_hostile_archives_write_and_follow_nothing(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for i, raw in enumerate(TARS):
@@ -234,7 +236,7 @@ def test_archives_write_nothing_and_follow_nothing(
     assert not Path("/tmp/mtrain-escaped.txt").exists()
 
 
-def test_lines_that_are_no_records_are_left_out(
+def test_data_hostile_non_record_lines_are_skipped(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = written(place / "d.jsonl", b"\n".join([*LINES, b'{"text": "good"}']))
@@ -256,7 +258,7 @@ def test_lines_that_are_no_records_are_left_out(
     assert json.loads(Path(f"{out}.manifest.json").read_text())["documents"] == 1
 
 
-def test_tokenizers_that_are_none_are_refused(
+def test_data_hostile_non_tokenizers_are_refused(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = jsonl(place / "d.jsonl", ["a b"])
@@ -284,7 +286,7 @@ raise SystemExit(code)
 
 
 @pytest.mark.full
-def test_a_bomb_takes_no_memory(place: Path) -> None:
+def test_data_hostile_bomb_takes_no_memory(place: Path) -> None:
     line = b'{"text": "' + b"x" * (1 << 20)
     with gzip.open(place / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(600):
@@ -313,7 +315,7 @@ def test_a_bomb_takes_no_memory(place: Path) -> None:
         assert 10 << 10 < grown < 400 << 10, f"{name}: {grown} KiB"
 
 
-def test_a_pipe_is_never_opened(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_hostile_pipe_is_never_opened(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(place / "p.jsonl")
     words = [f"out={place / 'out/o'}", f"tokenizer={place / 'good/tokenizer.json'}"]
     assert main(["data", "tokenize", str(place / "p.jsonl"), *words]) == 2

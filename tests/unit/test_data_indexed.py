@@ -50,7 +50,7 @@ def resize(path: Path, size: int) -> None:
 
 
 @pytest.mark.full
-def test_files_are_byte_identical_to_megatron_core(tmp_path: Path) -> None:
+def test_indexed_files_equal_megatron_core(tmp_path: Path) -> None:
     theirs, ours = [[tmp_path / f"{who}{i}" for i in range(2)] for who in ("theirs", "ours")]
     arguments = [*map(str, theirs), *map(str, LENGTHS)]
     subprocess.run(
@@ -66,14 +66,14 @@ def test_files_are_byte_identical_to_megatron_core(tmp_path: Path) -> None:
             )
 
 
-def test_the_index_is_what_the_format_says(tmp_path: Path) -> None:
+def test_indexed_index_follows_format(tmp_path: Path) -> None:
     write(tmp_path / "a", "<u2", (2, 3))
     assert (tmp_path / "a.idx").read_bytes() == b"MMIDIDX\0\0" + struct.pack(
         "<QBQQ", 1, 8, 2, 3
     ) + struct.pack("<2i2q3q", 2, 3, 0, 4, 0, 1, 2)
 
 
-def test_an_index_longer_than_one_chunk_is_right(tmp_path: Path) -> None:
+def test_indexed_long_index_spans_chunks(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 9, 300_000)
     write_index(tmp_path / "a.idx", lengths, np.dtype("<u2"))
     with open(tmp_path / "a.bin", "wb") as file:
@@ -85,7 +85,7 @@ def test_an_index_longer_than_one_chunk_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<u1", "<i1", "<i2", "<u2", "<i4", "<i8"])
-def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
+def test_indexed_round_trip(tmp_path: Path, dtype: str) -> None:
     dataset = IndexedDataset(write(tmp_path / "a", dtype))
     assert (dataset.num_documents, dataset.num_tokens, dataset.dtype) == (6, 56, np.dtype(dtype))
     assert dataset[2].tolist() == list(range(6, 15))
@@ -93,7 +93,7 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     assert [dataset.document_at(p) for p in (0, 4, 5, 6, 14, 15, 55)] == [0, 0, 1, 2, 2, 3, 5]
 
 
-def test_an_empty_corpus_and_empty_documents_are_legal(tmp_path: Path) -> None:
+def test_indexed_empty_corpus_and_documents_are_legal(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "none", np.dtype("<u2")):
         pass
     assert IndexedDataset(tmp_path / "none").num_documents == 0
@@ -101,7 +101,7 @@ def test_an_empty_corpus_and_empty_documents_are_legal(tmp_path: Path) -> None:
     assert [dataset.document_at(p) for p in (0, 2)] == [1, 1]
 
 
-def test_an_id_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_indexed_large_id_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(CorruptData, match="65536 do not fit uint16"),
         IndexedWriter(tmp_path / "a", token_dtype(4096)) as w,
@@ -110,12 +110,12 @@ def test_an_id_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.idx").exists()
 
 
-def test_a_sequence_longer_than_an_int32_is_refused(tmp_path: Path) -> None:
+def test_indexed_sequence_beyond_int32_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptData, match="0 to 2\\^31 - 1"):
         write_index(tmp_path / "a.idx", np.array([1, 2**31]), np.dtype("<u2"))
 
 
-def test_the_dtype_is_megatrons_choice() -> None:
+def test_indexed_dtype_equals_megatron() -> None:
     assert [token_dtype(v).name for v in (300, 65499, 65500, 128256)] == [
         "uint16",
         "uint16",
@@ -185,9 +185,7 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(
-    tmp_path: Path, case: str
-) -> None:
+def test_indexed_damaged_file_is_refused_with_offset(tmp_path: Path, case: str) -> None:
     prefix = write(tmp_path / "a")
     damage, message = CASES[case]
     damage(tmp_path / "a.idx", tmp_path / "a.bin")
@@ -199,15 +197,13 @@ def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(
 
 
 @pytest.mark.parametrize("code", [3, 8])
-def test_a_dtype_code_of_the_same_size_changes_no_id_that_fits_both(
-    tmp_path: Path, code: int
-) -> None:
+def test_indexed_same_size_dtype_code_keeps_ids(tmp_path: Path, code: int) -> None:
     prefix = write(tmp_path / "a", "<u2")
     poke(tmp_path / "a.idx", 17, bytes([code]))
     assert IndexedDataset(prefix).tokens.tolist() == list(range(56))
 
 
-def test_of_1500_mutations_of_the_index_each_is_refused_or_harmless(tmp_path: Path) -> None:
+def test_indexed_1500_mutations_are_refused_or_harmless(tmp_path: Path) -> None:
     rng = np.random.default_rng(20240)
     prefix = write(tmp_path / "a", "<u2")
     whole = (tmp_path / "a.idx").read_bytes()
@@ -243,9 +239,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("what", ["length", "pointer", "document"])
-def test_of_a_large_index_parts_are_read_at_open_and_the_rest_as_the_run_goes_on(
-    tmp_path: Path, what: str
-) -> None:
+def test_indexed_large_index_is_verified_while_running(tmp_path: Path, what: str) -> None:
     many = 700
     prefix = tmp_path / "a"
     write_index(tmp_path / "a.idx", np.full(many, 3), np.dtype("<u2"))

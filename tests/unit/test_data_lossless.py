@@ -80,7 +80,7 @@ CUT = {
 
 
 @pytest.mark.parametrize("name", some(CUT, ["d.jsonl.zst", "d.tar", "e.tar"]))
-def test_an_input_that_is_cut_off_or_goes_on_behind_its_end_is_refused(
+def test_lossless_truncated_or_overlong_input_is_refused(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(name).write_bytes(CUT[name])
@@ -89,7 +89,7 @@ def test_an_input_that_is_cut_off_or_goes_on_behind_its_end_is_refused(
     assert not Path("o.bin").exists()
 
 
-def test_every_member_of_a_tar_is_a_document_or_named() -> None:
+def test_lossless_every_tar_member_is_a_document_or_named() -> None:
     named = (
         ("a.txt", b"one"),
         ("b.txt", b"two"),
@@ -107,7 +107,7 @@ def test_every_member_of_a_tar_is_a_document_or_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", pytest.param("d.jsonl.gz", marks=pytest.mark.full)])
-def test_lines_are_counted_where_many_of_them_are_empty(name: str) -> None:
+def test_lossless_empty_lines_are_counted(name: str) -> None:
     good = b'{"text": "a few words"}\n'
     data = good * 300 + b"\n" * 9000 + b"no json\n" + good + b"\r\n \n"
     Path(name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
@@ -119,7 +119,7 @@ def test_lines_are_counted_where_many_of_them_are_empty(name: str) -> None:
 @pytest.mark.parametrize(
     "name", some(dict.fromkeys(["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"]), ["d.jsonl.gz"])
 )
-def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str) -> None:
+def test_lossless_byte_order_mark_is_dropped(name: str) -> None:
     data = b"\xef\xbb\xbf" + TEXT
     made = {"gz": gzip.compress, "zst": as_zst}.get(name.rpartition(".")[2], bytes)(data)
     Path(name).write_bytes(made)
@@ -127,7 +127,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str) -> None:
     assert counts("o") == {"documents": 400, "rejected": 0}
 
 
-def test_what_a_corpus_in_the_folder_of_its_inputs_has_beside_it_is_no_input() -> None:
+def test_lossless_corpus_next_to_inputs_is_no_input() -> None:
     Path("in").mkdir()
     Path("in/d.jsonl").write_bytes(TEXT + b"no json\n")
     assert tokenize("in", "out=in/o", "max_rejects=0") == 4, "it leaves a folder to go on with"
@@ -138,7 +138,7 @@ def test_what_a_corpus_in_the_folder_of_its_inputs_has_beside_it_is_no_input() -
     assert Path("in/o.bin").read_bytes() == before
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused(
+def test_lossless_changing_input_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("d.jsonl").write_bytes(TEXT)
@@ -158,7 +158,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
 
 
 @pytest.mark.parametrize("name", some(dict.fromkeys(journal.GROWING), ["lengths"]))
-def test_no_file_of_a_killed_run_is_believed_unseen(name: str) -> None:
+def test_lossless_killed_run_files_are_verified(name: str) -> None:
     Path("d.jsonl").write_bytes(b"no json\n" + TEXT + b"no json\n")
     assert tokenize("d.jsonl", "out=whole") == 0
     assert tokenize("d.jsonl", "out=o", "max_rejects=1") == 4
@@ -170,7 +170,7 @@ def test_no_file_of_a_killed_run_is_believed_unseen(name: str) -> None:
         assert Path(f"o{end}").read_bytes() == Path(f"whole{end}").read_bytes()
 
 
-def test_a_tokenizer_of_several_in_a_folder_is_the_one_of_the_kind(
+def test_lossless_tokenizer_is_chosen_by_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder := tmp_path / "both").mkdir()
@@ -209,7 +209,7 @@ LONG = "x" * 300
         ("train-tokenizer", "d.jsonl", "out=t.json", "template={text}", "key=other"),
     ],
 )
-def test_names_and_sizes_that_cannot_be_are_said_in_words(
+def test_lossless_impossible_names_and_sizes_are_reported(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("d.jsonl").write_bytes(TEXT)
@@ -220,7 +220,7 @@ def test_names_and_sizes_that_cannot_be_are_said_in_words(
     assert not Path("t.json").exists()
 
 
-def test_a_tokenizer_is_trained_on_bytes_that_are_counted_and_names_lines(
+def test_lossless_training_counts_bytes_and_names_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("d.jsonl").write_text(
@@ -236,8 +236,9 @@ def test_a_tokenizer_is_trained_on_bytes_that_are_counted_and_names_lines(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["parquet", pytest.param("arrow", marks=pytest.mark.full)])
-def test_a_large_row_group_is_worked_on_in_pieces(
+def test_lossless_large_row_group_is_processed_in_pieces(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import pyarrow as pa
@@ -263,6 +264,6 @@ def test_a_large_row_group_is_worked_on_in_pieces(
     assert rejects("b") == [(301, "text is null, and no text")]
 
 
-def test_the_words_of_the_command_are_those_of_the_work() -> None:
+def test_lossless_command_words_match_the_work() -> None:
     assert tuple(sources.FORMATS) == tokenize_words.FORMATS
     assert tokenize_words.KINDS == spec.KINDS == tuple(encoders.LOADERS)

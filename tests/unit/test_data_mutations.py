@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
+
+pytestmark = pytest.mark.full
 
 VOCAB = 500
 
@@ -50,7 +52,7 @@ def mutated(raw: bytes, random: np.random.Generator) -> bytes:
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("order", ["keyed", pytest.param("megatron", marks=pytest.mark.full)])
-def test_no_mutation_is_silent(tmp_path: Path, count: int, order: str) -> None:
+def test_data_mutations_are_all_reported(tmp_path: Path, count: int, order: str) -> None:
     random = np.random.default_rng(count)
     prefix = tmp_path / "a"
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches, next_token
 from mtrain.data.fim import FillInTheMiddle
@@ -51,9 +51,7 @@ def source(folder: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["one", "curriculum", "megatron blend"]))
-def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others(
-    folder: Path, kind: str
-) -> None:
+def test_order_step_is_independent_of_ranks_and_resume(folder: Path, kind: str) -> None:
     def steps(dp: int, steps: range) -> np.ndarray:
         ranks = [GlobalBatches(source(folder, kind), 16, 2, rank, dp) for rank in range(dp)]
         out = []
@@ -68,7 +66,7 @@ def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others
 
 
 @pytest.mark.parametrize("kind", ["one", "megatron"])
-def test_no_sample_comes_twice_in_an_epoch(folder: Path, kind: str) -> None:
+def test_order_epoch_has_each_sample_once(folder: Path, kind: str) -> None:
     train = source(folder, kind)
     epoch = (20_000 - 1) // SEQ if kind == "megatron" else len(train)
     firsts = train.batch(range(epoch))[:, 0]
@@ -91,7 +89,7 @@ def middle(
     )
 
 
-def test_the_middle_of_a_share_of_documents_is_read_behind_their_end() -> None:
+def test_order_middle_of_a_share_reads_past_document_end() -> None:
     random = np.random.default_rng(0)
     windows = random.integers(1, 100, (400, 65))
     windows[:, 20] = windows[:, 41] = END
@@ -134,7 +132,7 @@ def test_the_middle_of_a_share_of_documents_is_read_behind_their_end() -> None:
     assert (middle(1.0, 0.5, short) == short).all()
 
 
-def test_labels_follow_the_tokens_as_they_are_read(folder: Path) -> None:
+def test_order_labels_follow_tokens_as_read(folder: Path) -> None:
     train = source(folder, "one")
     marks = FillInTheMiddle(1.0, 0.5, (50_001, 50_002, 50_003), (END,), 1, "train")
     (batch,) = GlobalBatches(train, 4, 4, 0, 1, next_token(moved=marks)).microbatches(0)

@@ -18,7 +18,7 @@ def _windows(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def test_documents_start_at_zero_and_their_bounds_are_told() -> None:
+def test_packing_documents_start_at_zero_with_bounds() -> None:
     batch = pack(
         _windows([1, 2, EOD, 3, 4, EOD, 5, 6, 7], [1, 1, 1, 1, 1, 1, 1, EOD, 2]), Packing((EOD,))
     )
@@ -27,13 +27,13 @@ def test_documents_start_at_zero_and_their_bounds_are_told() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_no_loss_counts_where_a_document_ends() -> None:
+def test_packing_document_end_has_no_loss() -> None:
     batch = pack(_windows([1, EOD, 3, 4, 5]), Packing((EOD,)))
     assert batch["labels"].tolist() == [[EOD, 3, 4, 5]]
     assert batch["loss_mask"].tolist() == [[1, 0, 1, 1]]
 
 
-def test_documents_are_padded_and_what_no_longer_fits_is_left_out() -> None:
+def test_packing_documents_are_padded_and_overflow_dropped() -> None:
     batch = pack(_windows([1, EOD, 3, 4, 5, 6, 7, 8, 8]), Packing((EOD,), multiple=4))
     assert batch["tokens"].tolist() == [[1, EOD, 0, 0, 3, 4, 5, 6]]
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 0, 1, 1, 1, 1]]
@@ -45,7 +45,7 @@ def test_documents_are_padded_and_what_no_longer_fits_is_left_out() -> None:
     st.lists(st.lists(st.integers(1, EOD), min_size=17, max_size=17), min_size=1, max_size=3),
     st.sampled_from([1, 2, 4, 8]),
 )
-def test_every_counted_token_keeps_its_label_and_its_document(
+def test_packing_counted_token_keeps_label_and_document(
     rows: list[list[int]], multiple: int
 ) -> None:
     batch = pack(torch.tensor(rows), Packing((EOD,), multiple))
@@ -67,7 +67,7 @@ def test_every_counted_token_keeps_its_label_and_its_document(
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_a_sample_without_an_end_is_one_document(multiple: int) -> None:
+def test_packing_sample_without_end_is_one_document(multiple: int) -> None:
     batch = pack(_windows([1, 2, 3, 4, 5, 6, 7, 8, 1]), Packing((EOD,), multiple))
     assert batch["cu_seqlens"].tolist() == [0, 8]
     assert batch["loss_mask"].sum() == 8

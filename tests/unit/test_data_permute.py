@@ -21,12 +21,12 @@ def order(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 @example(2053, 1, 1)
 @example(4096, 1, 1)
 @example(4097, 1, 1)
-def test_every_number_below_n_comes_exactly_once(n: int, seed: int, epoch: int) -> None:
+def test_permute_each_number_comes_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(order(n, seed, epoch).tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 10**12 + 39, 2**62])
-def test_a_huge_domain_costs_as_little_as_a_small_one_and_has_no_collisions(n: int) -> None:
+def test_permute_huge_domain_is_cheap_without_collisions(n: int) -> None:
     index = np.arange(20_000) * (n // 20_000)
     image = Permutation(n, keys(1, 2, "test", ROUNDS))(index)
     assert image.min() >= 0
@@ -34,7 +34,7 @@ def test_a_huge_domain_costs_as_little_as_a_small_one_and_has_no_collisions(n: i
     assert len(np.unique(image)) == len(index)
 
 
-def test_epochs_and_seeds_give_unrelated_orders() -> None:
+def test_permute_epochs_and_seeds_are_unrelated() -> None:
     orders = [order(5000, seed, epoch) for seed in range(3) for epoch in range(3)]
     for i, a in enumerate(orders):
         assert abs(np.corrcoef(a, np.arange(5000))[0, 1]) < 0.06
@@ -42,17 +42,17 @@ def test_epochs_and_seeds_give_unrelated_orders() -> None:
             assert (a == b).sum() < 10
 
 
-def test_small_orders_are_close_to_uniform() -> None:
+def test_permute_small_orders_are_near_uniform() -> None:
     first = np.bincount([order(5, seed)[0] for seed in range(2000)], minlength=5)
     assert first.min() > 300
     assert first.max() < 500
 
 
-def test_the_order_does_not_change_between_versions() -> None:
+def test_permute_order_is_stable_across_versions() -> None:
     assert order(12, seed=1234, epoch=3).tolist() == [9, 8, 10, 5, 7, 3, 11, 2, 1, 4, 6, 0]
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**62 + 1])
-def test_a_size_outside_the_domain_is_refused(n: int) -> None:
+def test_permute_outside_size_is_refused(n: int) -> None:
     with pytest.raises(ValueError, match="2\\^62"):
         Permutation(n, keys(0, 0, "test", ROUNDS))

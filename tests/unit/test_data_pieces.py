@@ -23,41 +23,37 @@ from tests.support.token_corpora import TEXTS, documents
 
 LETTERS = (
     *"aZ9'sStTdDlLmMrRvVeE \n\r\t.,;/!?(){}_-\"<|>@#",
-    *(
-        "  ",
-        "\n\n",
-        "\r\n",
-        " \n",
-        "'s",
-        "'LL",
-        "'ve",
-        "<|x|>",
-        "12345",
-        "don't",
-        "\x0b",
-        "\x1c",
-        "\x85",
-        "\xa0",
-    ),
-    *(
-        "é",
-        "É",
-        "́",
-        "東",
-        "Ж",
-        "ǅ",
-        "ª",
-        "²",
-        "Ⅷ",
-        "٣",
-        "\u2003",
-        "\u200b",
-        "\u2028",
-        "\U0001f600",
-        "ſ",
-        "K",
-        "\u180e",
-    ),
+    "  ",
+    "\n\n",
+    "\r\n",
+    " \n",
+    "'s",
+    "'LL",
+    "'ve",
+    "<|x|>",
+    "12345",
+    "don't",
+    "\x0b",
+    "\x1c",
+    "\x85",
+    "\xa0",
+    "é",
+    "É",
+    "́",
+    "東",
+    "Ж",
+    "ǅ",
+    "ª",
+    "²",
+    "Ⅷ",
+    "٣",
+    "\u2003",
+    "\u200b",
+    "\u2028",
+    "\U0001f600",
+    "ſ",
+    "K",
+    "\u180e",
 )
 
 
@@ -107,11 +103,12 @@ CUT = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("many", [1500, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [Pieces, BulkPieces])
-def test_pieces_have_the_ids_of_the_whole_text(
+def test_pieces_have_ids_of_the_whole_text(
     name: str, many: int, plain: bool, kind: type[Pieces]
 ) -> None:
     made = CUT[name]()
@@ -135,7 +132,7 @@ def test_pieces_have_the_ids_of_the_whole_text(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
 @pytest.mark.parametrize("kind", [Pieces, BulkPieces])
-def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[Pieces]) -> None:
+def test_pieces_cut_letters_as_the_library(name: str, kind: type[Pieces]) -> None:
     made = CUT[name]()
     pieces = pieces_of(made, "H", False, kind)
     assert pieces is not None
@@ -151,7 +148,7 @@ def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[P
         )
 
 
-def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.data.preprocess import pieces as module
 
     made = trained(LATER[0])
@@ -179,7 +176,7 @@ def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_tokenizer_that_is_not_known_is_not_cut(step: Any) -> None:
+def test_pieces_unknown_tokenizer_is_not_cut(step: Any) -> None:
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = step
     assert pieces_of(made, "H", False) is None
@@ -189,7 +186,7 @@ def test_a_tokenizer_that_is_not_known_is_not_cut(step: Any) -> None:
     assert pieces_of(made, "H", False) is None
 
 
-def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
+def test_pieces_names_behind_a_normalizer_are_not_cut() -> None:
     made = trained(None, "wordpiece")
     assert pieces_of(made, "H", False) is not None
     made.add_tokens([AddedToken("Two Words", normalized=True)])
@@ -197,7 +194,7 @@ def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
     assert pieces_of(made, "H", False) is None
 
 
-def test_llama_3_ends_documents_with_its_own_token(tmp_path: Path) -> None:
+def test_pieces_llama3_ends_documents_with_own_token(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
     file.write_text(
         "".join(f"{base64.b64encode(b'%06x' % i).decode()} {i}\n" for i in range(128_000))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import cache, open_splits, prepare, verify
 from mtrain.data.corpus import TextCorpus, cut, open_corpus
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
@@ -44,7 +44,7 @@ def config(folder: Path, **more: object) -> DataConfig:
         "cache_dir": str(folder.parent / "cache"),
         "tokenizer_vocab_size": 500,
     }
-    return DataConfig(**{**values, "seq_length": 16, "split": (0.7, 0.2, 0.1), **more})
+    return DataConfig(**(values | {"seq_length": 16, "split": (0.7, 0.2, 0.1)} | more))
 
 
 def refused(data: DataConfig) -> Problem:
@@ -54,7 +54,7 @@ def refused(data: DataConfig) -> Problem:
     return problem
 
 
-def test_every_document_comes_back_from_the_tokens(folder: Path) -> None:
+def test_prepare_documents_round_trip(folder: Path) -> None:
     corpus = prepare(config(folder))
     assert corpus.prefix is not None
     assert corpus.tokenizer is not None
@@ -78,20 +78,20 @@ def test_every_document_comes_back_from_the_tokens(folder: Path) -> None:
     assert open_splits(config(folder), 512, 1, corpus).describe()["documents"] == 30
 
 
-def test_the_same_text_gives_the_same_bytes(folder: Path) -> None:
+def test_prepare_same_text_gives_same_bytes(folder: Path) -> None:
     first = prepare(config(folder))
     second = prepare(config(folder, cache_dir=str(folder.parent / "other")))
     assert first.meta["files"] == second.meta["files"]
 
 
-def test_text_that_looks_like_the_end_token_does_not_end_a_document(folder: Path) -> None:
+def test_prepare_end_token_lookalike_ends_no_document(folder: Path) -> None:
     (folder / "d0" / "00.txt").write_text("before <|endoftext|> after")
     corpus = prepare(config(folder))
     assert corpus.prefix is not None
     assert (IndexedDataset(corpus.prefix).tokens == 0).sum() == 30
 
 
-def test_the_order_of_documents_is_fixed_and_mixes_folders(folder: Path) -> None:
+def test_prepare_document_order_is_fixed_and_mixes_folders(folder: Path) -> None:
     names = [name for name, _ in open_corpus(config(folder))]
     assert names == [name for name, _ in open_corpus(config(folder))]
     assert names != sorted(names)
@@ -99,21 +99,21 @@ def test_the_order_of_documents_is_fixed_and_mixes_folders(folder: Path) -> None
     assert [n for n, _ in open_corpus(config(folder)) if n != "d1/new.txt"] == names
 
 
-def test_files_that_are_not_utf8_or_empty_are_left_out(folder: Path) -> None:
+def test_prepare_non_utf8_and_empty_files_are_skipped(folder: Path) -> None:
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "empty.txt").touch()
     corpus = prepare(config(folder))
     assert (corpus.meta["documents"], corpus.meta["skipped"]) == (30, 1)
 
 
-def test_a_limit_bounds_the_text(folder: Path) -> None:
+def test_prepare_limit_bounds_text(folder: Path) -> None:
     meta = prepare(config(folder, limit_mib=0.01)).meta
     assert 10_485 - 4 < meta["text_bytes"] <= 10_485
     assert meta["documents"] < 30
 
 
 @pytest.mark.parametrize("name", ["book.txt", ""], ids=["one file", "a folder"])
-def test_no_more_of_a_file_is_read_than_the_limit(name: str, tmp_path: Path) -> None:
+def test_prepare_limit_bounds_reading(name: str, tmp_path: Path) -> None:
     tmp_path.joinpath("book.txt").write_text("é" * 5000)
     os.truncate(tmp_path / "book.txt", 1 << 40)  # the rest is a terabyte that is not there
     if not name:
@@ -122,7 +122,7 @@ def test_no_more_of_a_file_is_read_than_the_limit(name: str, tmp_path: Path) -> 
     assert "".join(texts.values()) == "é" * 500  # half a letter is none
 
 
-def test_a_single_file_is_cut_into_documents(folder: Path) -> None:
+def test_prepare_single_file_is_cut_into_documents(folder: Path) -> None:
     text = "\n\n".join(f"Paragraph {i}. " + "text " * 60 for i in range(400))
     (folder / "book.txt").write_text(text)
     documents = [t for _, t in open_corpus(config(folder / "book.txt"))]
@@ -132,14 +132,14 @@ def test_a_single_file_is_cut_into_documents(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "a" * 100, "a\n" * 50, "a\n\n" * 50, "\n\n" + "é" * 99])
-def test_the_pieces_of_a_text_are_the_text(text: str) -> None:
+def test_prepare_pieces_make_the_text(text: str) -> None:
     pieces = list(cut(text, 8))
     assert "".join(pieces) == text
     assert all(8 <= len(p) <= 32 for p in pieces[:-1])
     assert all(len(p) <= 32 for p in pieces)
 
 
-def test_the_standard_library_is_found_without_its_tests() -> None:
+def test_prepare_standard_library_excludes_its_tests() -> None:
     corpus = open_corpus(DataConfig())
     names = {file.name for file in corpus.files}
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= names
@@ -149,7 +149,7 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     )
 
 
-def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
+def test_prepare_second_call_reads_nothing_changes_are_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past = time.time() - 3600
@@ -164,7 +164,7 @@ def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
     assert prepare(config(folder)).meta["fingerprint"] != first.meta["fingerprint"]
 
 
-def test_a_file_written_a_moment_ago_is_not_known_by_its_time_alone(folder: Path) -> None:
+def test_prepare_recent_file_is_not_trusted_by_time_only(folder: Path) -> None:
     prepare(config(folder))
     assert not list((folder.parent / "cache" / "seen").iterdir())
 
@@ -172,9 +172,7 @@ def test_a_file_written_a_moment_ago_is_not_known_by_its_time_alone(folder: Path
 @pytest.mark.parametrize(
     "change", [{"tokenizer_vocab_size": 400}, {"limit_mib": 0.02}, {"suffixes": (".txt",)}], ids=str
 )
-def test_what_changes_the_tokens_gets_a_folder_of_its_own(
-    folder: Path, change: dict[str, object]
-) -> None:
+def test_prepare_changed_settings_get_a_new_folder(folder: Path, change: dict[str, object]) -> None:
     (folder / "extra.md").write_text("more")
     assert prepare(config(folder)).prefix != prepare(config(folder, **change)).prefix
 
@@ -182,7 +180,7 @@ def test_what_changes_the_tokens_gets_a_folder_of_its_own(
 @pytest.mark.parametrize(
     "damage", ["cut tokens.bin", "no tokens.idx", "bad meta.json", "no meta.json"]
 )
-def test_a_damaged_cache_is_built_again_with_a_note(folder: Path, damage: str) -> None:
+def test_prepare_damaged_cache_is_rebuilt_with_note(folder: Path, damage: str) -> None:
     first = prepare(config(folder))
     assert first.prefix is not None
     how, name = damage.split()
@@ -199,7 +197,7 @@ def test_a_damaged_cache_is_built_again_with_a_note(folder: Path, damage: str) -
     verify(again)
 
 
-def test_verify_finds_a_flipped_bit(folder: Path) -> None:
+def test_prepare_verify_finds_flipped_bit(folder: Path) -> None:
     corpus = prepare(config(folder))
     verify(corpus)
     target = Path(f"{corpus.prefix}.bin")
@@ -214,7 +212,7 @@ BUILDER = """
 import json, os, sys, time
 import mtrain.data.tokenize as t
 from mtrain.data import bpe
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
 data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
@@ -248,9 +246,7 @@ def start(folder: Path, where: str, mark: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("where", ["train", "encode", "rename"])
-def test_a_build_that_was_killed_is_never_taken_for_a_corpus(
-    folder: Path, tmp_path: Path, where: str
-) -> None:
+def test_prepare_killed_build_is_no_corpus(folder: Path, tmp_path: Path, where: str) -> None:
     mark = tmp_path / "mark"
     with start(folder, where, mark) as process:
         deadline = time.monotonic() + patient(30)
@@ -267,7 +263,7 @@ def test_a_build_that_was_killed_is_never_taken_for_a_corpus(
     assert not list(cache.glob(".building-*"))
 
 
-def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
+def test_prepare_concurrent_processes_build_once(folder: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     processes = [start(folder, "count", mark) for _ in range(2)]
     metas = [json.loads(p.communicate(timeout=patient(60))[0]) for p in processes]
@@ -277,7 +273,7 @@ def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
 
 FORKING = """
 import os, signal, sys
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
 first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
@@ -291,7 +287,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -> None:
+def test_prepare_forks_work_after_tokenizing(folder: Path) -> None:
     more = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
     arguments = [sys.executable, "-c", FORKING, str(folder)]
     done = subprocess.run(
@@ -300,9 +296,7 @@ def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -
     assert done.stdout == "0\n", done.stderr
 
 
-def test_files_that_change_while_they_are_read_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.data import bpe
 
     train = bpe.train
@@ -316,7 +310,7 @@ def test_files_that_change_while_they_are_read_are_refused(
     assert not list((folder.parent / "cache").glob("*/meta.json"))
 
 
-def test_a_missing_path_names_the_nearest(folder: Path) -> None:
+def test_prepare_missing_path_names_nearest(folder: Path) -> None:
     problem = refused(config(folder.parent / "texs"))
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
     assert problem.rule.endswith("No such file or directory")
@@ -327,7 +321,7 @@ def test_a_missing_path_names_the_nearest(folder: Path) -> None:
     )
 
 
-def test_a_folder_without_such_files_says_which_endings_it_has(folder: Path) -> None:
+def test_prepare_folder_without_texts_lists_its_endings(folder: Path) -> None:
     problem = refused(config(folder, suffixes=(".c", ".h")))
     assert "no file ends in any of .c, .h; endings found: .txt (30)" in problem.rule
     empty = folder.parent / "empty"
@@ -335,7 +329,7 @@ def test_a_folder_without_such_files_says_which_endings_it_has(folder: Path) -> 
     assert "the folder is empty" in refused(config(empty)).rule
 
 
-def test_a_corpus_without_text_is_refused_with_numbers(folder: Path) -> None:
+def test_prepare_corpus_without_text_is_refused_in_numbers(folder: Path) -> None:
     root = folder.parent / "nothing"
     root.mkdir()
     (root / "a.txt").touch()
@@ -344,19 +338,19 @@ def test_a_corpus_without_text_is_refused_with_numbers(folder: Path) -> None:
     assert not list((folder.parent / "cache").glob("nothing*"))
 
 
-def test_a_path_that_is_no_file_is_refused(folder: Path) -> None:
+def test_prepare_irregular_path_is_refused(folder: Path) -> None:
     assert refused(config(folder, path="")).rule == "an empty path"
     assert refused(config(Path("/dev/null"))).rule == "neither a file nor a folder"
     assert "no path" in refused(config(folder).model_copy(update={"path": "a\0b"})).rule
 
 
-def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
+def test_prepare_unreadable_file_is_named(folder: Path) -> None:
     (folder / "d0" / "00.txt").chmod(0)
     rule = run_without_privileges(lambda: refused(config(folder)).rule)
     assert "00.txt cannot be read: Permission denied" in rule
 
 
-def test_a_file_that_fails_to_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_failing_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.open
 
     def fail(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -368,14 +362,14 @@ def test_a_file_that_fails_to_read_is_named(folder: Path, monkeypatch: pytest.Mo
     assert ".txt cannot be read: Permission denied" in refused(config(folder)).rule
 
 
-def test_a_cache_folder_that_cannot_be_written_is_an_environment_error(folder: Path) -> None:
+def test_prepare_unwritable_cache_is_an_environment_error(folder: Path) -> None:
     (folder.parent / "file").touch()
     with pytest.raises(BadEnvironment, match=r"data.cache_dir = .*free at"):
         prepare(config(folder, cache_dir=str(folder.parent / "file" / "cache")))
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_a_corpus_in_a_cache_that_can_only_be_read_is_read(
+def test_prepare_read_only_cache_is_read(
     settled: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if settled:
@@ -405,7 +399,7 @@ def test_a_corpus_in_a_cache_that_can_only_be_read_is_read(
             os.chmod(place, 0o755)
 
 
-def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:
+def test_prepare_given_files_report_every_problem(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
         writer.add(np.arange(9))
     data = DataConfig(
@@ -428,7 +422,7 @@ def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None:
+def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
     prints = []
     for value in (1, 2):
         with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
@@ -439,7 +433,7 @@ def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None
     assert prints[0] != prints[1]
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) -> None:
+def test_prepare_too_large_tokenizer_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="has 500 tokens, the model 499"):
         open_splits(config(folder), 499, 1, prepare(config(folder)))
 
@@ -448,16 +442,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) ->
     ("content", "message"),
     [(b"{}", "no tokenizer.json"), (b"\xff", "offset 0: not UTF-8"), (b"[1", "no tokenizer.json")],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_prepare_non_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(CorruptData, match=message):
         Tokenizer(path)
 
 
-def test_a_tokenizer_beyond_the_size_limit_is_not_read(
+def test_prepare_oversized_tokenizer_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokenizer.json"
@@ -467,15 +459,15 @@ def test_a_tokenizer_beyond_the_size_limit_is_not_read(
         Tokenizer(path)
 
 
-def test_a_missing_tokenizer_is_a_bad_input(tmp_path: Path) -> None:
+def test_prepare_missing_tokenizer_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         Tokenizer(tmp_path / "none.json")
 
 
-def test_preparing_does_not_import_torch(folder: Path) -> None:
+def test_prepare_imports_no_torch(folder: Path) -> None:
     code = """
 import sys
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 data = DataConfig(kind='mock')
 open_splits(data, 99, 1, prepare(data))
@@ -500,9 +492,7 @@ def shelf(folder: Path) -> Callable[..., Path]:
     return one
 
 
-def test_a_new_corpus_removes_those_that_are_unused_for_long(
-    folder: Path, shelf: Callable[..., Path]
-) -> None:
+def test_prepare_new_corpus_removes_long_unused(folder: Path, shelf: Callable[..., Path]) -> None:
     old = shelf(1, cache.UNUSED_DAYS + 1)
     young = shelf(2, cache.UNUSED_DAYS - 1)
     foreign = shelf(3, cache.UNUSED_DAYS + 1)
@@ -517,7 +507,7 @@ def test_a_new_corpus_removes_those_that_are_unused_for_long(
     assert [str(old) in line for line in said] == [True]
 
 
-def test_the_corpora_used_longest_ago_go_where_all_are_too_large(
+def test_prepare_least_recent_corpora_go_when_over_limit(
     folder: Path, shelf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [shelf(n, days) for n, days in enumerate((5, 30, 3, 0.5))]
@@ -527,9 +517,7 @@ def test_the_corpora_used_longest_ago_go_where_all_are_too_large(
     assert [place.exists() for place in places] == [False, False, True, True]
 
 
-def test_a_corpus_that_a_process_reads_is_never_removed(
-    folder: Path, shelf: Callable[..., Path]
-) -> None:
+def test_prepare_corpus_in_use_is_never_removed(folder: Path, shelf: Callable[..., Path]) -> None:
     place = shelf(1, 0)
     reading = (
         "import sys, time; from pathlib import Path; from mtrain.data import cache\n"

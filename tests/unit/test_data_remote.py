@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import dump, read_manifest
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, remote, same_data
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
@@ -60,9 +60,7 @@ def opened(data: DataConfig) -> Any:
 
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
-def test_samples_are_those_of_the_same_files_on_a_disk(
-    files: Any, tmp_path: Path, order: str
-) -> None:
+def test_remote_samples_equal_local_files(files: Any, tmp_path: Path, order: str) -> None:
     local = opened(config(tmp_path, str(tmp_path / "a"), order=order))
     far = opened(config(tmp_path, "memory://bucket/a", order=order))
     numbers = np.random.default_rng(1).integers(0, 3000, 200)
@@ -76,7 +74,7 @@ def test_samples_are_those_of_the_same_files_on_a_disk(
     )
 
 
-def test_a_blend_may_be_of_both_kinds_and_splits_of_either(files: Any, tmp_path: Path) -> None:
+def test_remote_blends_and_splits_may_mix_kinds(files: Any, tmp_path: Path) -> None:
     names = {
         "blend": [str(tmp_path / "a"), "memory://bucket/b"],
         "validation_blend": ["memory://bucket/a"],
@@ -92,7 +90,7 @@ def test_a_blend_may_be_of_both_kinds_and_splits_of_either(files: Any, tmp_path:
         ).all()
 
 
-def test_blocks_are_kept_within_the_bound(
+def test_remote_cached_blocks_stay_within_bound(
     files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "HELD_BLOCKS", 2)
@@ -107,7 +105,7 @@ def test_blocks_are_kept_within_the_bound(
     assert not list((tmp_path / "cache/remote").glob("*/blocks/.*")), "no draft is left"
 
 
-def test_what_was_fetched_is_not_fetched_again(
+def test_remote_fetched_blocks_are_reused(
     files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(config(tmp_path, "memory://bucket/a")).train.batch(range(700))
@@ -120,7 +118,7 @@ def test_what_was_fetched_is_not_fetched_again(
     assert not asked
 
 
-def test_another_file_of_that_name_is_another_corpus(files: Any, tmp_path: Path) -> None:
+def test_remote_replaced_file_is_another_corpus(files: Any, tmp_path: Path) -> None:
     data = config(tmp_path, "memory://bucket/a")
     saved = opened(data).describe()
     files.pipe_file("/bucket/a.bin", files.cat_file("/bucket/b.bin"))
@@ -128,7 +126,7 @@ def test_another_file_of_that_name_is_another_corpus(files: Any, tmp_path: Path)
         same_data(saved, opened(data).describe())
 
 
-def test_the_manifest_of_a_corpus_is_asked_as_on_a_disk(files: Any, tmp_path: Path) -> None:
+def test_remote_manifest_is_read_as_local(files: Any, tmp_path: Path) -> None:
     assert main(["data", "merge", str(tmp_path / "a"), f"out={tmp_path / 'm'}"]) == 0
     held = read_manifest(tmp_path / "m")
     assert held is not None
@@ -146,7 +144,7 @@ def test_the_manifest_of_a_corpus_is_asked_as_on_a_disk(files: Any, tmp_path: Pa
             opened(config(tmp_path, "memory://bucket/m"))
 
 
-def test_what_is_wrong_is_said_without_secrets(
+def test_remote_errors_hold_no_secret(
     files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(kind: type[Exception], path: str) -> str:
@@ -180,7 +178,7 @@ def test_what_is_wrong_is_said_without_secrets(
     )
 
 
-def test_the_library_of_a_store_that_is_missing_is_named(
+def test_remote_missing_store_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)

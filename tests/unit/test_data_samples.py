@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches, next_token
 from mtrain.data.indexed import IndexedDataset, IndexedWriter
@@ -38,7 +38,7 @@ def samples(
     return Samples(dataset, documents or range(dataset.num_documents), L, seed, shuffle, VOCAB)
 
 
-def test_an_epoch_covers_every_window_of_its_grid_once(dataset: IndexedDataset) -> None:
+def test_samples_epoch_covers_every_window_once(dataset: IndexedDataset) -> None:
     s = samples(dataset)
     shifts = set()
     for epoch in range(6):
@@ -51,13 +51,13 @@ def test_an_epoch_covers_every_window_of_its_grid_once(dataset: IndexedDataset) 
     assert len(shifts) > 2
 
 
-def test_epochs_are_read_in_different_orders(dataset: IndexedDataset) -> None:
+def test_samples_epochs_differ_in_order(dataset: IndexedDataset) -> None:
     s = samples(dataset)
     first, second = (s.starts(range(e * len(s), (e + 1) * len(s))) for e in (0, 1))
     assert (first // L == second // L).mean() < 0.2
 
 
-def test_a_batch_holds_consecutive_tokens_of_the_stream(dataset: IndexedDataset) -> None:
+def test_samples_batch_holds_consecutive_tokens(dataset: IndexedDataset) -> None:
     s = samples(dataset)
     numbers = [0, 5, len(s) - 1, len(s), 10**12]
     batch = s.batch(numbers)
@@ -65,7 +65,7 @@ def test_a_batch_holds_consecutive_tokens_of_the_stream(dataset: IndexedDataset)
     assert batch.tolist() == [list(range(a, a + L + 1)) for a in s.starts(numbers)]
 
 
-def test_validation_is_read_in_order_and_uses_every_window(dataset: IndexedDataset) -> None:
+def test_samples_validation_uses_every_window_in_order(dataset: IndexedDataset) -> None:
     s = samples(dataset, shuffle=False, documents=range(2, 5))
     assert len(s) == (301 - 1) // L
     assert s.batch(range(len(s) + 1))[:, 0].tolist() == [53 + L * i for i in range(len(s))] + [53]
@@ -73,7 +73,7 @@ def test_validation_is_read_in_order_and_uses_every_window(dataset: IndexedDatas
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(L + 1, 4 * L), st.booleans(), st.integers(0, 50))
-def test_a_split_of_one_window_or_little_more_works(tokens: int, shuffle: bool, seed: int) -> None:
+def test_samples_tiny_split_works(tokens: int, shuffle: bool, seed: int) -> None:
     class Stub:
         num_documents = 1
 
@@ -90,7 +90,7 @@ def test_a_split_of_one_window_or_little_more_works(tokens: int, shuffle: bool, 
     assert starts.max() + L + 1 <= tokens
 
 
-def test_a_split_that_is_too_small_says_what_it_has_and_what_it_needs(tmp_path: Path) -> None:
+def test_samples_too_small_split_states_numbers(tmp_path: Path) -> None:
     dataset = corpus(tmp_path / "a", [5, 3])
     with pytest.raises(ConfigError) as caught:
         samples(dataset)
@@ -101,9 +101,7 @@ def test_a_split_that_is_too_small_says_what_it_has_and_what_it_needs(tmp_path: 
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("<u2", 700), ("<i4", -1)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_document(
-    tmp_path: Path, dtype: str, bad: int
-) -> None:
+def test_samples_unknown_id_is_named_with_document(tmp_path: Path, dtype: str, bad: int) -> None:
     tokens = np.zeros(64, np.int64)
     tokens[30] = bad
     with IndexedWriter(tmp_path / "a", np.dtype(dtype)) as writer:
@@ -122,7 +120,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_document(
         assert words in str(caught.value)
 
 
-def test_splits_follow_the_tokens_and_whole_documents(dataset: IndexedDataset) -> None:
+def test_samples_splits_follow_tokens_and_documents(dataset: IndexedDataset) -> None:
     assert split_documents(dataset, (0.7, 0.2, 0.1)) == [range(7), range(7, 9), range(9, 10)]
     assert split_documents(dataset, (7, 2, 1)) == split_documents(dataset, (0.7, 0.2, 0.1))
     assert split_documents(dataset, (1, 0, 0)) == [range(10), range(10, 10), range(10, 10)]
@@ -134,7 +132,7 @@ def test_splits_follow_the_tokens_and_whole_documents(dataset: IndexedDataset) -
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.tuples(*[st.floats(0, 1)] * 3))
-def test_splits_are_a_partition_and_no_wanted_one_is_empty(
+def test_samples_splits_partition_without_wanted_empty(
     lengths: list[int], shares: tuple[float, ...]
 ) -> None:
     class Stub:
@@ -154,9 +152,7 @@ def test_splits_are_a_partition_and_no_wanted_one_is_empty(
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_step_has_the_same_samples_for_any_data_parallel_size(
-    dataset: IndexedDataset, dp: int, micro: int
-) -> None:
+def test_samples_step_is_independent_of_dp(dataset: IndexedDataset, dp: int, micro: int) -> None:
     s = samples(dataset)
     ranks = [GlobalBatches(s, 24, micro, rank, dp) for rank in range(dp)]
     for consumed in (0, 24, 10**9):
@@ -167,9 +163,7 @@ def test_a_step_has_the_same_samples_for_any_data_parallel_size(
         assert both.ravel().tolist() == list(range(consumed, consumed + 24))
 
 
-def test_going_on_from_a_position_equals_never_having_stopped(
-    dataset: IndexedDataset, tmp_path: Path
-) -> None:
+def test_samples_resume_equals_uninterrupted(dataset: IndexedDataset, tmp_path: Path) -> None:
     steps = len(samples(dataset)) // 4 + 9
     through = GlobalBatches(samples(dataset), 8, 2, 1, 2)
     expected = [through.microbatches(8 * step) for step in range(steps)]
@@ -179,7 +173,7 @@ def test_going_on_from_a_position_equals_never_having_stopped(
             assert all(torch.equal(a[key], b[key]) for key in b)
 
 
-def test_labels_are_the_tokens_that_follow(dataset: IndexedDataset) -> None:
+def test_samples_labels_are_next_tokens(dataset: IndexedDataset) -> None:
     batches = GlobalBatches(samples(dataset), 12, 3, 0, 2).microbatches(0)
     assert len(batches) == 2
     for batch in batches:
@@ -196,13 +190,13 @@ def test_labels_are_the_tokens_that_follow(dataset: IndexedDataset) -> None:
         assert all(t.shape == (3, L) and t.is_contiguous() for t in batch.values())
 
 
-def test_no_loss_after_an_end_of_document_when_it_is_masked(dataset: IndexedDataset) -> None:
+def test_samples_masked_end_of_document_has_no_loss(dataset: IndexedDataset) -> None:
     s = samples(dataset, shuffle=False)
     (batch,) = GlobalBatches(s, 2, 2, 0, 1, next_token(masked_eod=3)).microbatches(0)
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 1], [1] * 8]
 
 
-def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(
+def test_samples_indivisible_batch_suggests_divisible(
     dataset: IndexedDataset,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -215,7 +209,7 @@ def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(
     assert "2 * 3 = 6" in problem.rule
 
 
-def test_synthetic_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() -> None:
+def test_samples_synthetic_tokens_follow_seed_and_are_learnable() -> None:
     a = MockSamples(32, 7, 5000)
     b = MockSamples(32, 7, 5000)
     assert (a.batch([3, 99, 10**12]) == b.batch([3, 99, 10**12])).all()
@@ -231,11 +225,11 @@ def test_synthetic_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() ->
     assert entropy_nats(pairs) - unigram < 1.1 < unigram - 3
 
 
-def test_synthetic_tokens_stay_inside_a_small_vocabulary() -> None:
+def test_samples_synthetic_tokens_fit_small_vocabulary() -> None:
     assert MockSamples(32, 7, 10).batch(range(50)).max() < 10
 
 
-def test_mock_splits_open_without_files() -> None:
+def test_samples_mock_splits_open_without_files() -> None:
     data = DataConfig(kind="mock", seq_length=16)
     splits = open_splits(data, 1000, 1, prepare(data))
     assert splits.train.batch([0, 1]).shape == (2, 17)
@@ -244,9 +238,7 @@ def test_mock_splits_open_without_files() -> None:
     assert splits.describe()["kind"] == "mock"
 
 
-def test_a_share_that_is_not_needed_may_be_too_small(
-    dataset: IndexedDataset, tmp_path: Path
-) -> None:
+def test_samples_unneeded_share_may_be_too_small(dataset: IndexedDataset, tmp_path: Path) -> None:
     data = DataConfig(
         kind="indexed", path=str(tmp_path / "a"), seq_length=45, split=(0.9, 0.09, 0.01)
     )
@@ -258,7 +250,7 @@ def test_a_share_that_is_not_needed_may_be_too_small(
         open_splits(data.model_copy(update={"split": (1.0, 0.0, 0.0)}), VOCAB, 1, corpus_)
 
 
-def test_the_unigram_entropy_of_given_files_comes_from_their_validation_split(
+def test_samples_unigram_entropy_uses_validation_split(
     tmp_path: Path,
 ) -> None:
     with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
@@ -272,9 +264,7 @@ def test_the_unigram_entropy_of_given_files_comes_from_their_validation_split(
         _ = open_splits(data, 3, 1, prepare(data)).unigram_entropy_nats
 
 
-def test_masking_without_a_known_end_of_document_is_refused(
-    dataset: IndexedDataset, tmp_path: Path
-) -> None:
+def test_samples_mask_without_known_end_is_refused(dataset: IndexedDataset, tmp_path: Path) -> None:
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
     with pytest.raises(
         ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"

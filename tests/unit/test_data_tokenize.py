@@ -62,8 +62,9 @@ def tokenizer(tmp_path: Path) -> Path:
 USUAL = ["bpe uint16 eod 3", "sentencepiece int32 eod 1", "tiktoken uint16 bare 1"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", some(CASES, USUAL))
-def test_the_bytes_are_those_of_megatron_cores_builder(tmp_path: Path, case: str) -> None:
+def test_tokenize_bytes_equal_megatron_builder(tmp_path: Path, case: str) -> None:
     kind, dtype, eod, workers = CASES[case]
     (made := tmp_path / "made").mkdir()
     path = MAKERS[kind](made)
@@ -78,9 +79,7 @@ def test_the_bytes_are_those_of_megatron_cores_builder(tmp_path: Path, case: str
     assert not (tmp_path / "ours.partial").exists()
 
 
-def test_a_list_is_of_sentences_and_the_bytes_are_the_builders(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_tokenize_sentence_lists_equal_megatron_builder(tmp_path: Path, tokenizer: Path) -> None:
     texts: list[Any] = [["One.", "", "Two more."], [], ["", ""], "whole", ["end"]]
     encode, end = ids_of("bpe", tokenizer)
     with_builder(tmp_path / "theirs", texts, encode, end, np.uint16)
@@ -167,8 +166,9 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", some(FORMATS, ["zst", "parquet", "arrow stream", "tar.gz"]))
-def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, form: str) -> None:
+def test_tokenize_formats_give_equal_documents(tmp_path: Path, tokenizer: Path, form: str) -> None:
     texts = [*TEXTS, *documents(60)]
     make, words = FORMATS[form]
     source = jsonl(tmp_path / "plain.jsonl", texts)
@@ -181,9 +181,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, 
     assert same_files(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_folder_is_read_by_name_and_a_readme_in_it_is_no_document(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_tokenize_folder_is_ordered_and_ignores_readme(tmp_path: Path, tokenizer: Path) -> None:
     (folder := tmp_path / "set").mkdir()
     for name in ("b.jsonl", "a.jsonl"):
         jsonl(folder / name, [name])
@@ -205,10 +203,11 @@ BAD = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "compressed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "gz"]
 )
-def test_bad_lines_are_left_out_and_named_with_file_and_line(
+def test_tokenize_bad_lines_are_skipped_and_named(
     tmp_path: Path, tokenizer: Path, compressed: bool
 ) -> None:
     texts = documents(250, 3)
@@ -235,7 +234,8 @@ def test_bad_lines_are_left_out_and_named_with_file_and_line(
     assert same_files(tmp_path / "o", tmp_path / "p")
 
 
-def test_lines_longer_than_a_document_may_be_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.full
+def test_tokenize_overlong_lines_are_skipped(tmp_path: Path, tokenizer: Path) -> None:
     data = lines(["a"]) + b'{"text": "' + b"x" * (3 << 20) + b'"}\n' + lines(["b"])
     words = (f"tokenizer={tokenizer}", "max_document=1")
     for name, content in (("d.jsonl", data), ("e.jsonl.gz", gzip.compress(data))):
@@ -261,7 +261,7 @@ def killed(work: Callable[[], object], after_s: float) -> bool:
 
 
 @pytest.mark.parametrize("points", [2, pytest.param(50, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
+def test_tokenize_killed_run_resumes_to_equal_bytes(
     tmp_path: Path, tokenizer: Path, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [*TEXTS, *documents(1500)]
@@ -289,7 +289,8 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
         assert Path(f"{out}{end}").read_bytes() == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
 
 
-def test_a_torn_journal_and_changed_bytes_are_not_believed(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.full
+def test_tokenize_torn_journal_is_not_trusted(tmp_path: Path, tokenizer: Path) -> None:
     source = jsonl(tmp_path / "d.jsonl", [*documents(600), 7])
     words = (source, f"tokenizer={tokenizer}", "workers=1")
     assert tokenize(*words, f"out={tmp_path / 'whole'}") == 0
@@ -305,7 +306,8 @@ def test_a_torn_journal_and_changed_bytes_are_not_believed(tmp_path: Path, token
         assert same_files(out, tmp_path / "whole")
 
 
-def test_what_a_killed_run_left_is_not_gone_on_with_by_other_settings(
+@pytest.mark.full
+def test_tokenize_leftovers_of_other_settings_are_not_resumed(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = jsonl(tmp_path / "d.jsonl", documents(300))
@@ -341,7 +343,7 @@ def test_what_a_killed_run_left_is_not_gone_on_with_by_other_settings(
         (["d.jsonl", "keep_newlines=true"], "MT003"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_fix(
+def test_tokenize_impossible_is_refused_with_a_fix(
     tmp_path: Path,
     tokenizer: Path,
     words: list[str],
@@ -363,7 +365,7 @@ def test_what_cannot_be_is_refused_with_a_fix(
     assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl", "d.xyz", "tokenizer.json"}
 
 
-def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(
+def test_tokenize_gigatoken_is_skipped_for_special_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(of_gigatoken, "find_spec", lambda _: object())
@@ -371,7 +373,8 @@ def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(
     assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
 
 
-def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
+@pytest.mark.full
+def test_tokenize_differing_gigatoken_falls_back_with_note(
     tmp_path: Path,
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -432,9 +435,7 @@ def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return learned
 
 
-def test_documents_are_cut_into_the_sentences_of_punkt(
-    tmp_path: Path, tokenizer: Path, punkt: Any
-) -> None:
+def test_tokenize_punkt_cuts_sentences(tmp_path: Path, tokenizer: Path, punkt: Any) -> None:
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     texts = [PROSE, "", "One line", PROSE * 3]
@@ -451,7 +452,7 @@ def test_documents_are_cut_into_the_sentences_of_punkt(
     assert kept[0] == "We met Dr. Smith at 5 p.m. in the old hall.\n"
 
 
-def test_a_language_without_data_says_what_to_get(
+def test_tokenize_language_without_data_states_what_to_get(
     tmp_path: Path, tokenizer: Path, punkt: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = jsonl(tmp_path / "d.jsonl", ["One. Two."])
@@ -462,7 +463,7 @@ def test_a_language_without_data_says_what_to_get(
     assert "punkt_tab" in capsys.readouterr().err
 
 
-def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
+def test_tokenize_unlearned_record_is_skipped_and_reported(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = [{"text": f"document {i}"} for i in range(8)]
@@ -491,10 +492,11 @@ def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
     assert not (tmp_path / "all.rejects.jsonl").exists()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("key", "value", "workers"), [("loss", 2.31, 2), ("weight", 0.4, 1), ("train", "yes", 1)]
 )
-def test_a_column_that_says_something_else_ends_the_command_and_loses_no_document(
+def test_tokenize_unexpected_json_column_ends_without_loss(
     key: str,
     value: Any,
     workers: int,
@@ -519,7 +521,7 @@ def test_a_column_that_says_something_else_ends_the_command_and_loses_no_documen
     assert held.count("documents") == 120
 
 
-def test_a_column_of_a_table_that_says_something_else_ends_the_command(
+def test_tokenize_unexpected_table_column_ends_the_command(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import pyarrow

@@ -13,7 +13,7 @@ import pytest
 from mtrain.cli.setup import Loaded, load
 from mtrain.config.resolve.rates import rate as rate_of
 from mtrain.config.resolve.resolution import Machine
-from mtrain.plan.time.intervals import in_steps
+from mtrain.plan.time.report import in_steps
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
 
@@ -30,7 +30,7 @@ def values(found: Loaded, *keys: str) -> tuple[Any, ...]:
     return tuple(flat[key] for key in keys)
 
 
-def test_no_value_of_a_laptop_reaches_a_cluster() -> None:
+def test_device_defaults_laptop_values_never_reach_a_cluster() -> None:
     found = loaded(CLUSTER)
     assert found.origins["parallel.tp"] == "chosen by tune for cluster h100x8"
     assert found.origins["parallel.auto"] == "answered by tune"
@@ -46,7 +46,7 @@ def test_no_value_of_a_laptop_reaches_a_cluster() -> None:
     assert values(found, *intervals) == (0, 30.0, 0, 30.0)
 
 
-def test_a_laptop_trains_for_a_minute_with_two_processes() -> None:
+def test_device_defaults_laptop_trains_a_minute_on_two_ranks() -> None:
     found = loaded("")
     keys = (
         "parallel.tp",
@@ -59,6 +59,7 @@ def test_a_laptop_trains_for_a_minute_with_two_processes() -> None:
     assert values(found, "trainer.eval_minutes", "checkpoint.save_minutes") == (None, None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -74,23 +75,24 @@ def test_a_laptop_trains_for_a_minute_with_two_processes() -> None:
         ("trainer.eval_interval=0", {"trainer.eval_interval": 0, "trainer.eval_minutes": None}),
     ],
 )
-def test_what_is_said_holds_on_a_cluster(words: str, said: dict[str, Any]) -> None:
+def test_device_defaults_messages_hold_on_a_cluster(words: str, said: dict[str, Any]) -> None:
     assert values(loaded(f"{CLUSTER} {words}"), *said) == tuple(said.values())
 
 
-def test_a_machine_with_one_gpu_is_trained_on_it_by_one_process() -> None:
+def test_device_defaults_single_gpu_is_used_by_one_rank() -> None:
     found = loaded("data=mock", Machine(8, 1 << 36, gpus=1, triton=True))
     assert values(found, "cluster.device", "parallel.tp", "parallel.ranks") == ("cuda", 1, 1)
 
 
-def test_a_model_that_fits_no_layout_is_refused_with_more_machines() -> None:
+@pytest.mark.full
+def test_device_defaults_unfitting_model_names_more_nodes() -> None:
     done = mtrain("check", "model=llama31_405b", "cluster=h100x8", cwd=Path.cwd())
     assert done.returncode == 2
     assert "[MT257]" in done.stderr
     assert "fix: cluster.nodes=" in done.stderr
 
 
-def test_recipes_and_flags_for_a_cluster_have_no_value_of_a_laptop(tmp_path: Path) -> None:
+def test_device_defaults_cluster_recipes_have_no_laptop_value(tmp_path: Path) -> None:
     assert mtrain("recipe", "new", "my.yaml", *CLUSTER.split(), cwd=tmp_path).returncode == 0
     text = (tmp_path / "my.yaml").read_text()
     assert not {"train_iters", "eval_interval", "save_interval", "tp2"} & set(
@@ -104,7 +106,7 @@ def test_recipes_and_flags_for_a_cluster_have_no_value_of_a_laptop(tmp_path: Pat
     assert 30 < int(said["--eval-interval"]) < 180
 
 
-def test_the_length_of_a_run_is_said_in_one_line_with_its_source() -> None:
+def test_device_defaults_run_length_is_one_line_with_source() -> None:
     done = mtrain("check", *CLUSTER.split(), "parallel=tp2", cwd=Path.cwd())
     (line,) = (row for row in done.stdout.splitlines() if row.startswith("  tokens"))
     assert "in 76580 steps" in line
@@ -112,7 +114,7 @@ def test_the_length_of_a_run_is_said_in_one_line_with_its_source() -> None:
     assert "Chinchilla (arXiv 2203.15556)" in line
 
 
-def test_minutes_become_steps_by_the_predicted_time_or_a_usual_number() -> None:
+def test_device_defaults_minutes_become_predicted_steps() -> None:
     unknown = loaded(
         "model=llama_tiny parallel=single cluster=h100x8 cluster.memory_gbps=null"
         " cluster.peak_tflops={}"
@@ -134,7 +136,7 @@ def test_minutes_become_steps_by_the_predicted_time_or_a_usual_number() -> None:
     ],
 )
 @pytest.mark.parametrize("way", ["trainer=sft", "data=sft"])
-def test_fine_tuning_has_published_rates_and_batches_by_size_and_adapter(
+def test_device_defaults_fine_tuning_uses_published_rates(
     words: str, rate: float, batch: int, source: str, way: str
 ) -> None:
     run, why = load_anyway(f"{words} {way} {NODE}")
@@ -145,7 +147,7 @@ def test_fine_tuning_has_published_rates_and_batches_by_size_and_adapter(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 100])
-def test_each_step_of_a_fine_tuning_learns(steps: int) -> None:
+def test_device_defaults_every_fine_tuning_step_learns(steps: int) -> None:
     run, _ = load_anyway(f"model=llama3_8b trainer=sft trainer.train_iters={steps} {NODE}")
     rates = [rate_of(run, step) for step in range(1, steps + 1)]
     assert rates[-1] == pytest.approx(5e-6 / steps, rel=1e-5), (
@@ -154,7 +156,7 @@ def test_each_step_of_a_fine_tuning_learns(steps: int) -> None:
     assert max(rates) <= 5e-6
 
 
-def test_packed_chats_are_counted_in_windows_that_hold_as_many() -> None:
+def test_device_defaults_packed_chats_count_in_windows() -> None:
     run, why = load_anyway(f"model=llama3_8b data=sft data.packed=true data.seq_length=4096 {NODE}")
     assert run.trainer.global_batch_size == 32
     assert "1024 tokens each" in why["trainer.global_batch_size"]
@@ -173,7 +175,7 @@ def load_anyway(words: str) -> tuple[Any, dict[str, str]]:
     ("chats", "batch", "steps"),
     [(20, 8, 5), (1000, 32, 62), (40_000, 128, 613), (0, 128, 500), (None, 128, 500)],
 )
-def test_steps_are_two_epochs_of_the_chats_that_there_are(
+def test_device_defaults_steps_are_two_epochs_of_chats(
     chats: int | None, batch: int, steps: int, tmp_path: Path
 ) -> None:
     line = json.dumps(
@@ -191,7 +193,7 @@ def test_steps_are_two_epochs_of_the_chats_that_there_are(
     assert ("2 epochs" in why["trainer.train_iters"]) == bool(chats)
 
 
-def test_what_is_said_of_a_fine_tuning_holds() -> None:
+def test_device_defaults_fine_tuning_messages_hold() -> None:
     run, _ = load_anyway(
         "trainer=sft optim.lr=1e-3 optim.min_lr=1e-4 trainer.train_iters=7"
         " trainer.global_batch_size=3"

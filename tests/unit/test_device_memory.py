@@ -55,21 +55,21 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
         ),
     ],
 )
-def test_state_that_no_device_holds_is_a_warning_with_what_would_help(words: str, fix: str) -> None:
+def test_device_memory_unfitting_state_warns_with_remedies(words: str, fix: str) -> None:
     found = [p for p in load([*BASE, *words.split()], LAPTOP, {}).warnings if p.code == "MT146"]
     assert [p.fix.startswith(fix) and p.severity == "warning" for p in found] == (
         [True] if fix else []
     )
 
 
-def test_with_the_fix_the_whole_plan_fits() -> None:
+def test_device_memory_fix_makes_the_whole_plan_fit() -> None:
     words = ["data=mock", "model=llama3_70b", "parallel=tp4pp4", "cluster=h100", "cluster.nodes=8"]
     (problem,) = [p for p in load(words, LAPTOP, {}, to_run=False).warnings if p.code == "MT146"]
     run = load([*words, *problem.fix.split()], LAPTOP, {}, to_run=False).run
     assert worst_stage(run).peak <= (run.cluster.device_memory_gib or 0) * GIB
 
 
-def test_the_verdict_shows_the_facts_that_a_run_is_judged_and_measured_by() -> None:
+def test_device_memory_verdict_shows_facts_in_use() -> None:
     loaded = load(
         [*BASE, "model=llama3_8b", "parallel=dp", "cluster=h100x8", "precision=fp8_tensorwise"],
         LAPTOP,

@@ -10,13 +10,13 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from mtrain.config.machine import devices, plug_ins
+from mtrain.config.machine import devices, installed
 from mtrain.config.machine.hardware import memory_bytes
 from mtrain.devices import cpu_namespace, registry
 from mtrain.errors import BadEnvironment, ConfigError
 
 
-def test_the_cpu_is_always_available_and_measures_this_process() -> None:
+def test_devices_cpu_is_available_and_measures_process() -> None:
     cpu = registry.get("cpu")
     assert cpu.available() is None
     assert cpu.device(3) == torch.device("cpu")
@@ -25,7 +25,7 @@ def test_the_cpu_is_always_available_and_measures_this_process() -> None:
     assert cpu.adapts_megatron
 
 
-def test_random_state_of_the_cpu_is_restored() -> None:
+def test_devices_cpu_random_state_is_restored() -> None:
     cpu = registry.get("cpu")
     cpu.seed(5)
     state = cpu.rng_state()
@@ -35,7 +35,7 @@ def test_random_state_of_the_cpu_is_restored() -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-def test_an_unknown_device_names_near_ones_and_all() -> None:
+def test_devices_unknown_names_near_and_all() -> None:
     with pytest.raises(ConfigError) as raised:
         registry.get("cpuu")
     (problem,) = raised.value.problems
@@ -46,7 +46,7 @@ def test_an_unknown_device_names_near_ones_and_all() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> None:
+def test_devices_missing_gpu_is_an_error_auto_takes_cpu() -> None:
     with pytest.raises(BadEnvironment, match=r"cuda.*(built without CUDA|no CUDA GPU)"):
         registry.get("cuda")
     assert registry.get("auto").name == "cpu"
@@ -55,7 +55,7 @@ def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> N
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.GROUP)
     monkeypatch.setattr(
-        plug_ins, "entry_points", lambda group: [entry] if group == devices.GROUP else []
+        installed, "entry_points", lambda group: [entry] if group == devices.GROUP else []
     )
 
 
@@ -63,7 +63,7 @@ toy = dataclasses.replace(registry.get("cpu"), name="toy", available=lambda: "no
 no_device = object()
 
 
-def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_plug_in_is_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:toy")
     assert devices.names() == ["cpu", "cuda", "toy"]
     with pytest.raises(BadEnvironment, match=r"toy.*no toy is plugged in"):
@@ -73,20 +73,22 @@ def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_device", "is no mtrain")]
 )
-def test_a_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+def test_devices_broken_plug_in_is_named(
+    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
     _plug_in(monkeypatch, value)
     with pytest.raises(BadEnvironment, match=said):
         registry.get("toy")
 
 
-def test_finding_a_device_by_name_needs_no_torch_until_it_is_loaded() -> None:
+def test_devices_lookup_needs_no_torch() -> None:
     code = (
         "import sys, mtrain.devices.registry, mtrain.devices.base; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_stand_in_namespace_takes_calls_as_torch_cuda_does() -> None:
+def test_devices_stand_in_namespace_mimics_torch_cuda() -> None:
     ns = cpu_namespace
     start = ns.Event(enable_timing=True)
     end = ns.Event(enable_timing=True)

@@ -30,7 +30,7 @@ def values(run: RunConfig, place: Place = HERE, **given: str) -> dict[str, str]:
     return {name: setting.value for name, setting in environment(run, place, given).items()}
 
 
-def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
+def test_environment_cpu_run_gets_nothing_of_cuda() -> None:
     run = resolve(tiny(parallel__tp=2, trainer__deterministic=True), LAPTOP)
     assert values(run) == {
         "OMP_NUM_THREADS": "4",
@@ -38,7 +38,9 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    assert "GLOO_SOCKET_IFNAME" not in values(run, Place(ranks_here=1, cores=1, alone=False))
+    assert "GLOO_SOCKET_IFNAME" not in values(
+        run, Place(ranks_here=1, cores=1, on_one_machine=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,13 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         ({}, "TORCH_NCCL_AVOID_RECORD_STREAMS", None),
     ],
 )
-def test_a_variable_is_set_where_its_reason_holds(
+def test_environment_variable_is_set_with_its_reason(
     changes: dict[str, Any], name: str, value: str | None
 ) -> None:
     assert values(on_cards(**changes)).get(name) == value
 
 
-def test_the_recorder_writes_where_a_run_leaves_how_it_failed() -> None:
+def test_environment_recorder_writes_to_run_folder() -> None:
     place = Place(cores=1, scratch=Path("/tmp/mtrain-7"), errors=Path("/runs/a/errors"))
     found = values(on_cards(), place)
     assert found["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/a/errors/flight_rank_"
@@ -95,16 +97,14 @@ def test_the_recorder_writes_where_a_run_leaves_how_it_failed() -> None:
 @pytest.mark.parametrize(
     ("filesystem", "local"), [("nfs4", True), ("lustre", True), ("ext4", False), ("", False)]
 )
-def test_kernels_are_cached_on_a_local_disk_where_the_home_folder_is_not(
-    filesystem: str, local: bool
-) -> None:
+def test_environment_kernel_cache_avoids_network_home(filesystem: str, local: bool) -> None:
     place = Place(cores=1, scratch=Path("/tmp/mtrain-7"), home_filesystem=filesystem)
     assert values(on_cards(), place).get("TRITON_CACHE_DIR") == (
         "/tmp/mtrain-7/triton" if local else None
     )
 
 
-def test_the_filesystem_of_a_folder_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+def test_environment_filesystem_is_of_nearest_mount(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nlocal /home/my\\040disk xfs rw 0 0\n"
@@ -117,7 +117,7 @@ def test_the_filesystem_of_a_folder_is_that_of_the_nearest_mount(tmp_path: Path)
     assert filesystem_of(Path("/"), tmp_path / "none") == ""
 
 
-def test_what_the_user_has_set_wins_and_is_reported_under_any_of_its_names() -> None:
+def test_environment_user_values_win_and_are_reported() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"}
     settings = environment(on_cards(), HERE, given)
     assert "PYTORCH_ALLOC_CONF" not in settings
@@ -128,7 +128,7 @@ def test_what_the_user_has_set_wins_and_is_reported_under_any_of_its_names() -> 
     assert (given["OMP_NUM_THREADS"], given["MKL_NUM_THREADS"]) == ("3", "4")
 
 
-def test_a_rank_verifies_what_its_run_cannot_do_without() -> None:
+def test_environment_rank_verifies_required_values() -> None:
     run = on_cards(trainer__deterministic=True, kernels__attention="te", parallel__tp=2)
     environ: dict[str, str] = {}
     assert [line.split()[0] for line in verify(run, HERE, environ)] == [
@@ -146,7 +146,7 @@ def test_a_rank_verifies_what_its_run_cannot_do_without() -> None:
     assert wrong.startswith("NCCL_ALGO='NVLS' in the environment must be Ring or Tree or ^NVLS or ")
 
 
-def test_a_run_is_refused_where_it_would_not_be_what_it_says(
+def test_environment_contradicted_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -189,7 +189,7 @@ def interfaces(tmp_path: Path) -> Path:
         ("A_VARIABLE_OF_THE_USERS", "bogus", True),
     ],
 )
-def test_a_value_that_ends_a_run_on_processors_is_named(
+def test_environment_fatal_value_on_cpu_is_named(
     name: str, value: str, right: bool, interfaces: Path
 ) -> None:
     found = faults({name: value}, NO_LIMITS, 2, interfaces=interfaces)
@@ -210,7 +210,7 @@ def test_a_value_that_ends_a_run_on_processors_is_named(
         ("^=eth0", True),
     ],
 )
-def test_interfaces_of_nccl_are_read_as_nccl_reads_them(
+def test_environment_nccl_interfaces_are_parsed_as_nccl(
     value: str, right: bool, interfaces: Path
 ) -> None:
     found = faults(
@@ -221,7 +221,7 @@ def test_interfaces_of_nccl_are_read_as_nccl_reads_them(
     assert not faults({"NCCL_SOCKET_IFNAME": value}, NO_LIMITS, 2, interfaces=interfaces)
 
 
-def test_a_value_that_ends_a_run_with_nccl_is_named_there_alone(interfaces: Path) -> None:
+def test_environment_fatal_value_with_nccl_is_named(interfaces: Path) -> None:
     environ = {"TORCH_NCCL_BLOCKING_WAIT": "often", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10m"}
     assert len(faults(environ, NO_LIMITS, 2, on_host=False, interfaces=interfaces)) == 2
     assert not faults(environ, NO_LIMITS, 2, interfaces=interfaces)
@@ -235,15 +235,13 @@ def test_a_value_that_ends_a_run_with_nccl_is_named_there_alone(interfaces: Path
         (Limits(files=1024, addresses=1 << 40, processes=100_000), None),
     ],
 )
-def test_a_limit_that_a_rank_cannot_start_in_is_named(
-    limits: Limits, said: str | None, tmp_path: Path
-) -> None:
+def test_environment_low_limit_is_named(limits: Limits, said: str | None, tmp_path: Path) -> None:
     found = faults({}, limits, 2, interfaces=tmp_path / "none")
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
 
 
-def test_descriptors_are_counted_by_the_ranks_of_the_world(tmp_path: Path) -> None:
+def test_environment_descriptors_count_ranks_of_world(tmp_path: Path) -> None:
     assert not faults({}, Limits(files=1024), 8, interfaces=tmp_path)
     (said,) = faults({}, Limits(files=1024), 8, world=2048, interfaces=tmp_path)
     assert "ulimit -n 2148" in said
@@ -259,7 +257,7 @@ def test_descriptors_are_counted_by_the_ranks_of_the_world(tmp_path: Path) -> No
         (resource.RLIM_INFINITY,) * 3,
     ],
 )
-def test_a_rank_raises_its_own_limit_of_descriptors(
+def test_environment_rank_raises_its_descriptor_limit(
     soft: int, hard: int, raised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = {resource.RLIMIT_NOFILE: (soft, hard)}

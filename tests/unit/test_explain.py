@@ -40,9 +40,7 @@ def explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("code", codes())
-def test_every_code_says_what_it_means_when_it_fires_and_what_to_do(
-    code: str, explain: Explain
-) -> None:
+def test_explain_code_has_meaning_trigger_and_fix(code: str, explain: Explain) -> None:
     facts = explain(code.lower())
     assert facts["code"] == code
     assert facts["about"]
@@ -54,7 +52,7 @@ def test_every_code_says_what_it_means_when_it_fires_and_what_to_do(
     assert bool(facts["says"]) is (code not in WITHOUT_A_MESSAGE)
 
 
-def test_an_example_is_shown_with_its_message_and_its_fix(explain: Explain) -> None:
+def test_explain_example_shows_message_and_fix(explain: Explain) -> None:
     facts = explain("MT101")
     assert facts["keys"][:2] == ["parallel.tp", "model.num_attention_heads"]
     assert facts["example"] == "parallel=tp3"
@@ -64,11 +62,11 @@ def test_an_example_is_shown_with_its_message_and_its_fix(explain: Explain) -> N
     assert explain("MT131")["severity"] == "error"
 
 
-def test_every_code_is_of_a_family() -> None:
+def test_explain_code_belongs_to_a_group() -> None:
     assert all(any(code.startswith(begin) for begin in FAMILIES) for code in codes())
 
 
-def test_a_code_of_a_rule_is_of_one_rule() -> None:
+def test_explain_rule_code_belongs_to_one_rule() -> None:
     """Whoever has read what a code means meets no other rule under it; MT150 is every key without
     effect.
     """
@@ -84,7 +82,7 @@ def test_a_code_of_a_rule_is_of_one_rule() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("key", [key for key in schema_keys() if not key.startswith("recipe.")])
-def test_every_key_can_be_explained(key: str, explain: Explain) -> None:
+def test_explain_works_for_every_key(key: str, explain: Explain) -> None:
     facts = explain(key)
     assert facts["key"] == key
     assert facts["means"]
@@ -96,7 +94,7 @@ def test_every_key_can_be_explained(key: str, explain: Explain) -> None:
     assert all(choice in facts["type"] for choice in choices)
 
 
-def test_a_value_comes_with_everyone_who_set_it_in_order(explain: Explain) -> None:
+def test_explain_value_lists_setters_in_order(explain: Explain) -> None:
     facts = explain("optim.lr", "recipe=llama3/70b_h100x64", "optim.lr=1e-4")
     assert [row["value"] for row in facts["chain"]] == ["null", "null", "0.0003", "0.0001"]
     assert [re.sub(r":\d+", "", row["source"]) for row in facts["chain"]] == [
@@ -108,12 +106,12 @@ def test_a_value_comes_with_everyone_who_set_it_in_order(explain: Explain) -> No
     assert (facts["value"], facts["set_by"]) == ("0.0001", "command line")
 
 
-def test_what_is_resolved_is_the_last_link(explain: Explain) -> None:
+def test_explain_resolved_value_is_last_link(explain: Explain) -> None:
     facts = explain("parallel.ranks", "parallel=tp2pp2", "cluster=cpu")
     assert (facts["value"], facts["set_by"]) == ("4", "resolved from tp 2 pp 2: the fewest ranks")
 
 
-def test_a_section_that_was_taken_away_takes_its_keys(explain: Explain) -> None:
+def test_explain_removed_section_removes_its_keys(explain: Explain) -> None:
     facts = explain("model.moe.router_topk", "model=mixtral_tiny", "model.moe=null")
     assert facts["value"] == "(not there: its section is null)"
     assert facts["set_by"] == "command line"
@@ -125,13 +123,13 @@ def test_a_section_that_was_taken_away_takes_its_keys(explain: Explain) -> None:
     assert explain("model.moe.router_topk", "model=mixtral_tiny")["value"] == "2"
 
 
-def test_a_mapping_is_shown_whole(explain: Explain) -> None:
+def test_explain_mapping_is_shown_whole(explain: Explain) -> None:
     assert explain("cluster.peak_tflops", "cluster=h100x8")["value"].startswith(
         "{fp32: 67.0, tf32:"
     )
 
 
-def test_a_key_names_the_field_the_flag_and_the_rules(explain: Explain) -> None:
+def test_explain_key_names_field_flag_and_rules(explain: Explain) -> None:
     facts = explain("parallel.tp")
     assert "TransformerConfig.tensor_model_parallel_size" in facts["feeds"]
     assert facts["flags"] == ["--tensor-model-parallel-size"]
@@ -141,7 +139,7 @@ def test_a_key_names_the_field_the_flag_and_the_rules(explain: Explain) -> None:
 
 
 @pytest.mark.parametrize("group", [*GROUPS, "model.moe", "parallel.recompute"])
-def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
+def test_explain_group_lists_its_keys(group: str, explain: Explain) -> None:
     facts = explain(group)
     assert list(facts["keys"]) == keys_of(group)
     assert facts["means"]
@@ -166,11 +164,11 @@ def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
         ("nothing.at.all", ""),
     ],
 )
-def test_types_are_told_in_words(key: str, words: str) -> None:
+def test_explain_types_are_words(key: str, words: str) -> None:
     assert type_of(key) == words
 
 
-def test_defaults_are_told_as_yaml() -> None:
+def test_explain_defaults_are_yaml() -> None:
     assert default_of("model.num_layers") == "(required)"
     assert default_of("optim.min_lr") == "null"
     assert default_of("parallel.distributed_optimizer") == "null"
@@ -186,14 +184,14 @@ def test_defaults_are_told_as_yaml() -> None:
         ("MT999", "explain MT"),
     ],
 )
-def test_what_does_not_exist_is_answered_with_what_is_near(
+def test_explain_unknown_names_near_ones(
     word: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", word]) == 2
     assert near in capsys.readouterr().err
 
 
-def test_the_page_and_the_contents_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_page_and_contents_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "parallel.tp=4", "parallel=tp2"]) == 0
     page = capsys.readouterr().out
     for words in (
@@ -214,7 +212,7 @@ def test_the_page_and_the_contents_are_for_people(capsys: pytest.CaptureFixture[
     assert tuple(found["groups"]) == tuple(GROUPS)
 
 
-def test_nothing_is_imported_to_explain() -> None:
+def test_explain_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom mtrain.cli.main import main\n"
         "main(['explain', 'MT609']); main(['explain', 'model.num_layers'])\n"
@@ -237,13 +235,11 @@ def test_nothing_is_imported_to_explain() -> None:
         "checkpoint.resume",
     ],
 )
-def test_a_key_that_names_what_is_learned_is_not_said_to_change_no_weight(
-    key: str, explain: Explain
-) -> None:
+def test_explain_learned_path_changes_weights(key: str, explain: Explain) -> None:
     assert explain(key)["changes"].startswith("contents: the weights that come out")
 
 
-def test_what_follows_from_a_key_is_told_beside_what_it_changes_itself(explain: Explain) -> None:
+def test_explain_consequences_are_listed_with_effect(explain: Explain) -> None:
     assert explain("model.published.peak_lr", "model=llama3_8b")["decides"] == ["optim.lr"]
     assert (
         "precision.dtype" in explain("cluster.sm", "cluster=h100x8", "model=llama3_8b")["decides"]
@@ -258,7 +254,7 @@ def test_what_follows_from_a_key_is_told_beside_what_it_changes_itself(explain: 
         ("cluster.device", "precision.dtype", "architecture: what the weights are"),
     ],
 )
-def test_a_key_that_decides_others_changes_what_they_change(
+def test_explain_deciding_key_has_effects_of_decided(
     key: str, decided: str, changes: str, explain: Explain
 ) -> None:
     facts = explain(key)
@@ -267,5 +263,5 @@ def test_a_key_that_decides_others_changes_what_they_change(
     assert "by the keys that it decides; where those are set, " in facts["changes"]
 
 
-def test_a_key_that_decides_nothing_graver_changes_what_it_says_itself(explain: Explain) -> None:
+def test_explain_key_without_graver_effect_states_own(explain: Explain) -> None:
     assert explain("log.interval")["changes"] == "runtime: no weight; names, places, limits, output"

@@ -180,7 +180,7 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
 
 
 @pytest.mark.parametrize("said", CHANGES)
-def test_what_gigatoken_may_not_do_alike_is_named(said: str) -> None:
+def test_fast_features_names_what_gigatoken_may_differ_in(said: str) -> None:
     from mtrain.data.preprocess.fast_features import unsupported
 
     kind, change = CHANGES[said]
@@ -190,7 +190,7 @@ def test_what_gigatoken_may_not_do_alike_is_named(said: str) -> None:
     assert said in unsupported(body)
 
 
-def test_a_whole_word_token_is_left_for_tokenizers_and_a_line_says_so(tmp_path: Path) -> None:
+def test_fast_features_whole_word_token_falls_back_with_note(tmp_path: Path) -> None:
     pytest.importorskip("gigatoken")
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(added(body_of("bytes"), "tool", single_word=True, special=False)))
@@ -250,7 +250,7 @@ def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.full)])
-def test_gigatoken_has_the_ids_of_tokenizers_wherever_it_is_taken(first: int) -> None:
+def test_fast_features_gigatoken_equals_tokenizers_where_used(first: int) -> None:
     gigatoken = pytest.importorskip("gigatoken")
     from mtrain.data.preprocess.fast_features import unsupported
 

@@ -14,7 +14,7 @@ from mtrain.errors import ConfigError
 from tests.support.commands import ROOT
 
 
-def test_the_committed_page_is_the_one_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_page_committed_equals_generated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", "fields"]) == 0
     made = capsys.readouterr().out
     assert made == page()
@@ -22,7 +22,7 @@ def test_the_committed_page_is_the_one_that_is_made(capsys: pytest.CaptureFixtur
     assert committed == made, "make it again: python launch.py schema fields > docs/fields.md"
 
 
-def test_every_key_has_one_row_with_what_it_may_be_and_means() -> None:
+def test_fields_page_key_has_one_row_with_type_and_meaning() -> None:
     rows = [
         re.split(r"(?<!\\)\|", line)
         for line in page().splitlines()
@@ -35,7 +35,7 @@ def test_every_key_has_one_row_with_what_it_may_be_and_means() -> None:
     )
 
 
-def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> None:
+def test_fields_page_moe_and_mla_keys_state_fields() -> None:
     found = fed()
     assert found["model.moe.router_topk"] == ["TransformerConfig.moe_router_topk"]
     assert found["model.mla.beta_fast"] == ["MLATransformerConfig.beta_fast"]
@@ -53,7 +53,7 @@ def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> No
         ("precision.fp8_param_gather=true", "only products are in 8 bits"),
     ],
 )
-def test_a_field_without_a_key_says_why_when_it_is_set(words: str, says: str) -> None:
+def test_fields_page_unfed_field_states_reason(words: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose([words])
     (problem,) = refused.value.problems
@@ -61,7 +61,7 @@ def test_a_field_without_a_key_says_why_when_it_is_set(words: str, says: str) ->
     assert says in problem.rule
 
 
-def test_a_field_with_a_key_of_another_name_leads_to_it() -> None:
+def test_fields_page_renamed_field_leads_to_its_key() -> None:
     with pytest.raises(ConfigError) as refused:
         compose(["precision.fp8_format=hybrid"])
     assert refused.value.problems[0].fix == "precision.fp8=hybrid"

@@ -92,7 +92,7 @@ def tokenized(*words: str) -> int:
     )
 
 
-def test_a_run_without_locks_has_the_folder_that_was_planned_and_says_once_why(
+def test_file_system_without_locks_keeps_folder_and_warns_once(
     without_locks: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
@@ -103,7 +103,7 @@ def test_a_run_without_locks_has_the_folder_that_was_planned_and_says_once_why(
     assert capsys.readouterr().err.count("no locks") == 1
 
 
-def test_without_locks_a_second_run_is_kept_out_all_the_same(without_locks: None) -> None:
+def test_file_system_without_locks_refuses_second_run(without_locks: None) -> None:
     named = run_of(log__name="a")
     unnamed = run_of()
     planned = folder.plan(named)
@@ -118,7 +118,7 @@ def test_without_locks_a_second_run_is_kept_out_all_the_same(without_locks: None
         assert again.folder == planned.folder
 
 
-def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_ended_owner_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
     home = owned_by(of_a_process_that_ended())
     run = run_of(log__name="a")
@@ -128,7 +128,7 @@ def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPat
     assert not (home / ".lock.owner").exists()
 
 
-def test_the_file_of_whoever_took_over_first_is_always_there(
+def test_file_system_takeover_file_always_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone = of_a_process_that_ended()
@@ -145,7 +145,7 @@ def test_the_file_of_whoever_took_over_first_is_always_there(
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_one_process_at_a_time_takes_over() -> None:
+def test_file_system_takeover_admits_one_process() -> None:
     gone = of_a_process_that_ended()
     file = owned_by(gone) / ".lock.owner"
     marker = file.with_name(f"{file.name}.{gone.pid}-{gone.started}")
@@ -157,7 +157,7 @@ def test_one_process_at_a_time_takes_over() -> None:
     assert list(file.parent.iterdir()) == []
 
 
-def test_a_disk_that_is_full_leaves_no_owner_whom_nobody_knows(
+def test_file_system_full_disk_leaves_no_unknown_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_leaves_no_owner_whom_nobody_knows(
 
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {}])
-def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
+def test_file_system_live_or_remote_owner_is_kept(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
@@ -183,14 +183,14 @@ def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
     assert [path.name for path in home.parent.iterdir()] == ["a"]
 
 
-def test_an_error_of_the_disk_is_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_disk_error_is_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
     run = run_of(log__name="a")
     with pytest.raises(BadEnvironment, match=r"runs/a cannot be written: Input/output error"):
         folder.opened(run, folder.plan(run), []).__enter__()
 
 
-def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -> None:
+def test_file_system_without_locks_makes_caches_and_corpora(without_locks: None) -> None:
     def make(at: Path) -> None:
         (at / "meta.json").write_text("{}")
 
@@ -213,7 +213,7 @@ def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -
     assert not list(Path(".").rglob("*.owner"))
 
 
-def test_without_locks_no_corpus_is_removed_for_nobody_knows_who_reads_it(
+def test_file_system_without_locks_removes_no_corpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home = Path("cache/corpus-0123456789abcdef")
@@ -228,7 +228,7 @@ def test_without_locks_no_corpus_is_removed_for_nobody_knows_who_reads_it(
     assert cache.make_room(home.parent) == [home]
 
 
-def test_files_are_kept_where_a_folder_cannot_be_synced(
+def test_file_system_unsyncable_folder_keeps_files(
     without_synced_folders: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with drafted(Path("out"), "importing") as draft:
@@ -238,7 +238,7 @@ def test_files_are_kept_where_a_folder_cannot_be_synced(
     assert capsys.readouterr().err.count("cannot sync a folder") == 1
 
 
-def test_a_file_that_cannot_be_synced_is_an_error_all_the_same(
+def test_file_system_unsyncable_file_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("file").write_text("")
@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_synced_is_an_error_all_the_same(
 @pytest.mark.parametrize(
     "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV], ids=errno.errorcode.get
 )
-def test_a_run_goes_on_without_hard_links_and_keeps_its_earlier_configuration(
+def test_file_system_without_hard_links_keeps_old_config(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "link", refusing(number))
@@ -267,7 +267,7 @@ def test_a_run_goes_on_without_hard_links_and_keeps_its_earlier_configuration(
     assert capsys.readouterr().err.count("no hard links") == 1
 
 
-def test_a_run_folder_that_takes_no_checkpoints_is_refused_before_any_rank_starts() -> None:
+def test_file_system_unusable_checkpoint_folder_is_refused() -> None:
     run = run_of(log__name="a")
     with folder.opened(run, folder.plan(run), []):
         pass
@@ -287,7 +287,9 @@ def test_a_run_folder_that_takes_no_checkpoints_is_refused_before_any_rank_start
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_dev_shm_tokenizes(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import _multiprocessing  # type: ignore[import-not-found]
 
     semaphores = type("SemLock", (), {"SEM_VALUE_MAX": 1, "__init__": refusing(errno.EROFS)})
@@ -304,9 +306,7 @@ def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.M
         ("convert inspect", "mine/model.safetensors.index.json"),
     ],
 )
-def test_what_may_not_be_read_is_said_and_is_a_matter_of_the_machine(
-    verb: str, closed: str
-) -> None:
+def test_file_system_unreadable_is_an_environment_error(verb: str, closed: str) -> None:
     checkpoint = "mine/checkpoints/step_00000001"
     of_a_run = ("mine/run.yaml", f"{checkpoint}/manifest.json")
     Path("mine" if closed.endswith("index.json") else checkpoint).mkdir(parents=True)

@@ -13,7 +13,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.resolve.watch import watched
-from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
+from mtrain.config.rules import Answers, all_rules, findings, findings_and_reads, value_at
 from mtrain.errors import ConfigError
 from tests.support.catalogue import accepted, validated
 from tests.support.configs import LAPTOP
@@ -40,21 +40,19 @@ from tests.support.configs import LAPTOP
         ("parallel=nope trainer.global_batch_size=7", {"MT011"}),
     ],
 )
-def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(
-    words: str, codes: set[str]
-) -> None:
+def test_findings_refused_key_hides_only_its_dependants(words: str, codes: set[str]) -> None:
     assert {p.code for p in validated(words.split()) if p.severity == "error"} == codes
 
 
-def test_a_rule_finds_the_same_when_its_reading_is_watched() -> None:
+def test_findings_watched_reads_keep_findings() -> None:
     assert len(accepted()) > 20
     for run in accepted():
         assert [finding for finding, _ in findings_and_reads(run, Answers())] == list(findings(run))
 
 
-def test_what_a_rule_reads_are_keys() -> None:
+def test_findings_reads_of_rules_are_keys() -> None:
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             reads: set[str] = set()
             list(rule(watched(run, reads)))
             keys = run.flat()
@@ -63,7 +61,7 @@ def test_what_a_rule_reads_are_keys() -> None:
                 assert key.endswith(".") or key in keys or value_at(run, key) is None
 
 
-def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_only_disk_rules_read_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*args: object, **kwargs: object) -> None:
         raise AssertionError(f"a rule that is not of the disk looked at the disk: {args}")
 
@@ -71,12 +69,12 @@ def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, name, touched)
     monkeypatch.setattr("builtins.open", touched)
     for run in accepted():
-        for rule in RULES:
+        for rule in all_rules():
             if not rule.disk:
                 list(rule(run))
 
 
-def test_trials_of_fixes_do_not_walk_a_folder_again(
+def test_findings_fix_trials_walk_a_folder_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder without a text file, beside broken rules whose fixes are tried by the dozen."""
@@ -95,7 +93,7 @@ def test_trials_of_fixes_do_not_walk_a_folder_again(
 
 
 @pytest.mark.parametrize("files", [0, 30_000])
-def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: int) -> None:
+def test_findings_folder_walk_is_bounded(tmp_path: Path, files: int) -> None:
     """Links that lead back, and more entries than are looked at: what was not seen is a warning."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/back").symlink_to(tmp_path)
@@ -112,7 +110,7 @@ def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: in
     )
 
 
-def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
+def test_findings_fix_ignores_hidden_rules() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["parallel=nope", "model.num_query_groups=3", "optim.min_lr=1.0"], LAPTOP, {})
     assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith(
@@ -120,7 +118,7 @@ def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
     )
 
 
-def test_a_refused_key_is_reported_on_a_machine_with_a_gpu_too() -> None:
+def test_findings_refused_key_is_reported_with_gpu() -> None:
     """Kernels are asked for what stands in their way, whose reading is watched within a reading
     that is watched.
     """
@@ -135,7 +133,7 @@ def test_a_refused_key_is_reported_on_a_machine_with_a_gpu_too() -> None:
     assert [problem.code for problem in told.value.problems] == ["MT013"]
 
 
-def test_a_reading_that_is_watched_twice_is_noted_twice() -> None:
+def test_findings_nested_watch_notes_reads_twice() -> None:
     outer: set[str] = set()
     inner: set[str] = set()
     run = watched(watched(load(["model=llama_tiny"], LAPTOP, {}).run, outer), inner)

@@ -48,7 +48,7 @@ def loaded(words: str) -> Loaded:
         (CHAT, "a.jsonl", "{\n", "text"),
     ],
 )
-def test_the_first_line_of_a_file_says_whether_it_holds_chats(
+def test_first_record_first_line_decides_chats(
     record: object, name: str, begin: str, kind: str, tmp_path: Path
 ) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
@@ -69,9 +69,7 @@ def test_the_first_line_of_a_file_says_whether_it_holds_chats(
 @pytest.mark.parametrize(
     ("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "data tokenize")]
 )
-def test_records_that_are_named_as_text_are_warned_of(
-    record: object, fix: str, tmp_path: Path
-) -> None:
+def test_first_record_records_named_text_warn(record: object, fix: str, tmp_path: Path) -> None:
     found = loaded(f"data=text data.path={lines(tmp_path / 'a.jsonl', record)}")
     said = [problem for problem in found.warnings if problem.code == "MT346"]
     assert [problem.fix.startswith(fix) for problem in said] == [True]
@@ -81,17 +79,17 @@ def test_records_that_are_named_as_text_are_warned_of(
 @pytest.mark.parametrize(
     ("record", "name"), [(TEXT, "a.txt"), ({"text": 1}, "a.jsonl"), ({"body": "x" * 99}, "a.jsonl")]
 )
-def test_other_files_are_text(record: object, name: str, tmp_path: Path) -> None:
+def test_first_record_other_files_are_text(record: object, name: str, tmp_path: Path) -> None:
     found = loaded(f"data=text data.path={lines(tmp_path / name, record)}")
     assert "MT346" not in {problem.code for problem in found.warnings}
 
 
-def test_pairs_of_answers_are_not_learned_as_text(tmp_path: Path) -> None:
+def test_first_record_pairs_are_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MT343"):
         loaded(f"data.path={lines(tmp_path / 'a.jsonl', PAIR)}")
 
 
-def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+def test_first_record_rewritten_file_is_read_again(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", TEXT)
     assert loaded(f"data.path={file}").run.data.kind == "text"
     assert loaded(f"data.path={lines(file, CHAT)}").run.data.kind == "sft"

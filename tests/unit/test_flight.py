@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed import Work
 
-from mtrain.world import flight, stacks, stall, waits
-from mtrain.world.heartbeat import heartbeat, waiting
-from mtrain.world.stall import UNKNOWN, Calls, Status, blame
+from mtrain.world import flight, stacks, stall
+from mtrain.world.heartbeat import heartbeat, noting_waits, waiting
+from mtrain.world.stall import UNKNOWN, Calls, Status, name_straggler
 
 
 def entry(
@@ -71,7 +71,7 @@ def dump(*entries: dict[str, Any], version: str = "2.10", **status: tuple[int, i
 
 
 @pytest.mark.parametrize("version", ["2.10", "2.9"])
-def test_entries_say_how_far_each_group_has_come(version: str) -> None:
+def test_flight_entries_give_progress_of_each_group(version: str) -> None:
     entries = [
         *(entry("0", number) for number in (1, 2)),
         entry("0", 3, "started"),
@@ -79,28 +79,28 @@ def test_entries_say_how_far_each_group_has_come(version: str) -> None:
         entry("5", 9, "completed", started=False),  # nothing is timed
         *(entry("6", number, p2p=True) for number in (40, 41)),
     ]
-    assert flight.of_entries(dump(*entries, version=version)) == {
+    assert flight.calls_of_entries(dump(*entries, version=version)) == {
         "0": Calls("group 0", 4, 3, 2),
         "5": Calls("group 5", 9, UNKNOWN, 9),
     }
 
 
-def test_a_collective_of_gloo_has_ended_when_it_is_retired() -> None:
+def test_flight_retired_gloo_collective_has_ended() -> None:
     entries = [entry("1", 1, by="gloo"), entry("1", 2, "scheduled", by="gloo")]
-    assert flight.of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
+    assert flight.calls_of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
 
 
-def test_a_dump_without_entries_is_of_no_group() -> None:
-    assert flight.of_entries(b"{}") == flight.of_entries(dump(of_0=(3, 3, 3))) == {}
+def test_flight_empty_dump_belongs_to_no_group() -> None:
+    assert flight.calls_of_entries(b"{}") == flight.calls_of_entries(dump(of_0=(3, 3, 3))) == {}
 
 
-def test_a_status_that_counts_transfers_too_is_not_taken_for_one_of_collectives() -> None:
+def test_flight_transfer_status_is_distinguished() -> None:
     groups = [
         flight.Group(0, "0", "world", 7),
         flight.Group(4, "11", "pipeline", 2),
         flight.Group(9, "12", "tp", 0),
     ]
-    assert flight.of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
+    assert flight.calls_of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
         "0": Calls("world", 7, UNKNOWN, 6),
         "11": Calls("pipeline", 2, UNKNOWN, UNKNOWN),
         "12": Calls("tp", 0, UNKNOWN, UNKNOWN),
@@ -130,10 +130,10 @@ def of_rank(
 
 def said(*statuses: Status) -> str:
     """Blame a rank by statuses that have travelled as text."""
-    return blame({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
+    return name_straggler({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
 
 
-def test_of_ranks_in_one_line_the_one_that_lacks_a_collective_is_blamed() -> None:
+def test_flight_rank_lacking_a_collective_is_blamed() -> None:
     ranks = [
         of_rank(rank, dp=(8, UNKNOWN, 7) if rank != 2 else (7, UNKNOWN, 7)) for rank in range(4)
     ]
@@ -146,7 +146,7 @@ def test_of_ranks_in_one_line_the_one_that_lacks_a_collective_is_blamed() -> Non
     assert said(*busy) == said(*ranks)  # a host that launches ahead waits in no line that is known
 
 
-def test_a_rank_that_waits_itself_is_not_blamed_for_whom_it_holds_up() -> None:
+def test_flight_waiting_rank_is_not_blamed() -> None:
     ranks = [
         of_rank(0, tp0=(5, UNKNOWN, 4), dp0=(1, UNKNOWN, 1)),
         of_rank(1, tp0=(4, UNKNOWN, 4), dp1=(1, UNKNOWN, 1)),  # holds up 0 and 3
@@ -156,30 +156,30 @@ def test_a_rank_that_waits_itself_is_not_blamed_for_whom_it_holds_up() -> None:
     assert said(*ranks).startswith("rank 1 (host, process 101) is behind")
 
 
-def test_a_rank_whose_own_collectives_have_ended_waits_for_nobody() -> None:
+def test_flight_rank_with_ended_collectives_waits_for_none() -> None:
     ranks = [of_rank(0, dp=(8, UNKNOWN, 8)), of_rank(1, count=4, dp=(7, UNKNOWN, 7))]
     assert said(*ranks).startswith(
         "rank 1 (host, process 101) waits like all others, and is behind"
     )
 
 
-def test_a_device_that_has_not_begun_what_all_have_launched_is_blamed() -> None:
+def test_flight_unlaunched_device_is_blamed() -> None:
     ranks = [of_rank(0, dp=(8, 8, 7)), of_rank(1, dp=(8, 7, 7)), of_rank(2, dp=(8, 8, 7))]
     assert "rank 1 (host, process 101) is behind" in said(*ranks)
     assert said(*ranks).endswith("it has not begun collective 8 of dp, in which ranks 0, 2 wait")
 
 
-def test_a_collective_that_nobody_waits_in_any_more_is_said_to_be_done_for_others() -> None:
+def test_flight_unawaited_collective_is_reported_done() -> None:
     ranks = [of_rank(0, dp=(10, UNKNOWN, 8)), of_rank(1, dp=(7, UNKNOWN, 7))]
     assert said(*ranks).endswith("it has not launched collective 8 of dp, which is done for others")
 
 
-def test_ranks_that_have_launched_the_same_are_told_apart_as_before() -> None:
+def test_flight_equal_launches_use_older_evidence() -> None:
     ranks = [of_rank(0, dp=(8, UNKNOWN, 7)), of_rank(1, dp=(8, UNKNOWN, 7))]
     assert said(*ranks) == "every rank waits for the others, in step 7, backward"
 
 
-def test_a_rank_that_does_not_wait_is_blamed_before_one_that_waits_for_its_input() -> None:
+def test_flight_idle_rank_is_blamed_before_waiting_stage() -> None:
     ranks = [
         of_rank(0, dp0=(1, UNKNOWN, 1)),
         of_rank(1, waits=False, dp0=(1, UNKNOWN, 1)),  # holds up stage 1 of its pipeline
@@ -189,7 +189,7 @@ def test_a_rank_that_does_not_wait_is_blamed_before_one_that_waits_for_its_input
     assert said(*ranks).startswith("rank 1 (host, process 101) is behind")
 
 
-def test_ranks_that_lack_collectives_of_each_other_are_all_suspects() -> None:
+def test_flight_mutual_lack_makes_all_suspects() -> None:
     ranks = [
         of_rank(0, a=(2, UNKNOWN, 1), b=(1, UNKNOWN, 1)),
         of_rank(1, count=4, a=(1, UNKNOWN, 1), b=(2, UNKNOWN, 1)),
@@ -197,12 +197,12 @@ def test_ranks_that_lack_collectives_of_each_other_are_all_suspects() -> None:
     assert said(*ranks).startswith("rank 1 (host, process 101) is behind")
 
 
-def test_a_thousand_ranks_are_compared_in_a_second() -> None:
+def test_flight_1000_ranks_compare_in_a_second() -> None:
     ranks = [of_rank(r, world=(8, UNKNOWN, 7), dp=(3 - (r == 77), UNKNOWN, 2)) for r in range(1024)]
     assert list(stall.awaited({s.rank: s for s in ranks})) == [77]
 
 
-def test_every_wait_of_the_main_thread_is_noted_while_it_is_watched() -> None:
+def test_flight_watched_main_thread_waits_are_noted() -> None:
     class Slow(Work):
         """Work whose wait looks at what is noted."""
 
@@ -212,7 +212,7 @@ def test_every_wait_of_the_main_thread_is_noted_while_it_is_watched() -> None:
         (heartbeat.waits, stacks.is_waiting(None), stacks.place(stacks.main_frame()))
     )  # type: ignore[assignment,method-assign]
     try:
-        with waits.noted():
+        with noting_waits():
             Slow().wait()
             other = threading.Thread(target=Slow().wait)
             other.start()
@@ -232,12 +232,12 @@ def recorder() -> flight.Recorder:
     return flight.Recorder(torch.device("cpu"), 3)
 
 
-def test_a_process_that_records_nothing_has_no_calls(recorder: flight.Recorder) -> None:
+def test_flight_without_recording_has_no_calls(recorder: flight.Recorder) -> None:
     recorder.of_others = None
     assert recorder.calls() == {}
 
 
-def test_entries_of_nccl_are_not_asked_for_while_a_device_may_hang(
+def test_flight_hanging_device_is_not_queried_for_nccl(
     recorder: flight.Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -247,7 +247,7 @@ def test_entries_of_nccl_are_not_asked_for_while_a_device_may_hang(
     assert asked == [(False, False)]
 
 
-def test_a_thread_of_torch_is_asked_to_write_what_it_recorded_of_nccl(
+def test_flight_torch_thread_writes_nccl_record(
     recorder: flight.Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(flight.PIPE, str(tmp_path / "pipe-"))

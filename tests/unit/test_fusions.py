@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from mtrain.config.engine.fusions import fusions
-from mtrain.config.hybrid import HybridConfig
 from mtrain.config.rules import apply
+from mtrain.models.hybrid.config import HybridConfig
 from tests.support.runs import tiny_run
 
 HYBRID = HybridConfig(pattern="M*", num_heads=8)
 TRITON = {"kernels.norm": "triton", "kernels.rope": "triton"}
 
 
-def test_nothing_is_said_of_what_triton_does_not_do() -> None:
+def test_fusions_silent_where_triton_has_none() -> None:
     assert fusions(tiny_run()) == {}
 
 
@@ -49,7 +49,5 @@ def test_nothing_is_said_of_what_triton_does_not_do() -> None:
         ),
     ],
 )
-def test_a_fusion_or_the_reason_against_it_is_told(
-    change: dict[str, Any], name: str, words: str
-) -> None:
+def test_fusions_report_fusion_or_reason(change: dict[str, Any], name: str, words: str) -> None:
     assert words in fusions(apply(tiny_run(), {**TRITON, **change}))[name]

@@ -24,19 +24,17 @@ from mtrain.train.generate.texts import continued, endings
 @pytest.mark.parametrize(
     "limits",
     [
-        *(
-            {"top_k": 5},
-            {"top_k": 1000},
-            {"top_p": 0.7},
-            {"top_p": 0.01},
-            {"min_p": 0.1},
-            {"min_p": 1.0},
-        ),
+        {"top_k": 5},
+        {"top_k": 1000},
+        {"top_p": 0.7},
+        {"top_p": 0.01},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
         {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
     ],
     ids=str,
 )
-def test_limits_keep_the_tokens_that_those_of_transformers_keep(limits: dict[str, Any]) -> None:
+def test_generated_text_limits_keep_tokens_as_transformers(limits: dict[str, Any]) -> None:
     from transformers.generation import logits_process as theirs
 
     logits = 3 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
@@ -51,9 +49,7 @@ def test_limits_keep_the_tokens_that_those_of_transformers_keep(limits: dict[str
     assert torch.equal(torch.stack([limited(row, Sampling(**limits)) for row in logits]), expected)
 
 
-def test_a_temperature_of_0_takes_the_most_likely_and_a_higher_one_draws_more_of_the_others() -> (
-    None
-):
+def test_generated_text_temperature_zero_is_greedy() -> None:
     logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
     drawn = [0.0, 0.0]
     for i, temperature in enumerate((0.5, 5.0)):
@@ -100,7 +96,7 @@ class Scripted:
         return out
 
 
-def test_a_text_ends_before_what_stops_it_and_at_the_end_of_a_document(
+def test_generated_text_ends_before_stop_or_end_of_document(
     tokenizer: Tokenizer,
 ) -> None:
     script = {
@@ -121,7 +117,7 @@ def test_a_text_ends_before_what_stops_it_and_at_the_end_of_a_document(
     assert sampler.rows == [3, 1]
 
 
-def test_a_text_that_stops_is_found_wherever_tokens_cut_it(tokenizer: Tokenizer) -> None:
+def test_generated_text_stop_is_found_across_tokens(tokenizer: Tokenizer) -> None:
     text = "über den Dächern sat the cat"
     ids = tokenizer.encode(text)
     for end in ("Dächern", "n D", "ü", "cat"):
@@ -146,7 +142,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_a_wrong_word_is_a_problem_with_its_fix(word: str) -> None:
+def test_generated_text_wrong_word_has_a_fix(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_words([word], WORDS)
     (problem,) = refused.value.problems
@@ -154,7 +150,7 @@ def test_a_wrong_word_is_a_problem_with_its_fix(word: str) -> None:
     read_words([problem.fix], WORDS)
 
 
-def test_a_number_in_other_words_is_offered_as_that_number() -> None:
+def test_generated_text_number_in_words_is_offered_as_number() -> None:
     for word, meant in (
         ("tokens=10k", "tokens=10000"),
         ("tokens=1,000", "tokens=1000"),
@@ -165,7 +161,7 @@ def test_a_number_in_other_words_is_offered_as_that_number() -> None:
         assert [problem.fix for problem in refused.value.problems] == [meant]
 
 
-def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:
+def test_generated_text_reports_all_wrong_words_but_settings() -> None:
     with pytest.raises(ConfigError) as refused:
         read_words([*WRONG, "tokens=1", "tokens=2"], WORDS)
     # temperature, and tokens twice, are said again
@@ -178,7 +174,7 @@ def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:
     assert others == ["data=mock", "parallel=tp2", "model.top=1"]
 
 
-def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
+def test_generated_text_prompts_are_text_or_json_lines(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hello"}]
     plain = tmp_path / "p.txt"
     lines = tmp_path / "p.jsonl"
@@ -193,15 +189,14 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "code"),
     [
-        *(("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"), ("p.jsonl", b"plain\n", "MT003")),
-        *(
-            ("p.txt", b"\n \n", "MT002"),
-            ("p.txt", b"\xff\xfe", "MT002"),
-            ("gone.txt", None, "MT002"),
-        ),
+        ("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"),
+        ("p.jsonl", b"plain\n", "MT003"),
+        ("p.txt", b"\n \n", "MT002"),
+        ("p.txt", b"\xff\xfe", "MT002"),
+        ("gone.txt", None, "MT002"),
     ],
 )
-def test_a_file_of_prompts_that_cannot_be_read_says_why(
+def test_generated_text_unreadable_prompts_state_reason(
     name: str, content: bytes | None, code: str, tmp_path: Path
 ) -> None:
     if content is not None:
@@ -211,7 +206,7 @@ def test_a_file_of_prompts_that_cannot_be_read_says_why(
     assert [problem.code for problem in refused.value.problems] == [code]
 
 
-def test_words_are_read_without_torch() -> None:
+def test_generated_text_words_are_read_without_torch() -> None:
     code = (
         "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
     )

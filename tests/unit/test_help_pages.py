@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli import evaluate, generate
-from mtrain.cli.choices import about
-from mtrain.cli.complete import SHELLS, candidates
-from mtrain.cli.data import SUBVERBS as DATA_SUBVERBS
-from mtrain.cli.data.pages import DATA_PAGES
-from mtrain.cli.main import OWN_WORDS, VERBS, main, parse
-from mtrain.cli.options import read_options
-from mtrain.cli.pages import PAGES, SUBPAGES, Page, flags_of
-from mtrain.cli.recipe import SUBVERBS
+from mtrain.cli.command import Verb
+from mtrain.cli.main import main
+from mtrain.cli.offers import SHELLS, candidates
+from mtrain.cli.parsing import commands, parse
+from mtrain.cli.verbs import NAMES
+from mtrain.cli.verbs.choices import about
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.overrides import read_overrides
@@ -29,40 +27,37 @@ from mtrain.config.messages.keys import field_of
 from mtrain.config.schema.run import GROUPS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
-ALL = {
-    **{(verb,): page for verb, page in PAGES.items()},
-    **{("recipe", sub): page for sub, page in SUBPAGES.items()},
-    **{("data", sub): page for sub, page in DATA_PAGES.items()},
-}
-EXAMPLES = [(verb, words) for verb, page in ALL.items() for words, _ in page.examples]
+ALL = dict(commands())
+EXAMPLES = [(name, words) for name, command in ALL.items() for words, _ in command.examples]
 
 
-def test_every_verb_and_every_subverb_has_a_page() -> None:
-    assert PAGES.keys() == VERBS.keys()
-    assert SUBPAGES.keys() == SUBVERBS.keys()
-    assert DATA_PAGES.keys() == DATA_SUBVERBS.keys()
+def test_help_every_verb_and_subverb_has_a_page() -> None:
+    for name, command in ALL.items():
+        assert command.help, name
+        assert command.examples, name
+        assert command.usage.startswith((name, f"[{name}]")), name
+        assert command.short_help or " " in name, name
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("verb", ALL, ids=" ".join)
-def test_help_prints_the_page_of_the_verb(
-    verb: tuple[str, ...], flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*verb, flag]) == 0
+@pytest.mark.parametrize("name", ALL)
+def test_help_prints_page_of_verb(name: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ALL[name]
+    assert main([*name.split(), flag]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"usage: {program()} ")
-    assert all(word in page.splitlines()[0] for word in verb)
-    assert ALL[verb].text in page
-    for name in flags_of(verb[0], verb[1:]):
-        assert re.search(rf"(^|\s){re.escape(name)}\b", page), name
+    assert all(word in page.splitlines()[0] for word in name.split())
+    assert command.help in page
+    for spelled in command.flags():
+        assert re.search(rf"(^|\s){re.escape(spelled)}\b", page), spelled
     assert all(
-        f"  {program()}{'' if words == 'train' else ' ' + words}\n" in page
-        for words, _ in ALL[verb].examples
+        f"  {program()}{'' if words == 'train' else ' ' + words}\n" in f"{page}\n"
+        for words, _ in command.examples
     )
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_overrides_is_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "parallel=tp2", "--help"]) == 0
     assert " check " in capsys.readouterr().out.splitlines()[0]
     assert main(["--help"]) == main(["-h"]) == 0
@@ -72,50 +67,38 @@ def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture
     assert "deepseek_v3" not in overview, "choices are behind `choices`"
 
 
-@pytest.mark.parametrize(("verb", "words"), EXAMPLES, ids=[words for _, words in EXAMPLES])
-def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) -> None:
-    call = parse(shlex.split(words))
-    assert call.verb == verb[0]
-    arguments = call.arguments
-    if "--trace" in call.flags:
-        call.arguments.remove("rank=0")  # its own word
-    if "--calibrate" in call.flags:
-        assert [word for word in call.arguments if "=" in word] == ["out=box.yaml"]
-    elif call.verb in ("train", "check", "show", "plan", "prove", "rehearse"):
-        for job in (
-            [job.argv for job in jobs(arguments)] if "--multirun" in call.flags else [arguments]
-        ):
-            compose(job)
-    elif call.verb in ("resume", "generate", "evaluate", "export"):
-        assert arguments[0] == "runs/NAME"
-        own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(call.verb, {})
-        rest = [word for word in arguments[1:] if word.partition("=")[0] not in own]
-        assert call.verb == "export" or not read_overrides(rest).problems
-    elif call.verb == "recipe":
-        assert arguments[0] in (verb[1:] or SUBVERBS)
-        options = read_options(
-            arguments[1:], ("--megatron", "--resolved", "--capture"), {"-o": "--output"}
-        )
-        compose([word for word in options.words if "=" in word])
-        assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
-    elif call.verb == "tune":
-        compose(read_options(arguments, valued={"--out": "--out", "--why-not": "--why-not"}).words)
-    elif call.verb == "convert":
-        assert arguments[0] in ("import", "export", "inspect", "verify")
-    elif call.verb == "data":
-        assert arguments[0] in (verb[1:] or DATA_SUBVERBS)
-    elif call.verb == "explain":
-        assert field_of(arguments[0]) is not None or arguments[0].startswith("MT")
-    else:
-        own = {"completion": SHELLS, "choices": GROUPS, "engines": ("--fixes",)}
-        known = {"schema": (*KINDS, "fields", "-o", "."), **own}[call.verb]
-        assert set(arguments) <= set(known)
+@pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=[words for _, words in EXAMPLES])
+def test_help_examples_are_read_as_written(name: str, line: str) -> None:
+    call = parse(shlex.split(line))
+    verb = name.split()[0]
+    assert call.verb.startswith(name)
+    words = call.words
+    settings = [word for word in words if "=" in word]
+    if call.arguments.get("trace"):
+        settings.remove("rank=0")  # its own word
+    if call.arguments.get("calibrate"):
+        assert settings == ["out=box.yaml"]
+    elif call.arguments.get("multirun"):
+        for job in jobs(words):
+            compose(job.argv)
+    elif verb in ("train", "check", "show", "plan", "prove", "rehearse", "tune", "recipe"):
+        compose(settings)
+    elif verb in ("resume", "generate", "evaluate", "export"):
+        assert words[0] == "runs/NAME"
+        own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(verb, {})
+        rest = [word for word in words[1:] if word.partition("=")[0] not in own]
+        assert verb == "export" or not read_overrides(rest).problems
+    elif verb == "convert":
+        assert words[0] in ("import", "export", "inspect", "verify")
+    elif verb == "explain":
+        assert field_of(words[0]) is not None or words[0].startswith("MT")
+    elif verb != "data":
+        known = {"completion": SHELLS, "choices": GROUPS, "schema": (*KINDS, "fields")}
+        assert set(words) <= set(known.get(verb, ()))
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_choices_lists_every_choice_of_a_group(
-    group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["choices", group]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
@@ -124,9 +107,9 @@ def test_choices_lists_every_choice_of_a_group(
     assert f"fix: choices {group}" in capsys.readouterr().err
 
 
-def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
-    assert set(OWN_WORDS) - {"__complete"} <= set(VERBS)
-    assert main(["choices", "--nope"]) == 2
+def test_help_own_word_verbs_refuse_non_flags() -> None:
+    for name in ("choices", "recipe list", "tune", "explain"):
+        assert main([*name.split(), "--nope"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +124,7 @@ def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
         ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
         ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
         ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
-        ("--resolved choices", "--resolved: there is no such flag here", ""),
+        ("--resolved choices", "--resolved: a flag of show and recipe show", "show --resolved"),
         ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
         (
             "plan --compare runs/one --draw",
@@ -151,7 +134,7 @@ def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
         ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(
+def test_help_ignored_flag_is_refused(
     words: str,
     said: str,
     fix: str,
@@ -169,18 +152,15 @@ def test_a_flag_that_would_be_ignored_is_refused(
     assert fix in shown
 
 
-def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == [
-        "show",
-        "r.yaml",
-        "--resolved",
-    ]
-    assert parse(["--json", "recipe", "list"]).arguments == ["list", "--json"]
+def test_help_flag_before_verb_belongs_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    call = parse(["--resolved", "recipe", "show", "r.yaml"])
+    assert call.arguments == {"words": ["r.yaml"], "resolved": True, "as_json": False}
+    assert parse(["--json", "recipe", "list"]).arguments["as_json"]
     assert main(["check", "--draw", "--help"]) == 0
     assert " check " in capsys.readouterr().out
 
 
-def test_hints_say_how_the_program_is_called_here(
+def test_help_hints_use_invoked_program_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert program() == "python launch.py"
@@ -190,24 +170,25 @@ def test_hints_say_how_the_program_is_called_here(
     program.cache_clear()
     try:
         assert program() == "mtrain"
-        assert Page("check", "x", examples=(("check", ""),)).render().count("  mtrain check") == 1
+        page = Verb("check", params=[], usage="check", examples=(("check", ""),)).page()
+        assert page.count("  mtrain check") == 1
     finally:
         program.cache_clear()
 
 
-NAMED = re.compile(rf"\bmtrain (?:{'|'.join(VERBS)})\b|python launch\.py")
+NAMED = re.compile(rf"\bmtrain (?:{'|'.join(NAMES)})\b|python launch\.py")
 KEPT = {
     ("config/compose/paths.py", "python launch.py"),  # where it is decided
     ("config/messages/fields_page.py", "python launch.py"),  # a page of the checkout
     ("config/messages/json_schema.py", "mtrain schema"),  # marks a file; the same everywhere
     ("cli/recipe/new.py", "mtrain recipe"),  # in a recipe that is sent elsewhere
     ("cli/recipe/exchange.py", "mtrain recipe"),
-    ("cli/completion.py", "python launch.py"),  # a comment of what it completes
-    ("cli/completion.py", "mtrain completion"),  # a script for the installed command
+    ("cli/verbs/completion.py", "python launch.py"),  # a comment of what it completes
+    ("cli/verbs/completion.py", "mtrain completion"),  # a script for the installed command
 }
 
 
-def test_no_hint_names_the_program_by_itself() -> None:
+def test_help_hints_never_name_program_themselves() -> None:
     found = set()
     for file in SOURCE.rglob("*.py"):
         text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
@@ -229,13 +210,13 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
     ],
 )
-def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, never: str) -> None:
+def test_help_completes_layouts_and_flags(line: str, some: str, never: str) -> None:
     found = candidates(line)
     assert some in found
     assert never not in found
 
 
-def test_every_layout_that_is_offered_is_one() -> None:
+def test_help_offered_layouts_are_valid() -> None:
     from mtrain.config.compose.layout_string import parse_layout
 
     for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
@@ -246,7 +227,7 @@ def test_every_layout_that_is_offered_is_one() -> None:
             parse_layout(word)
 
 
-def test_runs_checkpoints_and_locks_are_completed(
+def test_help_completes_runs_checkpoints_and_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tmp_path / "runs/a/checkpoints/step_00000004"

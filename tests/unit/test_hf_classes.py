@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.recipes import hf_classes
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import differing
+from mtrain.recipes.huggingface import classes
+from mtrain.recipes.huggingface.exporter import differing
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES, MOE, NEOX, PHI3, QWEN_MOE, SIZES, V2, V3
 from tests.support import hf_classes as source
 
@@ -41,16 +41,16 @@ def read(
     return found.run.model, differing(found), {one.flag: one.why for one in found.unplaced}
 
 
-def test_the_table_is_that_of_the_source_of_transformers() -> None:
-    version = json.loads(hf_classes.TABLE.read_text())["transformers"]
+def test_hf_classes_table_equals_transformers_source() -> None:
+    version = json.loads(classes.TABLE.read_text())["transformers"]
     if source.table()["transformers"] != version:
         pytest.skip(f"the table is of transformers {version}")
-    assert source.text() == hf_classes.TABLE.read_text(), (
+    assert source.text() == classes.TABLE.read_text(), (
         "python -m tests.support.hf_classes writes it again"
     )
 
 
-def test_a_class_that_reads_another_key_makes_another_table(
+def test_hf_classes_new_key_makes_another_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = source.of_kind("mixtral")
@@ -75,7 +75,7 @@ def test_a_class_that_reads_another_key_makes_another_table(
         ("qwen3_moe", {**QWEN_MOE, **WINDOW, "use_sliding_window": True}),
     ],
 )
-def test_kinds_of_layers_that_a_class_does_not_read_leave_windows_in_all_layers(
+def test_hf_classes_unread_layer_kinds_leave_windows(
     kind: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     model, refused, why = read(tmp_path, kind, values)
@@ -87,7 +87,7 @@ def test_kinds_of_layers_that_a_class_does_not_read_leave_windows_in_all_layers(
     assert model == plain
 
 
-def test_a_mistral_whose_layers_differ_is_read_as_the_class_that_auto_config_takes(
+def test_hf_classes_mixed_mistral_is_read_as_auto_config(
     tmp_path: Path,
 ) -> None:
     for kind in ("mistral", "ministral"):
@@ -103,7 +103,7 @@ def test_a_mistral_whose_layers_differ_is_read_as_the_class_that_auto_config_tak
         ("granitemoehybrid", GRANITE, "mamba_conv_bias"),
     ],
 )
-def test_null_where_a_class_takes_it_for_false_is_false(
+def test_hf_classes_null_taken_for_false_is_false(
     kind: str, values: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
     for value in (None, False):
@@ -112,13 +112,13 @@ def test_null_where_a_class_takes_it_for_false_is_false(
     assert read(tmp_path, kind, {**values, key: True})[1] == []
 
 
-def test_null_of_a_t5_says_that_logits_are_not_scaled(tmp_path: Path) -> None:
+def test_hf_classes_null_t5_leaves_logits_unscaled(tmp_path: Path) -> None:
     model, refused, _ = read(tmp_path, "t5", {**T5, "scale_decoder_outputs": None})
     assert (model.t5.scale_logits, refused) == (False, [])
     assert read(tmp_path, "t5", T5)[0].t5.scale_logits
 
 
-def test_null_that_a_class_refuses_is_refused_by_name(tmp_path: Path) -> None:
+def test_hf_classes_refused_null_is_named(tmp_path: Path) -> None:
     _, refused, why = read(tmp_path, "llama", {**SIZES, "attention_bias": None})
     assert why["attention_bias"] == "unreadable"
     assert "takes no null" in refused[0]
@@ -135,7 +135,7 @@ def test_null_that_a_class_refuses_is_refused_by_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_class_does_not_read_is_left_out_and_said(
+def test_hf_classes_unread_keys_are_dropped_with_note(
     kind: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     model, refused, why = read(tmp_path, kind, values)
@@ -145,7 +145,7 @@ def test_what_a_class_does_not_read_is_left_out_and_said(
     assert model == read(tmp_path, kind, {key: values[key] for key in known})[0]
 
 
-def test_null_of_a_key_that_is_null_where_it_is_left_out_is_its_absence(tmp_path: Path) -> None:
+def test_hf_classes_null_equal_to_default_is_absence(tmp_path: Path) -> None:
     values = {
         k: v for k, v in CASES["gpt oss beyond its window"].values.items() if k != "rope_parameters"
     }
@@ -155,7 +155,7 @@ def test_null_of_a_key_that_is_null_where_it_is_left_out_is_its_absence(tmp_path
     assert read(tmp_path, "gpt_oss", {**values, "rope_parameters": {}})[0].rope_scaling is None
 
 
-def test_null_is_all_of_a_head_even_where_a_width_is_said(tmp_path: Path) -> None:
+def test_hf_classes_null_head_dim_is_derived(tmp_path: Path) -> None:
     values = {**CASES["minimax m2"].values, "rotary_dim": 8}
     assert read(tmp_path, "minimax_m2", values)[0].rotary_percent == 8 / values["head_dim"]
     assert (
@@ -164,20 +164,20 @@ def test_null_is_all_of_a_head_even_where_a_width_is_said(tmp_path: Path) -> Non
     )
 
 
-def test_a_width_that_is_put_in_place_of_the_computed_one_is_refused(tmp_path: Path) -> None:
+def test_hf_classes_width_overriding_computed_is_refused(tmp_path: Path) -> None:
     width = V3["qk_rope_head_dim"]
     assert read(tmp_path, "deepseek_v3", {**V3, "head_dim": width})[1] == []
     for value in (1, None):
         assert "head_dim" in read(tmp_path, "deepseek_v3", {**V3, "head_dim": value})[1][0]
 
 
-def test_of_one_group_of_experts_one_is_chosen(tmp_path: Path) -> None:
+def test_hf_classes_one_expert_group_chooses_one(tmp_path: Path) -> None:
     values = {**CASES["deepseek v3"].values, "n_group": 1}
     assert read(tmp_path, "deepseek_v3", {**values, "topk_group": 1})[1] == []
     assert "topk_group" in read(tmp_path, "deepseek_v3", {**values, "topk_group": 0})[1][0]
 
 
-def test_a_part_of_other_releases_is_refused_where_todays_class_does_not_read_it(
+def test_hf_classes_foreign_part_unread_by_class_is_refused(
     tmp_path: Path,
 ) -> None:
     for kind, values, key in (
@@ -190,5 +190,5 @@ def test_a_part_of_other_releases_is_refused_where_todays_class_does_not_read_it
         )
 
 
-def test_a_key_that_no_class_has_is_still_named(tmp_path: Path) -> None:
+def test_hf_classes_unknown_key_is_named(tmp_path: Path) -> None:
     assert "did you mean" in read(tmp_path, "llama", {**SIZES, "rms_norm_epss": 1e-6})[1][0]

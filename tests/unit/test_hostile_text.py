@@ -109,11 +109,11 @@ VERBS = (
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("kind", "text"), list(_recipes()), ids=lambda value: value if len(value) < 40 else ""
 )
-def test_no_verb_prints_what_a_terminal_would_obey(
+def test_hostile_text_verbs_print_no_terminal_escape(
     shown: Shown, tmp_path: Path, kind: str, text: str
 ) -> None:
     (tmp_path / "r.yaml").write_text(text, newline="")
@@ -121,9 +121,7 @@ def test_no_verb_prints_what_a_terminal_would_obey(
         shown(*argv)
 
 
-def test_names_of_files_and_arguments_are_shown_and_not_obeyed(
-    shown: Shown, tmp_path: Path
-) -> None:
+def test_hostile_text_file_names_are_shown_escaped(shown: Shown, tmp_path: Path) -> None:
     name = "x\x1b[2K\rok\nok FORGED\u202e"
     (tmp_path / f"{name}.yaml").write_text("optim: {lr: 1e-3, eps: 2.0e-8}\n")
     (tmp_path / f"{name}.sh").write_text("--num-layers 2\n")
@@ -154,9 +152,7 @@ def test_names_of_files_and_arguments_are_shown_and_not_obeyed(
         shown(*argv)
 
 
-def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(
-    shown: Shown, tmp_path: Path
-) -> None:
+def test_hostile_text_damaged_file_is_one_line(shown: Shown, tmp_path: Path) -> None:
     name = "run\nok FORGED\x1b[2J"
     (tmp_path / name).mkdir()
     (tmp_path / name / "manifest.json").write_text("{")
@@ -168,9 +164,7 @@ def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(
     assert str(BadEnvironment(name, "  fix: another")).splitlines()[1:] == ["  fix: another"]
 
 
-def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(
-    shown: Shown, tmp_path: Path
-) -> None:
+def test_hostile_text_export_keeps_escapes_of_script(shown: Shown, tmp_path: Path) -> None:
     value = "a'\\" + HOSTILE.replace("\0", "")
     (tmp_path / "r.yaml").write_text(f"data: {{kind: indexed, path: {_yaml(value)}}}\n")
     code, text = shown("recipe", "export", "--megatron", "r.yaml")
@@ -197,7 +191,7 @@ def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(
     ],
 )
 @pytest.mark.parametrize("base", ["recipe", "run"])
-def test_a_file_chooses_no_place_beyond_the_working_folder(
+def test_hostile_text_file_cannot_leave_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, fix: str, base: str
 ) -> None:
     here = tmp_path / "here"
@@ -225,7 +219,7 @@ def _parsed(file: Path) -> dict[str, dict[str, object]]:
     return load(file).values
 
 
-def test_places_beneath_the_working_folder_and_those_of_a_run_itself_are_its_own(
+def test_hostile_text_own_places_are_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -247,7 +241,7 @@ def test_places_beneath_the_working_folder_and_those_of_a_run_itself_are_its_own
         compose(["run=run.yaml"])
 
 
-def test_a_run_folder_that_is_or_holds_a_symbolic_link_is_not_written_to(
+def test_hostile_text_symlinked_run_folder_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

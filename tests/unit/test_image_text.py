@@ -14,8 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mtrain.config.disk.image_files import records_of
-from mtrain.config.llava import LlavaConfig
+from mtrain.config.disk.files import records_of
 from mtrain.config.schema.trainer import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.image_text import ImageTextSamples
@@ -23,7 +22,8 @@ from mtrain.data.images import MEAN, STD, inside, load
 from mtrain.data.records import IMAGE, NOTHING, encoded, parse
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError
-from mtrain.models.llava.form import _batch, _of_records, spread
+from mtrain.models.llava.config import LlavaConfig
+from mtrain.models.llava.data import _batch, _of_records, spread
 from tests.support.shapes import folder_of_shapes
 
 
@@ -39,9 +39,7 @@ def data_of(home: Path, **more: Any) -> DataConfig:
         "cache_dir": str(home / "cache"),
         "split": (0.5, 0.3, 0.2),
     }
-    return DataConfig(
-        kind="image_text", seq_length=48, tokenizer_vocab_size=300, **{**given, **more}
-    )
+    return DataConfig(kind="image_text", seq_length=48, tokenizer_vocab_size=300, **(given | more))
 
 
 def samples(home: Path, seed: int = 1, **more: Any) -> ImageTextSamples:
@@ -57,7 +55,7 @@ def tokenizer_of(home: Path) -> Tokenizer:
     return Tokenizer(found)
 
 
-def test_what_is_learned_of_a_conversation_is_the_answer_and_its_end(home: Path) -> None:
+def test_image_text_learns_answer_and_its_end(home: Path) -> None:
     tokenizer = tokenizer_of(home)
     turns = [
         ("human", "What? <image>\nSay."),
@@ -87,7 +85,7 @@ def test_what_is_learned_of_a_conversation_is_the_answer_and_its_end(home: Path)
         ({"image": ["a.png", "b.png"], "text": "both"}, 2, [0, 1]),
     ],
 )
-def test_images_stand_where_the_text_says_or_in_front(
+def test_image_text_images_stand_in_text_or_first(
     line: dict[str, Any], images: int, places: list[int] | None, home: Path
 ) -> None:
     record = parse(json.dumps(line).encode())
@@ -116,7 +114,7 @@ def test_images_stand_where_the_text_says_or_in_front(
         ('{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}', "turn 2"),
     ],
 )
-def test_a_line_that_is_no_record_says_why(line: str, said: str) -> None:
+def test_image_text_non_record_states_reason(line: str, said: str) -> None:
     with pytest.raises(CorruptData, match=said):
         parse(line.encode())
 
@@ -124,7 +122,7 @@ def test_a_line_that_is_no_record_says_why(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     "name", ["/etc/hostname", "../shapes.jsonl", "images/../../x.png", "", "link/x.png"]
 )
-def test_a_path_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_image_text_outside_path_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/link").symlink_to(tmp_path)
     with pytest.raises(CorruptData, match="folder"):
@@ -167,14 +165,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_image_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+def test_image_text_unreadable_image_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.png"
     BAD[name](path)
     with pytest.raises(CorruptData, match=r"/bad\.png: "):
         load(path, 336)
 
 
-def test_a_bad_image_is_told_with_its_line_and_name(tmp_path: Path) -> None:
+def test_image_text_bad_image_has_line_and_name(tmp_path: Path) -> None:
     folder_of_shapes(tmp_path / "shapes", 6)
     for file in (tmp_path / "shapes/images").iterdir():
         file.write_bytes(b"no image")
@@ -202,7 +200,9 @@ def test_a_bad_image_is_told_with_its_line_and_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: Path) -> None:
+def test_image_text_records_are_verified_before_training(
+    line: str, said: str, tmp_path: Path
+) -> None:
     folder = folder_of_shapes(tmp_path / "shapes", 20)
     (folder / "round.png").symlink_to("round.png")
     with (folder / "shapes.jsonl").open("a") as file:
@@ -212,7 +212,7 @@ def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: P
     assert not list((tmp_path / "cache").glob("images-*/meta.json"))
 
 
-def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -> None:
+def test_image_text_emptied_text_is_padding(tmp_path: Path) -> None:
     folder = folder_of_shapes(tmp_path / "shapes", 4)
     (folder / "shapes.jsonl").write_text('{"text": "aa"}\n' * 4)
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
@@ -225,20 +225,20 @@ def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("names", [(), ("a.jsonl", "b.jsonl")])
-def test_a_folder_has_one_file_of_records(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_image_text_folder_has_one_record_file(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(ConfigError, match="one says which text"):
         prepare(data_of(tmp_path, path=str(tmp_path)), lambda note: None)
 
 
-def test_a_folder_that_is_called_as_a_file_of_records_is_none(tmp_path: Path) -> None:
+def test_image_text_folder_named_as_records_is_none(tmp_path: Path) -> None:
     folder_of_shapes(tmp_path / "shapes", 4)
     (tmp_path / "shapes/old.jsonl").mkdir()
     assert records_of(tmp_path / "shapes", "which") == (tmp_path / "shapes/shapes.jsonl", "")
 
 
-def test_a_file_of_records_that_cannot_be_read_is_named(
+def test_image_text_unreadable_records_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder_of_shapes(tmp_path / "shapes", 4)
@@ -250,7 +250,7 @@ def test_a_file_of_records_that_cannot_be_read_is_named(
     assert (found, rule) == (None, "shapes.jsonl cannot be read: permission denied")
 
 
-def test_an_image_is_resized_cut_and_normalised(tmp_path: Path) -> None:
+def test_image_text_image_is_resized_cropped_normalised(tmp_path: Path) -> None:
     pixels = np.zeros((20, 60, 3), np.uint8)
     pixels[:, 20:40] = (255, 128, 0)  # the middle alone is kept
     Image.fromarray(pixels).save(tmp_path / "wide.png")
@@ -263,7 +263,7 @@ def test_an_image_is_resized_cut_and_normalised(tmp_path: Path) -> None:
     )
 
 
-def test_samples_depend_on_seed_and_number_alone_and_every_record_comes_once_in_an_epoch(
+def test_image_text_epoch_has_each_record_once_by_seed(
     home: Path,
 ) -> None:
     first = samples(home)
@@ -280,7 +280,7 @@ def test_samples_depend_on_seed_and_number_alone_and_every_record_comes_once_in_
     assert (first.images(numbers, 24) == again.images(numbers, 24)).all()
 
 
-def test_every_split_with_a_share_has_a_record_where_there_are_enough(tmp_path: Path) -> None:
+def test_image_text_wanted_split_has_a_record(tmp_path: Path) -> None:
     for count, sizes in ((20, [18, 1, 1]), (3, [1, 1, 1]), (2, [1, 1, None])):
         folder_of_shapes(tmp_path / str(count) / "shapes", count)
         data = data_of(tmp_path / str(count), split=(0.98, 0.01, 0.01))
@@ -290,7 +290,7 @@ def test_every_split_with_a_share_has_a_record_where_there_are_enough(tmp_path: 
         ] == sizes
 
 
-def test_another_folder_is_told_from_the_one_before(home: Path, tmp_path: Path) -> None:
+def test_image_text_folder_change_is_detected(home: Path, tmp_path: Path) -> None:
     folder_of_shapes(tmp_path / "shapes", 20, seed=5)
     seen = []
     for place in (home, tmp_path):
@@ -301,7 +301,7 @@ def test_another_folder_is_told_from_the_one_before(home: Path, tmp_path: Path) 
         same_data(seen[0], seen[1])
 
 
-def test_a_text_too_short_is_padded_and_neither_padding_nor_images_are_learned() -> None:
+def test_image_text_short_text_padding_is_not_learned() -> None:
     own = LlavaConfig(image_size=4, patch_size=2, image_token_id=9)
     window = torch.tensor([5, IMAGE, 6, 7, NOTHING, NOTHING, NOTHING, NOTHING])
     learned = torch.tensor([True, False, True, True, False, False, False, False])
@@ -313,7 +313,7 @@ def test_a_text_too_short_is_padded_and_neither_padding_nor_images_are_learned()
     assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, 0]]
 
 
-def test_padding_is_no_image_where_the_image_token_is_0() -> None:
+def test_image_text_image_token_zero_is_not_padding() -> None:
     own = LlavaConfig(image_size=4, patch_size=2, image_token_id=0)
     window = torch.tensor([5, IMAGE, 6, *[NOTHING] * 7])
     tokens, known = spread(own, window, window >= 0)
@@ -328,7 +328,7 @@ def test_padding_is_no_image_where_the_image_token_is_0() -> None:
         (4, "USER", "which stands for images"),
     ],
 )
-def test_a_record_that_the_model_cannot_take_is_told_with_its_line(
+def test_image_text_unsuitable_record_has_its_line(
     image_size: int, letter: str | None, said: str, home: Path
 ) -> None:
     train = samples(home)
@@ -338,7 +338,7 @@ def test_a_record_that_the_model_cannot_take_is_told_with_its_line(
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))
 
 
-def test_an_image_behind_the_end_of_a_sample_is_told_with_its_line(tmp_path: Path) -> None:
+def test_image_text_image_beyond_sample_has_its_line(tmp_path: Path) -> None:
     """Its patches would stand in the places of the next sample's image."""
     folder = folder_of_shapes(tmp_path / "shapes", 4)
     line = {"image": "images/0000.png", "text": "a red bar " * 60 + "<image>"}

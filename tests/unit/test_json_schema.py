@@ -29,7 +29,7 @@ FILES = sorted(conf_dir().glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_schema_is_of_draft_07(kind: str) -> None:
+def test_json_schema_is_draft_07(kind: str) -> None:
     schema = json_schema(kind)
     assert schema["$schema"] == DRAFT
     assert list(unknown_words(schema)) == []
@@ -43,7 +43,7 @@ def test_a_schema_is_of_draft_07(kind: str) -> None:
     importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed"
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_schema_is_valid_by_the_book(kind: str) -> None:
+def test_json_schema_is_valid(kind: str) -> None:
     from jsonschema import Draft7Validator
 
     Draft7Validator.check_schema(json_schema(kind))
@@ -54,18 +54,18 @@ def test_a_schema_is_valid_by_the_book(kind: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
-def test_every_shared_recipe_fits(file: Path) -> None:
+def test_json_schema_fits_every_shared_recipe(file: Path) -> None:
     assert errors(load(file).values, json_schema("recipe")) == []
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
-def test_every_file_of_a_group_fits(file: Path) -> None:
+def test_json_schema_fits_every_group_file(file: Path) -> None:
     values = {key: value for key, value in load(file).values.items() if key != "defaults"}
     assert errors(values, json_schema(file.parent.name)) == []
 
 
-def test_a_run_file_fits_and_a_part_of_one_does_not() -> None:
+def test_json_schema_fits_whole_run_file_only() -> None:
     whole = resolve(compose(["model=mixtral_tiny"]).run, LAPTOP).to_dict()
     assert errors(whole, json_schema("run")) == []
     assert errors({k: v for k, v in whole.items() if k != "model"}, json_schema("run"))
@@ -73,6 +73,7 @@ def test_a_run_file_fits_and_a_part_of_one_does_not() -> None:
     assert errors({"model": {"num_layers": 2}}, json_schema("recipe")) == [], "a recipe is not"
 
 
+@pytest.mark.full
 @settings(
     max_examples=20,
     deadline=None,
@@ -80,7 +81,7 @@ def test_a_run_file_fits_and_a_part_of_one_does_not() -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(runs())
-def test_what_the_loader_accepts_the_schema_accepts(run: RunConfig) -> None:
+def test_json_schema_accepts_what_loader_accepts(run: RunConfig) -> None:
     assert errors(run.to_dict(), json_schema("run")) == []
 
 
@@ -111,7 +112,7 @@ def test_what_the_loader_accepts_the_schema_accepts(run: RunConfig) -> None:
         "run: x",
     ],
 )
-def test_what_the_loader_refuses_the_schema_refuses(text: str) -> None:
+def test_json_schema_refuses_what_loader_refuses(text: str) -> None:
     assert errors(parse(text, "r.yaml").values, json_schema("recipe")), text
 
 
@@ -126,11 +127,11 @@ def test_what_the_loader_refuses_the_schema_refuses(text: str) -> None:
         "recipe: {title: x}",
     ],
 )
-def test_what_a_recipe_may_say_fits(text: str) -> None:
+def test_json_schema_fits_recipe_features(text: str) -> None:
     assert errors(parse(text, "r.yaml").values, json_schema("recipe")) == []
 
 
-def test_every_key_is_documented_in_the_schema() -> None:
+def test_json_schema_documents_every_key() -> None:
     run = json_schema("run")
     recipe = json_schema("recipe")
     for schema in (run, recipe):
@@ -151,7 +152,7 @@ def _at(schema: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-def test_schemas_are_printed_and_written(
+def test_json_schema_is_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["schema", "model"]) == 0
@@ -167,7 +168,7 @@ def test_schemas_are_printed_and_written(
     assert "schema model" in capsys.readouterr().err
 
 
-def test_the_header_of_a_new_recipe_finds_the_schema_beside_it(
+def test_json_schema_header_of_new_recipe_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,7 @@ def refused(here: Machine, *words: str, machines: int | None = None, **environme
         ),
     ],
 )
-def test_fewer_devices_than_ranks_are_a_fault_of_the_machine(
+def test_launching_devices_too_few_are_an_environment_fault(
     gpus: int, words: tuple[str, ...], needs: str
 ) -> None:
     said = refused(machine(gpus), *words)
@@ -75,7 +75,7 @@ def test_fewer_devices_than_ranks_are_a_fault_of_the_machine(
 
 
 @pytest.mark.parametrize("visible", ["", "0,0", "GPU-99aa", "0,GPU-99aa"])
-def test_a_variable_that_hides_devices_is_named_beside_their_number(visible: str) -> None:
+def test_launching_devices_hiding_variable_is_named_with_count(visible: str) -> None:
     said = refused(machine(4, visible), CUDA, "parallel=tp2")
     assert "[MT051] needs 2 GPUs on this machine" in said
     assert "[MT052] CUDA_VISIBLE_DEVICES" in said
@@ -85,7 +85,7 @@ def test_a_variable_that_hides_devices_is_named_beside_their_number(visible: str
     )
 
 
-def test_other_errors_are_said_together_with_the_missing_device() -> None:
+def test_launching_devices_other_errors_are_reported_too() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["data=mock", CUDA, "parallel=tp3"], LAPTOP, {})
     codes = {problem.code for problem in caught.value.problems if problem.severity == "error"}
@@ -104,14 +104,14 @@ def test_other_errors_are_said_together_with_the_missing_device() -> None:
         (("cluster.device=musa",), "MT113"),
     ],
 )
-def test_a_layout_that_no_number_of_devices_corrects_is_a_fault_of_the_configuration(
+def test_launching_devices_unfixable_layout_is_a_config_fault(
     words: tuple[str, ...], code: str
 ) -> None:
     with pytest.raises(ConfigError, match=code):
         load(["data=mock", *words], machine(2), {})
 
 
-def test_ranks_of_a_launcher_are_counted_by_machine() -> None:
+def test_launching_devices_launcher_ranks_count_by_machine() -> None:
     assert "[MT051] needs 4 GPUs on this machine; here: 2" in refused(
         machine(2), CUDA, machines=1, **OF_TORCHRUN
     )
@@ -119,7 +119,7 @@ def test_ranks_of_a_launcher_are_counted_by_machine() -> None:
         load(["data=mock", CUDA], machine(2), OF_TORCHRUN, machines=2)
 
 
-def test_the_page_of_a_code_shows_what_its_example_raises_though_no_machine_runs_it() -> None:
+def test_launching_devices_code_page_shows_example_everywhere() -> None:
     with pytest.raises(TooFewDevices):
         load([CUDA], LAPTOP, {})
     (problem,) = _raised(codes()["MT113"])

@@ -56,13 +56,13 @@ def refusal(run: RunConfig) -> ConfigError:
     return caught.value
 
 
-def test_a_taken_name_is_refused_with_a_free_one() -> None:
+def test_folder_taken_name_suggests_free_one() -> None:
     made("a")
     problem = refusal(run_of(log__name="a")).problems[0]
     assert (problem.code, problem.fix) == ("MT501", "checkpoint.resume=latest, or log.name=a-2")
 
 
-def test_a_folder_in_use_names_its_owner() -> None:
+def test_folder_in_use_names_owner() -> None:
     run = run_of(log__name="a")
     chosen = folder.plan(run)
     with (
@@ -74,7 +74,7 @@ def test_a_folder_in_use_names_its_owner() -> None:
     assert f"process {os.getpid()}" in caught.value.problems[0].rule
 
 
-def test_what_will_run_is_written_before_it_runs() -> None:
+def test_folder_holds_run_file_before_start() -> None:
     home = made("a", parallel__tp=2)
     assert json.loads((home / "plan.json").read_text())["ranks"] == 2
     assert "tp: 2" in (home / "run.yaml").read_text()
@@ -82,7 +82,7 @@ def test_what_will_run_is_written_before_it_runs() -> None:
     assert {"env.json", "overrides.txt"} <= {p.name for p in home.iterdir()}
 
 
-def test_a_folder_in_which_no_step_was_made_may_be_used_again() -> None:
+def test_folder_without_steps_is_reused() -> None:
     run = run_of(log__name="a")
     with folder.opened(run, folder.plan(run), []):
         pass
@@ -93,9 +93,7 @@ def test_a_folder_in_which_no_step_was_made_may_be_used_again() -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [("hidden_size: ", "hidden_size: 1"), ("\nparallel:", "\nparalel:")]
 )
-def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(
-    old: str, new: str
-) -> None:
+def test_folder_altered_run_file_is_damage(old: str, new: str) -> None:
     file = made("a", 1) / "checkpoints/step_00000001/run.yaml"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
@@ -103,7 +101,7 @@ def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(
         folder.plan(run_of(checkpoint__resume="runs/a"))
 
 
-def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
+def test_folder_concurrent_name_is_refused_once() -> None:
     run = run_of(log__name="a")
     early = folder.plan(run)  # validated while the name was free
     made("a")
@@ -111,7 +109,7 @@ def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
         pass
 
 
-def test_of_two_starts_at_once_without_a_name_both_run() -> None:
+def test_folder_concurrent_unnamed_both_run() -> None:
     run = run_of()
     first = folder.plan(run)
     second = folder.plan(run)
@@ -119,7 +117,7 @@ def test_of_two_starts_at_once_without_a_name_both_run() -> None:
         assert a.folder != b.folder
 
 
-def test_an_older_checkpoint_takes_the_course_and_later_ones_are_set_aside() -> None:
+def test_folder_older_checkpoint_sets_later_aside() -> None:
     home = made("a", 5, 10)
     run = run_of(checkpoint__resume=str(home / "checkpoints/step_00000005"))
     with folder.opened(run, folder.plan(run), []):
@@ -130,7 +128,7 @@ def test_an_older_checkpoint_takes_the_course_and_later_ones_are_set_aside() -> 
     )
 
 
-def test_a_checkpoint_without_its_manifest_is_neither_resumed_nor_passed_over_in_silence() -> None:
+def test_folder_checkpoint_without_manifest_is_an_error() -> None:
     home = made("a", 5, 10)
     (home / "checkpoints/step_00000010/manifest.json").unlink()
     chosen = folder.plan(run_of(checkpoint__resume=str(home)))
@@ -140,7 +138,7 @@ def test_a_checkpoint_without_its_manifest_is_neither_resumed_nor_passed_over_in
         folder.plan(run_of(checkpoint__resume=str(home / "checkpoints/step_00000010")))
 
 
-def test_a_foreign_run_file_is_passed_over() -> None:
+def test_folder_foreign_run_file_is_skipped() -> None:
     made("a", 5, age_s=10)
     foreign = Path("runs/zz")
     foreign.mkdir()
@@ -150,7 +148,7 @@ def test_a_foreign_run_file_is_passed_over() -> None:
     assert "zz" in chosen.notes[0]
 
 
-def test_another_precision_or_optimizer_cannot_be_continued() -> None:
+def test_folder_other_precision_cannot_resume() -> None:
     made("a", 5)
     problems = refusal(
         run_of(
@@ -163,7 +161,7 @@ def test_another_precision_or_optimizer_cannot_be_continued() -> None:
     }
 
 
-def test_latest_is_the_newest_run_of_this_configuration_not_of_another() -> None:
+def test_folder_latest_has_same_configuration() -> None:
     made("mine", 5, 10, age_s=100)
     made("other", 7, optim__lr=0.5)
     chosen = folder.plan(run_of(checkpoint__resume="latest"))
@@ -171,7 +169,7 @@ def test_latest_is_the_newest_run_of_this_configuration_not_of_another() -> None
     assert chosen.checkpoint == Path("runs/mine/checkpoints/step_00000010")
 
 
-def test_a_half_written_checkpoint_is_not_the_latest() -> None:
+def test_folder_half_written_checkpoint_is_not_latest() -> None:
     home = made("a", 5)
     (home / "checkpoints/.saving-step_00000010").mkdir()
     (home / "checkpoints/step_00000009").mkdir()
@@ -181,13 +179,13 @@ def test_a_half_written_checkpoint_is_not_the_latest() -> None:
     )
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_folder() -> None:
+def test_folder_without_checkpoint_starts_again() -> None:
     made("a")
     chosen = folder.plan(run_of(log__name="a", checkpoint__resume="latest"))
     assert (chosen.folder, chosen.checkpoint) == (Path("runs/a"), None)
 
 
-def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
+def test_folder_other_model_names_every_key() -> None:
     made("a", 5)
     problems = refusal(
         run_of(
@@ -203,7 +201,7 @@ def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
     ]
 
 
-def test_adapters_that_are_scaled_otherwise_are_of_another_model() -> None:
+def test_folder_other_adapter_scale_is_another_model() -> None:
     home = made("a", 5, peft__kind="lora")
     other = run_of(peft__kind="lora", peft__alpha=8.0, checkpoint__init_from=str(home))
     assert [(p.code, p.path, p.fix) for p in refusal(other).problems] == [
@@ -211,7 +209,7 @@ def test_adapters_that_are_scaled_otherwise_are_of_another_model() -> None:
     ]
 
 
-def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> None:
+def test_folder_read_paths_are_absolute_urls_kept() -> None:
     run = run_of(
         data__kind="indexed",
         data__blend=("a", "s3://bucket/b"),
@@ -233,7 +231,7 @@ def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> No
     assert folder.anchored(remote).data.path == "memory://corpus"
 
 
-def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_began_with(
+def test_folder_resume_without_corpus_and_adapters(
     tmp_path: Path,
 ) -> None:
     from mtrain.cli.generate import WITHOUT_DATA
@@ -259,7 +257,7 @@ def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_be
     )
 
 
-def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:
+def test_folder_number_change_needs_word_and_is_recorded() -> None:
     made("a", 5)
     problem = refusal(
         run_of(log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1)
@@ -275,13 +273,13 @@ def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:
     assert "optim.lr: 0.0006 -> 0.5" in folder.plan(accepted).changes
 
 
-def test_another_layout_goes_on_without_a_word() -> None:
+def test_folder_other_layout_resumes_silently() -> None:
     made("a", 5)
     chosen = folder.plan(run_of(log__name="a", checkpoint__resume="latest", parallel__tp=2))
     assert "parallel.tp: 1 -> 2" in chosen.changes
 
 
-def test_a_checkpoint_of_one_run_can_begin_another() -> None:
+def test_folder_checkpoint_can_begin_another_run() -> None:
     made("a", 5, 10)
     older = "runs/a/checkpoints/step_00000005"
     assert folder.plan(run_of(checkpoint__resume=older)).folder == Path("runs/a")
@@ -290,7 +288,7 @@ def test_a_checkpoint_of_one_run_can_begin_another() -> None:
 
 
 @pytest.mark.parametrize("resume", ["latest", "nowhere", "."])
-def test_nothing_to_resume_from_is_said(resume: str) -> None:
+def test_folder_nothing_to_resume_is_reported(resume: str) -> None:
     assert refusal(run_of(checkpoint__resume=resume)).problems[0].code == "MT502"
 
 
@@ -299,7 +297,7 @@ SLURM = "slurm 4711"
 
 
 @pytest.mark.parametrize("name", ["a", None])
-def test_one_command_begins_a_run_and_after_a_restart_goes_on_with_it(name: str | None) -> None:
+def test_folder_one_command_begins_and_resumes(name: str | None) -> None:
     run = run_of(log__name=name)
     first = folder.plan(run, launch=TORCHRUN)
     assert (first.new, first.checkpoint) == (True, None)
@@ -316,7 +314,7 @@ def test_one_command_begins_a_run_and_after_a_restart_goes_on_with_it(name: str 
     assert sorted(path.name for path in home.parent.iterdir()) == [home.name]
 
 
-def test_a_restart_before_the_first_checkpoint_begins_again_in_its_folder() -> None:
+def test_folder_restart_before_checkpoint_begins_again() -> None:
     weights = made("weights", 1)
     home = made("a", launch=SLURM, checkpoint__init_from=str(weights))
     again = folder.plan(run_of(log__name="a", checkpoint__init_from=str(weights)), launch=SLURM)
@@ -325,7 +323,7 @@ def test_a_restart_before_the_first_checkpoint_begins_again_in_its_folder() -> N
 
 
 @pytest.mark.parametrize("other", [SLURM, None])
-def test_a_launch_does_not_go_on_with_a_named_run_of_another(other: str | None) -> None:
+def test_folder_launch_leaves_foreign_named_run(other: str | None) -> None:
     made("a", 4, launch=other)
     with pytest.raises(ConfigError) as caught:
         folder.plan(run_of(log__name="a"), launch=TORCHRUN)
@@ -335,7 +333,7 @@ def test_a_launch_does_not_go_on_with_a_named_run_of_another(other: str | None) 
 
 
 @pytest.mark.parametrize("launch", [TORCHRUN, None])
-def test_who_asks_for_auto_goes_on_with_a_named_run_whoever_began_it(launch: str | None) -> None:
+def test_folder_auto_resumes_named_run_of_anyone(launch: str | None) -> None:
     run = run_of(log__name="a", checkpoint__resume="auto")
     assert folder.plan(run, launch=launch).new
     home = made("a", 4, launch=SLURM)
@@ -343,7 +341,7 @@ def test_who_asks_for_auto_goes_on_with_a_named_run_whoever_began_it(launch: str
     assert (chosen.new, chosen.checkpoint) == (False, home / "checkpoints/step_00000004")
 
 
-def test_without_a_name_only_a_run_of_the_same_launch_and_configuration_goes_on() -> None:
+def test_folder_unnamed_resumes_only_same_launch() -> None:
     made(None, 2, age_s=30, launch=SLURM)
     made("by-hand", 4, age_s=20)
     made("other", 6, age_s=10, launch=TORCHRUN, optim__lr=0.5)
@@ -354,7 +352,7 @@ def test_without_a_name_only_a_run_of_the_same_launch_and_configuration_goes_on(
     assert (found.folder, found.checkpoint) == (mine, mine / "checkpoints/step_00000008")
 
 
-def test_auto_by_hand_resumes_the_newest_run_started_by_hand() -> None:
+def test_folder_auto_by_hand_resumes_own_newest() -> None:
     run = run_of(checkpoint__resume="auto")
     assert folder.plan(run).new
     made("launched", 6, launch=SLURM)
@@ -362,14 +360,14 @@ def test_auto_by_hand_resumes_the_newest_run_started_by_hand() -> None:
     assert folder.plan(run).folder == mine
 
 
-def test_auto_does_not_take_a_folder_of_something_else_for_a_run() -> None:
+def test_folder_auto_ignores_non_run_folder() -> None:
     foreign = Path("runs/a")
     foreign.mkdir(parents=True)
     (foreign / "notes.txt").write_text("mine")
     assert refusal(run_of(log__name="a", checkpoint__resume="auto")).problems[0].code == "MT501"
 
 
-def test_a_restart_waits_for_the_processes_that_it_replaces(
+def test_folder_restart_awaits_replaced_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made("a", 4, launch=TORCHRUN)
@@ -391,17 +389,17 @@ def test_a_restart_waits_for_the_processes_that_it_replaces(
         pass
 
 
-def test_the_word_of_a_resume_is_no_folder_and_is_offered() -> None:
-    from mtrain.cli.complete import _values
+def test_folder_resume_word_is_no_folder_and_suggested() -> None:
+    from mtrain.cli.offers import values_of
     from mtrain.config.rules import check
 
     assert [
         p.code for p in check(run_of(checkpoint__resume="auto")) if p.path == "checkpoint.resume"
     ] == []
-    assert _values("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
+    assert values_of("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
 
 
-def test_a_model_larger_than_memory_is_refused_with_numbers_and_what_works() -> None:
+def test_folder_model_beyond_memory_states_remedies() -> None:
     large = run_of(model__num_layers=80, model__hidden_size=8192, model__ffn_hidden_size=28672)
     with pytest.raises(BadEnvironment) as caught:
         preflight.check(large, ["model=large"], LAPTOP)
@@ -411,13 +409,13 @@ def test_a_model_larger_than_memory_is_refused_with_numbers_and_what_works() -> 
     assert "python launch.py check model=large" in text
 
 
-def test_gpus_that_are_missing_are_counted() -> None:
+def test_folder_missing_gpus_are_counted() -> None:
     run = run_of(cluster__device="cuda", cluster__devices_per_node=8, parallel__tp=2)
     with pytest.raises(BadEnvironment, match="needs 8 GPUs on this machine; here: 0"):
         preflight.check(run, [], LAPTOP)
 
 
-def test_a_module_megatron_without_its_core_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_megatron_without_core_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "release", lambda: None)
     monkeypatch.setattr(release, "folder", lambda: None)
     with pytest.raises(BadEnvironment, match="there is no module megatron"):

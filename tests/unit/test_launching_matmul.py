@@ -29,7 +29,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return calls
 
 
-def test_what_is_faster_is_measured_once_per_machine_and_said(measured: list[str]) -> None:
+def test_matmul_faster_is_measured_once_and_reported(measured: list[str]) -> None:
     run = load([]).run
     assert run.kernels.cpu_matmul is None
     assert not matmul.is_known(run)
@@ -40,16 +40,14 @@ def test_what_is_faster_is_measured_once_per_machine_and_said(measured: list[str
     assert "1.90 of the BLAS' rate" in (matmul.reason(matmul.chosen(run)) or "")
 
 
-def test_a_library_that_was_named_is_taken(measured: list[str]) -> None:
+def test_matmul_named_library_is_taken(measured: list[str]) -> None:
     run = matmul.chosen(load(["kernels.cpu_matmul=blas"]).run)
     assert run.kernels.cpu_matmul == "blas"
     assert matmul.reason(run) == "named, or taken from the checkpoint"
     assert not measured
 
 
-def test_a_run_goes_on_with_the_library_that_it_began_with(
-    measured: list[str], tmp_path: Path
-) -> None:
+def test_matmul_resumed_run_keeps_its_library(measured: list[str], tmp_path: Path) -> None:
     began = load(["kernels.cpu_matmul=blas"]).run
     (tmp_path / "run.yaml").write_text(run_yaml(began.recorded()))
     assert matmul.chosen(load([]).run, tmp_path).kernels.cpu_matmul == "blas"
@@ -57,7 +55,7 @@ def test_a_run_goes_on_with_the_library_that_it_began_with(
 
 
 @pytest.mark.parametrize("change", [{"precision.dtype": "bf16"}, {"cluster.device": "cuda"}])
-def test_other_products_are_nobodys_choice(change: dict[str, str], measured: list[str]) -> None:
+def test_matmul_other_products_are_not_chosen(change: dict[str, str], measured: list[str]) -> None:
     run = matmul.chosen(apply(load([]).run, change))
     assert run.kernels.cpu_matmul is None
     assert matmul.reason(run) is None
@@ -65,7 +63,7 @@ def test_other_products_are_nobodys_choice(change: dict[str, str], measured: lis
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', "\x00"])
-def test_a_broken_cache_is_measured_again(text: str, measured: list[str], tmp_path: Path) -> None:
+def test_matmul_broken_cache_is_remeasured(text: str, measured: list[str], tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/matmul.json").write_text(text)
     assert matmul.chosen(load([]).run).kernels.cpu_matmul == "onednn"
@@ -82,7 +80,7 @@ PLACES: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_cache_that_cannot_be_written_ends_no_run(
+def test_matmul_unwritable_cache_ends_no_run(
     place: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in PLACES[place].items():
@@ -95,7 +93,7 @@ def test_a_cache_that_cannot_be_written_ends_no_run(
     assert matmul.is_known(run)
 
 
-def test_what_a_child_measured_is_taken_without_measuring_here(
+def test_matmul_child_measurement_is_taken(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MTRAIN_CACHE", "/proc/none")
@@ -116,13 +114,13 @@ def test_what_a_child_measured_is_taken_without_measuring_here(
     assert "1.90 of the BLAS' rate" in (matmul.reason(run) or "")
 
 
-def test_what_a_child_measured_is_not_believed_blindly(measured: list[str]) -> None:
+def test_matmul_child_measurement_is_verified(measured: list[str]) -> None:
     run = load([]).run
     assert matmul.chosen(run, measured={"library": "numpy"}).kernels.cpu_matmul == "onednn"
     assert measured == ["measured"]
 
 
-def test_only_data_that_is_kept_there_needs_a_cache_that_can_be_written() -> None:
+def test_matmul_only_cached_data_needs_writable_cache() -> None:
     closed = ["data.cache_dir=/proc/none"]
     assert load(["data=mock", *closed]).run.data.kind == "mock"
     with pytest.raises(ConfigError, match="MT432"):

@@ -18,7 +18,7 @@ import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import beside, machine, signals, start
+from mtrain.launching import child_process, machine, signals, start
 from mtrain.launching.supervise import Supervisor
 from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
@@ -43,21 +43,21 @@ def code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_processes_of_a_launcher_under_nohup_ignore_a_closed_terminal_too() -> None:
+def test_processes_under_nohup_ignore_hangup_too() -> None:
     with ignored(signal.SIGHUP):
         forked = start.fork(lambda: int(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN))
         executed = start.execute([sys.executable, "-c", NOHUP], os.environ)
         assert [code_of(forked), code_of(executed)] == [0, 0]
 
 
-def test_processes_of_a_launcher_end_by_sigterm_though_it_ignores_that() -> None:
+def test_processes_end_by_sigterm_despite_ignoring_launcher() -> None:
     with ignored(signal.SIGTERM):
         forked = start.fork(lambda: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL))
         executed = start.execute([sys.executable, "-c", STOPPED], os.environ)
         assert [code_of(forked), code_of(executed)] == [0, 0]
 
 
-def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(
+def test_processes_forked_error_leaves_parent_stack(
     tmp_path: Path,
 ) -> None:
     def fail() -> int:
@@ -72,7 +72,7 @@ def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(
     assert not (tmp_path / "unwound").exists()
 
 
-def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(
+def test_processes_killed_writer_is_an_environment_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def killed(*_: object) -> None:
@@ -87,8 +87,8 @@ def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(
     os_pipe = os.pipe
     monkeypatch.setenv("WRITE_END", "")
     monkeypatch.setattr(os, "pipe", pipe)
-    monkeypatch.setitem(beside.WORK, "import", killed)
-    work = beside.Beside("import", resolve(tiny(), LAPTOP))
+    monkeypatch.setitem(child_process.WORK, "import", killed)
+    work = child_process.ChildProcess("import", resolve(tiny(), LAPTOP))
     with pytest.raises(BadEnvironment, match="importing the weights ended with -9"):
         work.result()
 
@@ -105,7 +105,7 @@ def started(*_: object) -> int:
     return pid
 
 
-def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+def test_processes_stop_reaches_starting_rank(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, "")
     supervisor.start(started, 1)
     with pytest.raises(Preempted):
@@ -133,7 +133,7 @@ def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Ca
 @pytest.mark.parametrize(
     ("owner", "name"), [(tempfile, "mkdtemp"), (os, "rmdir")], ids=["made", "removed"]
 )
-def test_a_stop_while_a_temporary_folder_is_made_or_removed_leaves_none(
+def test_processes_stop_leaves_no_temporary_folder(
     owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -144,13 +144,13 @@ def test_a_stop_while_a_temporary_folder_is_made_or_removed_leaves_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_foreign_handler_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     with signals.stoppable():
         pass
 
 
-def test_a_rank_of_several_machines_is_not_bound_to_this_one(
+def test_processes_remote_rank_is_not_bound_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun: list[dict[str, str]] = []
@@ -175,7 +175,7 @@ def test_a_rank_of_several_machines_is_not_bound_to_this_one(
         assert "TORCHELASTIC_RUN_ID" not in found
 
 
-def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> None:
+def test_processes_second_machine_repeats_first_line_by_line() -> None:
     port = free_port()
     first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, "slurm 7", machines=2)
     store = machine._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
@@ -185,7 +185,7 @@ def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> No
     del store
 
 
-def test_ranks_that_a_stop_ends_before_they_listen_are_preempted(
+def test_processes_early_stopped_ranks_are_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "execute", started)

@@ -16,12 +16,13 @@ import pytest
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, MtrainError
-from mtrain.launching import beside, jobs, rank, start, torchrun
+from mtrain.launching import child_process, jobs, rank, start, torchrun
 from mtrain.launching.environment import Place
 from mtrain.launching.supervise import Supervisor
 from tests.support.configs import LAPTOP, tiny
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "error",
     [
@@ -29,7 +30,7 @@ from tests.support.configs import LAPTOP, tiny
         pytest.param(MemoryError(), marks=pytest.mark.full),
     ],
 )
-def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(
+def test_launching_ranks_forked_are_ended_when_one_cannot_start(
     error: Exception, tmp_path: Path
 ) -> None:
     started: list[int] = []
@@ -73,12 +74,12 @@ ALL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29
         ((), False, False),
     ],
 )
-def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_find_the_others(
+def test_launching_ranks_exist_where_fully_described(
     names: tuple[str, ...], worker: bool | None, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in ALL.items():
         monkeypatch.setenv(name, value if name in names else "")
-    assert bool(torchrun.stray()) == warned
+    assert bool(torchrun.unused_variable()) == warned
     if worker is None:
         with pytest.raises(BadEnvironment) as refused:
             torchrun.here()
@@ -86,10 +87,10 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
         monkeypatch.setenv("WORLD_SIZE", "1")  # one process needs no other
         worker = False
     assert (torchrun.here() is not None) == worker
-    assert not torchrun.stray() or warned
+    assert not torchrun.unused_variable() or warned
 
 
-def test_a_rank_refuses_a_configuration_that_is_not_the_launchers(tmp_path: Path) -> None:
+def test_launching_ranks_refuse_config_of_another_launcher(tmp_path: Path) -> None:
     run = resolve(tiny(), LAPTOP)
     start._describe(run, tmp_path, jobs.MASKS)
     assert start.read_start(tmp_path) == (jobs.MASKS, run.digest())
@@ -99,12 +100,12 @@ def test_a_rank_refuses_a_configuration_that_is_not_the_launchers(tmp_path: Path
     assert run.digest()[:12] in str(refused.value)
 
 
-def test_a_rank_of_a_folder_that_no_launcher_made_is_refused(tmp_path: Path) -> None:
+def test_launching_ranks_refuse_folder_without_launcher(tmp_path: Path) -> None:
     with pytest.raises(BadEnvironment, match=r"start\.json cannot be read: No such file"):
         rank.perform(tmp_path, tmp_path / "errors", 0)
 
 
-def test_a_rank_refuses_an_environment_that_its_run_needs_otherwise(
+def test_launching_ranks_refuse_differing_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -116,7 +117,7 @@ def test_a_rank_refuses_an_environment_that_its_run_needs_otherwise(
         rank.perform(tmp_path, tmp_path / "errors", 0)
 
 
-def test_ranks_of_a_user_without_a_home_have_an_environment(
+def test_launching_ranks_have_environment_without_home(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown(uid: int) -> None:
@@ -127,7 +128,7 @@ def test_ranks_of_a_user_without_a_home_have_an_environment(
     assert Place.here(1).home_filesystem == ""
 
 
-def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -> None:
+def test_launching_ranks_work_next_to_threads_is_executed() -> None:
     run = resolve(tiny(kernels__cpu_matmul="blas"), LAPTOP)
     assert not start.has_threads()
     over = threading.Event()
@@ -136,15 +137,15 @@ def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -
     try:
         assert start.has_threads()
         assert not start.may_fork(run)
-        work = beside.Beside("prepare", run, checkpoint=None)
+        work = child_process.ChildProcess("prepare", run, checkpoint=None)
         command = psutil.Process(work.pid).cmdline()
         assert work.result() is None
     finally:
         over.set()
         thread.join()
-    assert "mtrain.launching.beside" in command
+    assert "mtrain.launching.child_process" in command
     missing = run.model_copy(
         update={"data": run.data.model_copy(update={"kind": "indexed", "path": "nowhere"})}
     )
     with pytest.raises(MtrainError, match="nowhere"):
-        beside.Beside("prepare", missing, checkpoint=None).result()
+        child_process.ChildProcess("prepare", missing, checkpoint=None).result()

@@ -22,9 +22,7 @@ def grids(draw: st.DrawFn) -> RankGrid:
 
 @settings(max_examples=60, deadline=None)
 @given(grids(), st.data())
-def test_every_rank_is_in_exactly_one_group_of_each_kind(
-    grid: RankGrid, data: st.DataObject
-) -> None:
+def test_grid_rank_is_in_one_group_of_each_kind(grid: RankGrid, data: st.DataObject) -> None:
     view = data.draw(st.sampled_from([("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")]))
     axes = data.draw(st.lists(st.sampled_from(view), min_size=1, unique=True))
     groups = grid.groups(*axes)
@@ -38,13 +36,13 @@ def test_every_rank_is_in_exactly_one_group_of_each_kind(
 
 @settings(max_examples=60, deadline=None)
 @given(grids())
-def test_coordinates_and_ranks_are_inverse(grid: RankGrid) -> None:
+def test_grid_coordinates_and_ranks_are_inverse(grid: RankGrid) -> None:
     for rank in range(grid.world):
         c = grid.coords(rank)
         assert grid.rank_of(tp=c["tp"], cp=c["cp"], dp=c["dp"], pp=c["pp"]) == rank
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:
+def test_grid_tp_is_near_and_pp_far() -> None:
     grid = RankGrid(16, tp=2, pp=2, cp=2)
     assert grid.dp == 2
     assert grid.groups("tp")[0] == [0, 1]
@@ -55,7 +53,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
     assert grid.embedding_groups()[3] == [3, 11]
 
 
-def test_experts_are_numbered_inside_a_stage() -> None:
+def test_grid_experts_number_inside_stage() -> None:
     grid = RankGrid(16, tp=2, pp=2, ep=4, etp=1)
     assert grid.edp == 2
     assert grid.groups("ep")[0] == [0, 1, 2, 3]
@@ -70,13 +68,11 @@ def test_experts_are_numbered_inside_a_stage() -> None:
         ({"world": 2, "pp": 0}, "pp must be at least 1"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused_with_their_numbers(
-    degrees: dict[str, int], numbers: str
-) -> None:
+def test_grid_unfit_degrees_state_numbers(degrees: dict[str, int], numbers: str) -> None:
     with pytest.raises(ValueError, match=numbers):
         RankGrid(**degrees)
 
 
-def test_axes_of_both_views_cannot_be_mixed() -> None:
+def test_grid_two_views_cannot_be_mixed() -> None:
     with pytest.raises(ValueError, match="not all of"):
         RankGrid(4, tp=2).groups("tp", "ep")

@@ -21,7 +21,7 @@ def _run(steps: int, **optim: Any) -> RunConfig:
     return tiny(trainer__train_iters=steps, **changes)
 
 
-def test_rates_are_those_that_a_run_has_logged() -> None:
+def test_longer_runs_rates_equal_logged() -> None:
     """Of four steps with a cosine from 6e-3, as megatron-core's scheduler gave them."""
     run = _run(4, lr=6e-3, min_lr=6e-4, warmup_iters=0)
     logged = [0.005209188309203678, 0.0033, 0.0013908116907963219, 0.0006]
@@ -41,7 +41,7 @@ def test_rates_are_those_that_a_run_has_logged() -> None:
         ({"schedule": "inverse_sqrt"}, 10, True),
     ],
 )
-def test_steps_that_were_made_are_those_of_the_longer_run(
+def test_longer_runs_made_steps_belong_to_longer_run(
     optim: dict[str, Any], step: int, alike: bool
 ) -> None:
     short = _run(10, **optim)
@@ -51,6 +51,6 @@ def test_steps_that_were_made_are_those_of_the_longer_run(
     assert same is alike
 
 
-def test_the_new_curve_is_told_in_numbers() -> None:
+def test_longer_runs_new_curve_is_reported_in_numbers() -> None:
     text = new_curve(_run(20, schedule="linear"), _run(10, schedule="linear"), 10)
     assert "from 0.001 at step 10 to 0.0055 at step 11 and 0.001 at step 20" in text

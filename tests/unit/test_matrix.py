@@ -17,7 +17,7 @@ from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.compose.recipe import read_recipe
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import findings
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from tests.support.configs import LAPTOP
 
 RECIPES = [
@@ -33,7 +33,7 @@ def sample(**axes: list[str]) -> dict[tuple[str, ...], tuple[bool, str]]:
     return {(v.model, v.parallel, v.precision, v.cluster): (v.ok, v.code) for v in found}
 
 
-def test_the_table_says_what_fits_and_the_first_reason_of_what_does_not() -> None:
+def test_matrix_states_fit_or_first_reason() -> None:
     found = sample(
         model=["llama3_70b", "llama31_405b", "mixtral_8x7b", "llama_tiny"],
         parallel=["tp4pp4", "tp2", "single"],
@@ -52,7 +52,7 @@ def test_the_table_says_what_fits_and_the_first_reason_of_what_does_not() -> Non
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None:
+def test_matrix_shared_recipes_can_launch(name: str) -> None:
     recipe, problems = read_recipe(name)
     assert recipe is not None
     assert not problems
@@ -75,7 +75,7 @@ def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None
     assert report == (True, "")
 
 
-def test_the_axes_are_what_ships() -> None:
+def test_matrix_axes_are_what_ships() -> None:
     axes = shipped()
     assert axes["model"] == choices_of_group("model")
     written = set(RECIPES) & set(axes["parallel"])
@@ -89,7 +89,7 @@ def test_the_axes_are_what_ships() -> None:
         )
 
 
-def test_a_verdict_is_the_one_of_all_rules_together() -> None:
+def test_matrix_verdict_equals_all_rules() -> None:
     axes = shipped()
     base = compose(["data=mock"]).run
     random = Random(7)
@@ -110,7 +110,7 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
 
 
 @pytest.mark.full
-def test_the_whole_table_takes_little_and_explains_every_reason(
+def test_matrix_whole_is_fast_and_explains_reasons(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     start = time.process_time()
@@ -137,7 +137,7 @@ def _huge() -> set[str]:
     }
 
 
-def test_choices_narrow_the_table_and_overrides_hold_for_all(
+def test_matrix_choices_narrow_and_overrides_apply(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [
@@ -160,7 +160,7 @@ def test_choices_narrow_the_table_and_overrides_hold_for_all(
 @pytest.mark.parametrize(
     "words", [["model=nope"], ["parallel=tp0"], ["recipe=llama/tiny_cpu"], ["optim.lr=fast"]]
 )
-def test_what_cannot_be_composed_is_refused_before_the_table(
+def test_matrix_uncomposable_is_refused_first(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--all", *words]) == 2

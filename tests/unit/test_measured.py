@@ -44,30 +44,30 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def taken(rank: int = 0, said: str = "", **keys: Any) -> str | None:
     tuning.use({})
-    use_measured(tiny(**{"cluster__device": "cuda", **keys}), World(rank, said))  # type: ignore[arg-type]
+    use_measured(tiny(**({"cluster__device": "cuda"} | keys)), World(rank, said))  # type: ignore[arg-type]
     return tuning.recorded("a kernel", "some shapes")
 
 
-def test_rank_0_reads_and_the_others_hear(file: Path) -> None:
+def test_measured_rank_0_reads_and_others_receive(file: Path) -> None:
     assert taken() == "a variant"
     file.unlink()  # another machine has none
     assert taken(1, json.dumps(RECORD)) == "a variant"
     assert taken(1, "{}") is None
 
 
-def test_what_has_to_be_deterministic_or_runs_on_a_cpu_takes_nothing() -> None:
+def test_measured_deterministic_or_cpu_takes_nothing() -> None:
     assert taken(trainer__deterministic=True) is None
     assert taken(cluster__device="cpu") is None
 
 
-def test_a_damaged_file_is_a_warning(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_damaged_file_warns(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("{")
     assert taken() is None
     assert "not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [PermissionError("not yours"), RuntimeError("no home")])
-def test_a_file_that_cannot_be_read_is_a_warning(
+def test_measured_unreadable_file_warns(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path) -> None:

@@ -15,10 +15,10 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert import megatron_args
+from mtrain.convert.megatron import arguments_compared
 from mtrain.models.registry import family_of
-from mtrain.recipes.flags_other import OTHERS
-from mtrain.recipes.imported import read_flags
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.reading import read_flags
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 
@@ -33,11 +33,11 @@ def apart(run: RunConfig, **changed: Any) -> dict[str, Any]:
     """What arguments of an export that were changed differ in: the value that they say,
     by our key.
     """
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     return {
         one.key or one.name: one.becomes
-        for one in differing(megatron_args.arguments_of(run) | changed, run)
+        for one in differing(arguments_compared.arguments_of(run) | changed, run)
     }
 
 
@@ -59,7 +59,7 @@ TINY = (
 
 
 @pytest.mark.parametrize("name", some(choices_of_group("model"), TINY))
-def test_an_export_is_of_the_model_that_it_was_made_of(name: str) -> None:
+def test_megatron_arguments_export_belongs_to_its_model(name: str) -> None:
     if is_megatron(name):
         assert apart(of_model(name)) == {}
 
@@ -177,7 +177,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -> None:
+def test_megatron_arguments_number_change_is_named_with_key(name: str) -> None:
     model, changed, expected = CHANGED[name]
     found = apart(of_model(model), **changed)
     assert found.items() >= expected.items(), found
@@ -204,7 +204,7 @@ def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -
         {"window_size": [-1, 0]},
     ],
 )
-def test_what_changes_no_number_of_the_network_is_no_difference(changed: dict[str, Any]) -> None:
+def test_megatron_arguments_harmless_change_is_no_difference(changed: dict[str, Any]) -> None:
     assert apart(of_model("llama_tiny"), **changed) == {}
 
 
@@ -238,18 +238,18 @@ IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", IN_YARN)
-def test_positions_by_yarn_are_compared_with_the_scaling_of_a_model(name: str) -> None:
+def test_megatron_arguments_yarn_is_compared_with_model_scaling(name: str) -> None:
     changed, expected = IN_YARN[name]
     assert apart(of_model("gpt_oss_tiny"), **changed) == expected
 
 
-def test_one_weight_of_yarn_is_a_factor_of_cosines() -> None:
+def test_megatron_arguments_yarn_weight_is_a_cosine_factor() -> None:
     found = apart(of_model("gpt_oss_tiny"), mscale=0.5)
     assert found == {"model.rope_scaling.attention_factor": pytest.approx(0.05 * math.log(8) + 1)}
 
 
-def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> None:
-    kept = megatron_args.arguments_of(of_model("gpt_oss_tiny"))
+def test_megatron_arguments_export_states_yarn_or_its_lack() -> None:
+    kept = arguments_compared.arguments_of(of_model("gpt_oss_tiny"))
     assert kept["position_embedding_type"] == "yarn"
     assert kept["rotary_scaling_factor"] == 8.0
     assert kept["yarn_original_max_position_embeddings"] == 128
@@ -261,12 +261,12 @@ def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> Non
         assert apart(of_model("llama_tiny", f"model.rope_scaling={scaling}")) == {}
 
 
-def test_yarn_that_a_model_lacks_is_reported_with_its_numbers_where_they_are_known() -> None:
-    from mtrain.convert.megatron_compared import differing
+def test_megatron_arguments_missing_yarn_is_reported() -> None:
+    from mtrain.convert.megatron.arguments_compared import differing
 
     plain = of_model("gpt_oss_tiny", "model.rope_scaling=null")
     kept = of_model("gpt_oss_tiny")
-    (one,) = differing(megatron_args.arguments_of(kept), plain)
+    (one,) = differing(arguments_compared.arguments_of(kept), plain)
     assert (one.key, one.becomes) == ("model.rope_scaling", YARN)
     assert apart(plain, position_embedding_type="yarn") == {"position_embedding_type": None}
     assert apart(of_model("deepseek_tiny"), position_embedding_type="yarn") == {}
@@ -285,25 +285,25 @@ WITHOUT_FLAGS = {
 
 
 @pytest.mark.parametrize("key", WITHOUT_FLAGS)
-def test_a_key_without_a_flag_is_not_what_others_computed_with(key: str) -> None:
-    from mtrain.convert.megatron_compared import arguments_said, differing
+def test_megatron_arguments_key_without_flag_is_not_computed(key: str) -> None:
+    from mtrain.convert.megatron.arguments_compared import arguments_said, differing
 
     plain = of_model("llama_tiny")
     run = of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
     theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | arguments_said(plain)
-    for kept in (megatron_args.arguments_of(plain), theirs):
+    for kept in (arguments_compared.arguments_of(plain), theirs):
         (one,) = differing(kept, run)
         assert one.key == key
         assert one.becomes in (None, False, "pre")
         assert differing(kept, plain) == []
-    (one,) = differing(megatron_args.arguments_of(run), plain)
+    (one,) = differing(arguments_compared.arguments_of(run), plain)
     assert one.key == key
-    assert differing(megatron_args.arguments_of(run), run) == []
+    assert differing(arguments_compared.arguments_of(run), run) == []
 
 
-def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
+def test_megatron_arguments_key_without_argument_is_reported() -> None:
     from mtrain.cli.convert_megatron import _apart
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
     theirs: dict[str, Any] = {f"an_argument_of_theirs_{i}": None for i in range(250)}
     (one,) = differing(
@@ -314,16 +314,16 @@ def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
     assert problem.fix == "model.final_logit_softcapping=null"
 
 
-def test_a_number_that_null_stands_for_is_no_difference() -> None:
+def test_megatron_arguments_default_for_null_is_no_difference() -> None:
     width = of_model("llama_tiny").model.head_dim
     plain = of_model("llama_tiny")
     said = of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments_compared import differing
 
-    assert differing(megatron_args.arguments_of(plain), said) == []
+    assert differing(arguments_compared.arguments_of(plain), said) == []
 
 
-def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> None:
+def test_megatron_arguments_foreign_balancing_reports_sinkhorn() -> None:
     words = ("router_load_balancing_type=sinkhorn", "aux_loss_coeff=0", "router_pre_softmax=true")
     run = of_model("mixtral_tiny", *(f"model.moe.{word}" for word in words))
     assert apart(run) == {}
@@ -344,7 +344,7 @@ def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> Non
         ("128", None, "takes tokens"),
     ],
 )
-def test_a_window_is_what_causal_attention_sees_of_it(
+def test_megatron_arguments_causal_window_is_compared_by_effect(
     word: str, width: int | None, refused: str
 ) -> None:
     a, said, _ = read_flags(["--window-size", word], None)
@@ -354,10 +354,10 @@ def test_a_window_is_what_causal_attention_sees_of_it(
     )
 
 
-def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:
-    from mtrain.convert.megatron_compared import argument_of
+def test_megatron_arguments_model_flags_are_in_export() -> None:
+    from mtrain.convert.megatron.arguments_compared import argument_of
 
-    kept = megatron_args.arguments_of(of_model("llama_tiny"))
+    kept = arguments_compared.arguments_of(of_model("llama_tiny"))
     for flag in (
         "--rotary-interleaved",
         "--window-size",
@@ -368,8 +368,8 @@ def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:
         assert flag not in OTHERS
 
 
-def test_arguments_of_an_older_export_say_what_is_among_them() -> None:
-    from mtrain.convert.megatron_compared import differing
+def test_megatron_arguments_older_export_states_its_arguments() -> None:
+    from mtrain.convert.megatron.arguments_compared import differing
 
     run = of_model("gpt2")
     older = {"num_layers": 12, "swiglu": False, "rotary_base": 10000, "add_bias_linear": None}
@@ -380,10 +380,10 @@ def test_arguments_of_an_older_export_say_what_is_among_them() -> None:
     ]
 
 
-def test_flags_that_an_export_of_a_run_writes_are_read_as_its_model() -> None:
-    from mtrain.convert.megatron_compared import _words_kept
+def test_megatron_arguments_run_export_reads_back_as_model() -> None:
+    from mtrain.convert.megatron.arguments_compared import _words_kept
 
     run = of_model("gpt_oss_tiny")
-    _, said, _ = read_flags(_words_kept(megatron_args.arguments_of(run)), None)
+    _, said, _ = read_flags(_words_kept(arguments_compared.arguments_of(run)), None)
     assert said["model.window_size"] == run.model.window_size
     assert said["model.moe.router_topk"] == run.model.moe.router_topk  # type: ignore[union-attr]

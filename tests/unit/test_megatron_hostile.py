@@ -16,6 +16,8 @@ import pytest
 from mtrain.cli.main import main
 from tests.support import hostile_torch_dist as hostile
 
+pytestmark = pytest.mark.full
+
 NOWHERE = Path("canary")
 MOST_BYTES = 50 << 20
 """Of Python's memory, for files of at most 4 MiB."""
@@ -59,12 +61,12 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
     return said
 
 
-def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
+def test_megatron_hostile_sound_checkpoint_is_read(good: Path) -> None:
     import torch
 
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
-    from mtrain.convert.words import as_tensor
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
+    from mtrain.convert.raw_arrays import as_tensor
 
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
@@ -77,7 +79,7 @@ def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.pickles(NOWHERE))
-def test_a_pickle_is_refused_and_runs_nothing(
+def test_megatron_hostile_pickle_is_refused_without_effect(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     canary = copy.parent.parent / "ran"
@@ -91,7 +93,7 @@ def test_a_pickle_is_refused_and_runs_nothing(
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.METADATA)
-def test_metadata_that_lies_is_refused(
+def test_megatron_hostile_lying_metadata_is_refused(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile.change_metadata(copy, hostile.METADATA[name])
@@ -100,7 +102,7 @@ def test_metadata_that_lies_is_refused(
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.FOLDERS)
-def test_a_folder_that_leads_elsewhere_is_refused(
+def test_megatron_hostile_outside_folder_is_refused(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile.FOLDERS[name](copy)
@@ -109,11 +111,11 @@ def test_a_folder_that_leads_elsewhere_is_refused(
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.items(NOWHERE))
-def test_bytes_that_are_no_tensor_are_refused(
+def test_megatron_hostile_non_tensor_bytes_are_refused(
     name: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     canary = copy.parent.parent / "ran"
@@ -127,9 +129,9 @@ def test_bytes_that_are_no_tensor_are_refused(
 
 
 @pytest.mark.usefixtures("measured")
-def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+def test_megatron_hostile_gigabyte_directory_is_not_read(copy: Path) -> None:
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
     from mtrain.errors import CorruptData
 
     size = 1 << 30
@@ -145,7 +147,7 @@ def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
         TorchDistReader(open_weights(copy)).tensor(hostile.OTHER)
 
 
-def test_an_import_of_a_hostile_checkpoint_writes_nothing(
+def test_megatron_hostile_import_writes_nothing(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     canary = copy.parent.parent / "ran"
@@ -159,13 +161,11 @@ def test_an_import_of_a_hostile_checkpoint_writes_nothing(
 @pytest.mark.parametrize(
     "name", ["calls os.system", "code as a state", "a text of exabytes", "nothing"]
 )
-def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(
-    name: str, good: Path, tmp_path: Path
-) -> None:
+def test_megatron_hostile_arguments_are_only_a_hint(name: str, good: Path, tmp_path: Path) -> None:
     import zipfile
 
-    from mtrain.convert.megatron_args import read_arguments
-    from mtrain.convert.torch_dist import Chunk
+    from mtrain.convert.megatron.arguments import read_arguments
+    from mtrain.convert.megatron.torch_dist import Chunk
 
     canary = tmp_path / "ran"
     with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:

@@ -62,7 +62,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_a_weight_has_one_name(name: str) -> None:
+def test_megatron_names_weight_has_one_name(name: str) -> None:
     numbers, one = ONE[name]
     assert torch_dist.counted_axes(name) == len(numbers)
     assert torch_dist.one_name(name, numbers) == one
@@ -84,7 +84,7 @@ def test_a_weight_has_one_name(name: str) -> None:
         "rerun_state_machine_state",
     ],
 )
-def test_what_is_beside_weights_is_none(name: str) -> None:
+def test_megatron_names_non_weights_are_excluded(name: str) -> None:
     assert not torch_dist.is_weight(name)
 
 
@@ -110,14 +110,14 @@ BY_TE_AND_OWN = {
 
 
 @pytest.mark.parametrize(("model", "norm"), BY_TE_AND_OWN, ids=map(" ".join, BY_TE_AND_OWN))
-def test_a_norm_is_written_as_both_kinds_of_layers_call_it(model: str, norm: str) -> None:
+def test_megatron_names_norm_has_name_of_both_layer_kinds(model: str, norm: str) -> None:
     run = compose([f"model={model}"]).run
     number, _, _ = norm.partition(".")
     expected = tuple(f"decoder.layers.{number}.{name}" for name in BY_TE_AND_OWN[model, norm])
     assert torch_dist.names_written(f"decoder.layers.{norm}.weight", run.model) == expected
 
 
-def test_numbers_are_taken_out_and_put_back() -> None:
+def test_megatron_names_numbers_are_extracted_and_restored() -> None:
     name = "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight"
     stacked, numbers = torch_dist.gathered(name, layers=True)
     assert (stacked, numbers) == ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5))
@@ -132,9 +132,7 @@ def test_numbers_are_taken_out_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llava"])
-def test_weights_of_other_families_are_neither_read_nor_written_so(
-    family: str, tmp_path: Path
-) -> None:
+def test_megatron_names_other_families_are_excluded(family: str, tmp_path: Path) -> None:
     words = [f"model={family}_tiny", "data=mock"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run/manifest.json").touch()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, orders, prepare, same_data
 from mtrain.data.blend import Blend
 from mtrain.data.greedy import BLOCK, Greedy
@@ -52,7 +52,7 @@ def _no_space(*args: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_orders_of_many_numbers_are_made_once_and_mapped(
+def test_megatron_order_is_made_once_and_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orders, "SMALL", 100)
@@ -88,7 +88,7 @@ def test_orders_of_many_numbers_are_made_once_and_mapped(
 
 
 @pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
-def test_a_cache_that_does_not_fit_or_hides_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
+def test_megatron_order_bad_or_pickled_cache_is_refused(tmp_path: Path, name: str) -> None:
     prefix = corpus(tmp_path / "a", 300, 1)
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -118,24 +118,26 @@ def test_a_cache_that_does_not_fit_or_hides_a_pickle_is_refused(tmp_path: Path, 
         "shuffle_index": ours._shuffled,
     }
 
-    def write(**other: np.ndarray) -> None:
-        for key, array in {**good, **other}.items():
+    def write(other: dict[str, np.ndarray]) -> None:
+        for key, array in (good | other).items():
             np.save(folder / f"00-GPTDataset-train-{key}.npy", array, allow_pickle=True)
 
     def train() -> MegatronSamples:
         return open_splits(data, VOCAB, 7, prepare(data), (), (100, 9, 3)).train  # type: ignore[return-value]
 
-    write()
+    write({})
     assert train().from_cache
     assert (train().batch(range(100)) == ours.batch(range(100))).all()
     array = good[name]
-    for bad in (
+    bad_arrays = [
         array[:-1],
         array.astype(np.float32),
         np.array([Bomb(tmp_path)] * len(array), object),
-        *([array + 299] if name != "shuffle_index" else []),
-    ):
-        write(**{name: bad})
+    ]
+    if name != "shuffle_index":
+        bad_arrays.append(array + 299)
+    for bad in bad_arrays:
+        write({name: bad})
         with pytest.raises(CorruptData, match=r"00-GPTDataset-train"):
             train()
     path = folder / f"00-GPTDataset-train-{name}.npy"
@@ -165,9 +167,7 @@ class Bomb:
 
 @given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=5), st.integers(0, 16))
 @settings(max_examples=2, deadline=None)
-def test_pieces_that_are_computed_side_by_side_are_those_of_one_sequence(
-    weights: list[float], block: int
-) -> None:
+def test_megatron_order_parallel_pieces_equal_sequence(weights: list[float], block: int) -> None:
     shares = normalized(weights)
     one = Greedy(shares)
     part, index = one.places(np.arange(block * BLOCK, block * BLOCK + 5))
@@ -181,7 +181,7 @@ def test_pieces_that_are_computed_side_by_side_are_those_of_one_sequence(
     assert one.given(block * BLOCK + 5).tolist() == count.tolist()
 
 
-def test_a_blend_that_asks_for_more_than_megatron_makes_is_refused(tmp_path: Path) -> None:
+def test_megatron_order_oversized_blend_is_refused(tmp_path: Path) -> None:
     paths = [corpus(tmp_path / name, n, n) for name, n in {"a": 400, "b": 30}.items()]
     data = config(paths, split=[1.0, 0.0, 0.0])
     train = open_splits(data, VOCAB, 7, prepare(data), (), (10, 0, 0)).train
@@ -191,7 +191,7 @@ def test_a_blend_that_asks_for_more_than_megatron_makes_is_refused(tmp_path: Pat
         open_splits(data, VOCAB, 7, prepare(data), (), (10**6, 0, 0))
 
 
-def test_a_resume_with_more_steps_that_changes_the_order_is_refused(tmp_path: Path) -> None:
+def test_megatron_order_changed_order_on_resume_is_refused(tmp_path: Path) -> None:
     data = config([corpus(tmp_path / "a", 300, 1)])
 
     def of(samples: int) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import load
-from mtrain.config.machine import plug_ins
+from mtrain.config import families
+from mtrain.config.machine import installed
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.models import registry
-from mtrain.models.gpt import GPT
+from mtrain.models.gpt.family import FAMILY as GPT
 from mtrain.plan import count
 from mtrain.plan.shrink import shrink
 from tests.support.configs import LAPTOP
@@ -46,14 +47,14 @@ def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int |
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
     """Installs a family; returns the groups whose entry points are looked for from then on."""
-    entry = EntryPoint("toy", value, registry.GROUP)
+    entry = EntryPoint("toy", value, families.GROUP)
     looked = list[str]()
 
     def entry_points(group: str) -> list[EntryPoint]:
         looked.append(group)
-        return [entry] if group == registry.GROUP else []
+        return [entry] if group == families.GROUP else []
 
-    monkeypatch.setattr(plug_ins, "entry_points", entry_points)
+    monkeypatch.setattr(installed, "entry_points", entry_points)
     monkeypatch.setattr(registry, "_load", functools.cache(registry._load.__wrapped__))
     return looked
 
@@ -62,12 +63,12 @@ def _toy_model(**more: Any) -> ModelConfig:
     return tiny_run(model={"family": "toy", **more}).model
 
 
-def test_gpt_ships_and_is_the_default() -> None:
+def test_families_ship_gpt_as_default() -> None:
     assert registry.names()[0] == "gpt"
     assert registry.family_of(tiny_run().model) is GPT
 
 
-def test_an_unknown_family_is_told_with_every_other_problem_and_where_it_was_set() -> None:
+def test_families_unknown_is_reported_with_other_problems() -> None:
     with pytest.raises(ConfigError) as raised:
         load(
             ["model.family=gptt", "trainer.global_batch_size=7", "trainer.micro_batch_size=2"],
@@ -84,7 +85,7 @@ def test_an_unknown_family_is_told_with_every_other_problem_and_where_it_was_set
     )
 
 
-def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_plan_uses_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:toy")
     run = tiny_run(model={"family": "toy"})
     assert registry.names()[-1] == "toy"
@@ -94,17 +95,17 @@ def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) 
     assert shrink(run, steps=2).model.num_layers == layers + 1
 
 
-def test_a_plug_in_is_looked_for_once_and_not_in_every_step(
+def test_families_plug_in_is_looked_up_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = _plug_in(monkeypatch, f"{__name__}:toy")
     run = tiny_run(model={"family": "toy"})
     for _ in range(3):
         count.flops_per_token(run.model, 8)
-    assert looked == [registry.GROUP]
+    assert looked == [families.GROUP]
 
 
-def test_building_asks_the_family_of_a_plug_in() -> None:
+def test_families_build_uses_plug_in() -> None:
     run = tiny_run(model={"family": "toy"}, ranks=2, pp=2, vpp=2)
 
     def job() -> list[Any]:
@@ -122,20 +123,22 @@ def test_building_asks_the_family_of_a_plug_in() -> None:
 @pytest.mark.parametrize(
     ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_family", "is no mtrain")]
 )
-def test_a_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+def test_families_broken_plug_in_is_named(
+    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
     _plug_in(monkeypatch, value)
     with pytest.raises(BadEnvironment, match=said):
         registry.family_of(_toy_model())
 
 
-def test_a_family_without_its_own_section_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_without_section_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:mixture")
     (problem,) = registry.problems(_toy_model(), {"model.moe": "recipe.yaml:3"})
     assert (problem.code, problem.path, problem.source) == ("MT246", "model.moe", "recipe.yaml:3")
     assert registry.problems(_toy_model(moe={"num_experts": 4, "ffn_hidden_size": 64}), {}) == []
 
 
-def test_finding_a_family_needs_no_torch_until_it_is_built() -> None:
+def test_families_lookup_needs_no_torch() -> None:
     code = (
         "import sys, mtrain.models.registry, mtrain.plan.shrink; sys.exit('torch' in sys.modules)"
     )

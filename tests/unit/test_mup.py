@@ -13,8 +13,9 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.mup import MupConfig
 from mtrain.errors import ConfigError
-from mtrain.recipes.hf_write import config_json
-from mtrain.recipes.megatron import export_words, import_texts
+from mtrain.recipes.huggingface.exporter import config_json
+from mtrain.recipes.megatron.exporter import export_words
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 WIDER = "model.mup.base_hidden_size=128"
@@ -34,7 +35,7 @@ WIDER = "model.mup.base_hidden_size=128"
         ("model.mtp_num_layers=1 model.mtp_use_repeated_layer=true", "MT150"),
     ],
 )
-def test_what_is_not_known_by_width_is_refused(words: str, code: str) -> None:
+def test_mup_unknown_by_width_is_refused(words: str, code: str) -> None:
     problems = [
         p for p in check(resolve(compose(words.split()).run, LAPTOP)) if p.severity == "error"
     ]
@@ -45,7 +46,7 @@ def test_what_is_not_known_by_width_is_refused(words: str, code: str) -> None:
 @pytest.mark.parametrize(
     "words", [WIDER, "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true"]
 )
-def test_a_config_json_that_would_mean_another_model_is_not_written(words: str) -> None:
+def test_mup_config_json_of_other_model_is_not_written(words: str) -> None:
     model = resolve(compose(words.split()).run, LAPTOP).model
     with pytest.raises(ConfigError) as refused:
         config_json(model, "float32")
@@ -67,7 +68,7 @@ def test_a_config_json_that_would_mean_another_model_is_not_written(words: str) 
         ("--mup-base-hidden-size 36", None),
     ],
 )
-def test_flags_of_mup_are_read_and_written(flags: str, expected: MupConfig | None) -> None:
+def test_mup_flags_round_trip(flags: str, expected: MupConfig | None) -> None:
     def read(words: str) -> Any:
         return import_texts(
             [(f"torchrun --nproc-per-node 1 pretrain_gpt.py {words}\n", "run.sh")], "mup"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.main import main, parse
+from mtrain.cli.main import main
+from mtrain.cli.parsing import parse
 from mtrain.cli.setup import load
 from mtrain.config.compose import paths
 from mtrain.config.compose.paths import program
@@ -95,8 +96,8 @@ COMMANDS = {
     "optim.lr:2e-3": "optim.lr=0.002",
     "model:llama_tiny": "model=llama_tiny",
     "zzz": "leave it out",
-    "recipe=/dev/null": "name a file that is there",
-    "recipe=dangling": "name a file that is there",
+    "recipe=/dev/null": "name an existing file",
+    "recipe=dangling": "name an existing file",
     "recipe=dangling.yaml": "python launch.py recipe list, for all of them",
     "recipe=pip": "python launch.py recipe list, for all of them",
     "data.limit_mib=1e-9": "data.limit_mib=0.001",
@@ -148,7 +149,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def validated(*argv: str) -> list[Problem]:
     try:
         call = parse(["check", *argv])
-        load(call.arguments, LAPTOP, {})
+        load(call.words, LAPTOP, {})
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -163,9 +164,7 @@ def is_setting(fix: str) -> bool:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
-def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(
-    argument: str, fix: str
-) -> None:
+def test_fixes_for_argument_are_meant_and_pass(argument: str, fix: str) -> None:
     (problem,) = validated(argument)
     assert problem.fix == fix
     for one in fix.split(" or ") if is_setting(fix.split(" or ")[0]) else ():
@@ -173,9 +172,7 @@ def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(
 
 
 @pytest.mark.parametrize(("text", "fix"), FILES.items())
-def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(
-    tmp_path: Path, text: str, fix: str
-) -> None:
+def test_fixes_for_file_are_meant_and_pass(tmp_path: Path, text: str, fix: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     problems = validated("recipe=r.yaml")
     assert problems[0].fix == fix
@@ -211,7 +208,7 @@ def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_misspelt_verb_flag_or_word_is_named_as_it_was_meant(
+def test_fixes_name_intended_verb_flag_or_word(
     capsys: pytest.CaptureFixture[str], argv: list[str], fix: str
 ) -> None:
     assert main(argv) == 2
@@ -228,24 +225,32 @@ THEIRS = re.compile(
 WORDS = "(( )) [1 {a {a:1 a] 'x \"x ${ ${} $x a(b) range( x=y a,b) ! ^ ` \\ # a;b &"
 TORN = [f"optim.lr={text}" for text in WORDS.split()]
 BROKEN = [
-    *("a: [1", "a: &\n", "a: 'x", 'a: "\\q"', "\ta: 1", "a: @x", "a\nb: 1", "a: b: c", "{a: 1}}"),
-    *("%YAML 3.0\n---\na: 1", "? ? a: 1", "a: >x"),
-    *(
-        "%FOO\na: 1",
-        "a: |x\n b",
-        "- a\nb: 1",
-        "a: !<x y",
-        "a: &x &y 1",
-        "a: *",
-        "a: ]",
-        '"a" "b": 1',
-        "a: \x01",
-    ),
+    "a: [1",
+    "a: &\n",
+    "a: 'x",
+    'a: "\\q"',
+    "\ta: 1",
+    "a: @x",
+    "a\nb: 1",
+    "a: b: c",
+    "{a: 1}}",
+    "%YAML 3.0\n---\na: 1",
+    "? ? a: 1",
+    "a: >x",
+    "%FOO\na: 1",
+    "a: |x\n b",
+    "- a\nb: 1",
+    "a: !<x y",
+    "a: &x &y 1",
+    "a: *",
+    "a: ]",
+    '"a" "b": 1',
+    "a: \x01",
 ]
 
 
 @pytest.mark.parametrize("text", [*TORN, *BROKEN])
-def test_no_message_of_a_parser_reaches_a_user(tmp_path: Path, text: str) -> None:
+def test_fixes_hide_parser_messages(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     found = validated(text) if text in TORN else validated("recipe=r.yaml")
     assert found
@@ -253,7 +258,7 @@ def test_no_message_of_a_parser_reaches_a_user(tmp_path: Path, text: str) -> Non
     assert not THEIRS.search(shown), shown
 
 
-def test_a_group_file_that_names_another_in_vain_is_told_in_our_words(
+def test_fixes_group_file_naming_missing_one_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

@@ -27,7 +27,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_words_are_those_of_the_authors() -> None:
+def test_philox_words_equal_publication() -> None:
     """The known answers of Random123 for a counter and a key of zeros."""
     answers = ["16554d9eca36314c", "db20fe9d672d0fdc", "d7e772cee186176b", "7e68b68aec7ba23b"]
     found = Stream(0).words(torch.tensor([0]))[0].tolist()
@@ -39,7 +39,7 @@ def test_words_are_those_of_the_authors() -> None:
     [((0, 3), 1000, (0, 1000)), ((5, 70), 96, (24, 48)), ((2, 40), 37, (5, 30))],
 )
 @pytest.mark.usefixtures("elsewhere")
-def test_a_device_draws_the_bits_of_the_host(
+def test_philox_device_draws_host_bits(
     rows: tuple[int, int], width: int, span: tuple[int, int]
 ) -> None:
     stream = Stream.of("weight")
@@ -49,11 +49,11 @@ def test_a_device_draws_the_bits_of_the_host(
     assert torch.equal(host, whole[rows[0] :, span[0] : span[1]])
 
 
-def test_the_digest_of_known_shapes_is_the_recorded_one() -> None:
+def test_philox_known_shapes_have_recorded_digest() -> None:
     assert philox.digest("cpu") == philox.DIGEST
 
 
-def test_no_quantile_hangs_on_the_last_bits_of_a_logarithm() -> None:
+def test_philox_quantiles_ignore_last_bits_of_logarithm() -> None:
     edges = np.array(philox.edges())
     kept = edges.astype(np.float32)
     for beside in (np.nextafter(kept, np.float32(-1)), np.nextafter(kept, np.float32(9))):
@@ -61,7 +61,7 @@ def test_no_quantile_hangs_on_the_last_bits_of_a_logarithm() -> None:
         assert (np.abs(edges - middle) > 100 * np.spacing(edges)).all()
 
 
-def test_numbers_are_normal() -> None:
+def test_philox_numbers_are_normal() -> None:
     drawn = philox.normal(Stream.of("numbers").rows(0, 1 << 20, 1, (0, 1), None)).double()
     moments = [float((drawn**n).mean()) for n in (1, 2, 3, 4)]
     assert moments == pytest.approx([0, 1, 0, 3], abs=0.02)

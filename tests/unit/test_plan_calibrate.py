@@ -86,7 +86,7 @@ def rows(tmp_path: Path, shapes: list[list[str]] = SHAPES) -> Path:
     return path
 
 
-def test_known_rates_are_found_again() -> None:
+def test_calibrate_recovers_known_rates() -> None:
     runs = [run_of(words) for words in SHAPES]
     found = fitted([Measured(run, **of_known(run)) for run in runs], runs[0].cluster)
     for key in ("memory_gbps", "operation_us", "fast_link_gbps", "link_latency_us"):
@@ -96,7 +96,7 @@ def test_known_rates_are_found_again() -> None:
     assert max(map(abs, found.errors)) < 0.01
 
 
-def test_a_calibrated_cluster_gives_a_cpu_a_time(
+def test_calibrate_cluster_gives_cpu_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "box.yaml"
@@ -117,7 +117,7 @@ def test_a_calibrated_cluster_gives_a_cpu_a_time(
     assert found["software"].startswith("torch ")
 
 
-def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
+def test_calibrate_run_folder_skips_first_steps(tmp_path: Path) -> None:
     folders = []
     for number, words in enumerate(SHAPES):
         run = run_of(words)
@@ -139,7 +139,7 @@ def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
     )
 
 
-def test_steps_of_a_batch_that_grows_are_left_out(tmp_path: Path) -> None:
+def test_calibrate_growing_batch_steps_are_skipped(tmp_path: Path) -> None:
     run = run_of([*SHAPES[0], "trainer.rampup_batch_size=[2,2,10]"])
     (tmp_path / "run.yaml").write_text(run_yaml(run))
     assert first_full(run) == 6
@@ -149,7 +149,7 @@ def test_steps_of_a_batch_that_grows_are_left_out(tmp_path: Path) -> None:
     assert one.step_s == 1.0
 
 
-def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "box.yaml"
     out.write_text("mine")
     assert main(["plan", "--calibrate", str(rows(tmp_path, SHAPES[:1])), f"out={out}"]) == 2
@@ -194,7 +194,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_clear_line(
+def test_calibrate_bad_file_is_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, says = BAD[name]
@@ -210,7 +210,7 @@ def test_a_bad_file_is_one_clear_line(
 
 
 @pytest.mark.parametrize("word", ["~nobody-of-that-name", "a\0b", "/dev/zero", "/"])
-def test_a_file_that_is_none_is_said(
+def test_calibrate_missing_file_is_reported(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -224,7 +224,7 @@ def test_a_file_that_is_none_is_said(
 @pytest.mark.parametrize(
     "words", [["out=a.yaml"], ["rows.json"], ["rows.json", "out="], ["none.json", "out=a.yaml"]]
 )
-def test_what_is_missing_is_said(
+def test_calibrate_missing_data_is_reported(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert (
@@ -236,7 +236,9 @@ def test_what_is_missing_is_said(
     assert "error[MT0" in capsys.readouterr().err
 
 
-def test_kernels_say_what_a_gpu_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_kernels_give_gpu_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bench.json"
     out = tmp_path / "box.yaml"
     path.write_text(json.dumps(KERNELS))
@@ -253,7 +255,7 @@ def test_kernels_say_what_a_gpu_reaches(tmp_path: Path, capsys: pytest.CaptureFi
     assert seconds[0] / seconds[1] == pytest.approx(shipped().memory / reached["memory"], rel=1e-6)
 
 
-def test_kernels_of_something_else_are_refused(
+def test_calibrate_foreign_kernels_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bench.json"
@@ -266,7 +268,7 @@ def test_kernels_of_something_else_are_refused(
     assert not out.exists()
 
 
-def test_runs_say_how_fast_a_gpu_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_runs_give_gpu_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "model=llama3_8b",
         "data=mock",
@@ -296,7 +298,7 @@ ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memor
         ([("h100x8", 1e6)], "no rates explain the runs"),
     ],
 )
-def test_runs_of_other_machines_or_of_no_machine_are_refused(
+def test_calibrate_foreign_runs_are_refused(
     rows: list[tuple[str, float]], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.json"
@@ -309,7 +311,7 @@ def test_runs_of_other_machines_or_of_no_machine_are_refused(
     assert not out.exists()
 
 
-def test_kernels_and_runs_of_a_cpu_are_fitted_together(tmp_path: Path) -> None:
+def test_calibrate_fits_cpu_kernels_and_runs_together(tmp_path: Path) -> None:
     kernels = Rates("fp32", 0.21e12, 11e9)
     run = run_of(SHAPES[0])
     alone = fitted([], run.cluster, [kernels]).cluster
@@ -321,7 +323,7 @@ def test_kernels_and_runs_of_a_cpu_are_fitted_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_turn_of_the_benchmark_may_say_more_than_a_pipe_holds(
+def test_calibrate_benchmark_output_may_exceed_a_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location(

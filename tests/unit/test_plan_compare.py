@@ -30,7 +30,7 @@ def lines(share: float) -> list[dict[str, Any]]:
     return [{"step": n + 1, **(slow if n < 3 else usual)} for n in range(12)]
 
 
-def test_each_part_is_compared() -> None:
+def test_compare_covers_each_part() -> None:
     peaks = [PLAN["memory_by_stage"]["peak_bytes"][rank // 4] for rank in range(8)]
     peaks[6] = round(peaks[6] * 1.2)
     found = rows(
@@ -46,7 +46,7 @@ def test_each_part_is_compared() -> None:
     assert all(row.off is None for row in rows(RUN, PLAN, [], {}, None))
 
 
-def test_each_kind_of_memory_stands_beside_its_part_of_the_plan(tmp_path: Path) -> None:
+def test_compare_memory_is_compared_by_kind(tmp_path: Path) -> None:
     """Tensors have neither the context nor what the allocator holds beside them; the driver counts
     both.
     """
@@ -74,7 +74,7 @@ def test_each_kind_of_memory_stands_beside_its_part_of_the_plan(tmp_path: Path) 
     assert beyond == ["driver memory of stage 1"]
 
 
-def test_a_run_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_accepts_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(run_yaml(RUN))
     made = "".join(json.dumps(line) + "\n" for line in lines(2.0))
     (tmp_path / "metrics.jsonl").write_text(made + '{"step": 13, "st')
@@ -94,7 +94,7 @@ def test_a_run_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
-def test_steps_before_a_resume_are_of_another_layout(
+def test_compare_steps_before_resume_are_another_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text(run_yaml(RUN))
@@ -109,7 +109,7 @@ def test_steps_before_a_resume_are_of_another_layout(
     assert found[1] > 1
 
 
-def test_a_machine_of_unknown_rates_is_said(
+def test_compare_unknown_rates_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = resolve(compose(["model=llama_tiny", "cluster=cpu", "data=mock"]).run, LAPTOP)
@@ -137,7 +137,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_a_run_did_not_write_is_refused_in_a_line(
+def test_compare_missing_data_is_refused_in_a_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, text, code, says = HOSTILE[name]
@@ -157,12 +157,14 @@ def test_what_a_run_did_not_write_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize("folder", ["~nobody-of-that-name", "a\0b", "", "x" * 5000])
-def test_a_folder_that_is_none_is_said(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_missing_folder_is_reported(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--compare", folder]) == 2
     assert "unexpected" not in capsys.readouterr().err
 
 
-def test_steps_of_smaller_batches_are_not_compared() -> None:
+def test_compare_smaller_batches_are_skipped() -> None:
     trainer = RUN.trainer.model_copy(
         update={"rampup_batch_size": (RUN.trainer.batch // 2, RUN.trainer.batch // 2, 1024)}
     )

@@ -4,11 +4,12 @@ import pytest
 
 from mtrain.cli.setup import load
 from mtrain.config.compose.composer import compose
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.model import ModelConfig, MoEConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, OptimConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan import count
 from mtrain.plan.weights import stage_weights
@@ -25,11 +26,11 @@ LLAMA3_8B = ModelConfig(
 )
 
 
-def test_llama3_8b_has_its_published_parameters() -> None:
+def test_plan_count_llama3_8b_parameters_equal_published() -> None:
     assert count.parameters(LLAMA3_8B) == 8_030_261_248
 
 
-def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration() -> None:
+def test_plan_count_qwen3_next_parameters_equal_transformers() -> None:
     model = compose(["model=qwen3_next_80b_a3b"]).run.model
     # of Qwen3NextForCausalLM(Qwen3NextConfig()) on the meta device
     assert count.parameters(model) == 79_674_391_296
@@ -37,34 +38,32 @@ def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration
 
 
 @pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])
-def test_llama3_8b_costs_its_published_operations_at_8192_tokens(
-    causal: bool, gflops: float
-) -> None:
+def test_plan_count_llama3_8b_flops_at_8192_tokens(causal: bool, gflops: float) -> None:
     assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(
         gflops, abs=0.06
     )
 
 
 @pytest.mark.parametrize("words", ["model=gpt_oss_tiny model.mtp_num_layers=2", "model=glm45_tiny"])
-def test_the_parameters_of_a_model_are_those_of_its_weights(words: str) -> None:
+def test_plan_count_parameters_equal_weights(words: str) -> None:
     run = load([*words.split(), "parallel=single", "data=mock"], LAPTOP, {}).run
     assert count.parameters(run.model) == sum(
         weight.numel for weight in stage_weights(run, held_stages(run)[0][0])
     )
 
 
-def test_tying_saves_one_embedding_and_leaves_the_operations() -> None:
+def test_plan_count_tying_saves_one_embedding_only() -> None:
     tied = LLAMA3_8B.model_copy(update={"tie_word_embeddings": True})
     assert count.parameters(LLAMA3_8B) - count.parameters(tied) == 128256 * 4096
     assert count.flops_per_token(tied, 8192) == count.flops_per_token(LLAMA3_8B, 8192)
 
 
-def test_fp32_state_is_sixteen_bytes_a_parameter_on_one_rank() -> None:
+def test_plan_count_fp32_state_is_16_bytes() -> None:
     run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1))
     assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
 
 
-def test_the_distributed_optimizer_keeps_moments_once() -> None:
+def test_plan_count_distributed_optimizer_keeps_moments_once() -> None:
     whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
     spread = RunConfig(
         model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True)
@@ -74,7 +73,7 @@ def test_the_distributed_optimizer_keeps_moments_once() -> None:
     )
 
 
-def test_low_precision_state_is_ten_bytes_a_parameter() -> None:
+def test_plan_count_low_precision_state_is_10_bytes() -> None:
     optim = OptimConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True)
     precision = PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
     run = RunConfig(
@@ -83,7 +82,7 @@ def test_low_precision_state_is_ten_bytes_a_parameter() -> None:
     assert count.state_bytes(run) == 10 * count.parameters(LLAMA3_8B)
 
 
-def test_expert_parallelism_spreads_the_experts_and_nothing_else() -> None:
+def test_plan_count_expert_parallelism_spreads_experts_only() -> None:
     moe = MoEConfig(num_experts=8, ffn_hidden_size=14336)
     model = LLAMA3_8B.model_copy(update={"moe": moe})
     one = RunConfig(model=model, parallel=ParallelConfig(ranks=8))
@@ -94,12 +93,12 @@ def test_expert_parallelism_spreads_the_experts_and_nothing_else() -> None:
     assert count.expert_parameters(LLAMA3_8B) == 0
 
 
-def test_fsdp_keeps_everything_once() -> None:
+def test_plan_count_fsdp_keeps_everything_once() -> None:
     run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=8, fsdp="megatron"))
     assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
 
 
-def test_interleaved_stages_take_turns() -> None:
+def test_plan_count_interleaved_stages_take_turns() -> None:
     run = RunConfig(
         model=LLAMA3_8B.model_copy(update={"num_layers": 8}),
         parallel=ParallelConfig(pp=2, vpp=2),
@@ -109,9 +108,7 @@ def test_interleaved_stages_take_turns() -> None:
     assert held == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
 
 
-def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_of_attention() -> (
-    None
-):
+def test_plan_count_frozen_model_saves_weight_gradients_only() -> None:
     model = compose(["model=llava_tiny"]).run.model
     assert model.llava is not None
     frozen = model.model_copy(
@@ -124,7 +121,7 @@ def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_
     assert short > 0
 
 
-def test_sparse_attention_is_counted_by_its_chosen_keys_and_its_indexer() -> None:
+def test_plan_count_sparse_attention_by_chosen_keys() -> None:
     dense, sparse = (
         compose(
             [f"model={name}", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]

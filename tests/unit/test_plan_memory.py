@@ -77,7 +77,7 @@ def errors(words: str) -> list[Problem]:
         ),
     ],
 )
-def test_a_size_without_end_is_refused_with_numbers(words: str, code: str, path: str) -> None:
+def test_plan_memory_huge_size_is_refused_in_numbers(words: str, code: str, path: str) -> None:
     found = [p for p in errors(words) if p.code == code and p.path.startswith(path)]
     assert found, errors(words)
     assert any(letter.isdigit() for letter in found[0].rule)
@@ -92,13 +92,13 @@ def test_a_size_without_end_is_refused_with_numbers(words: str, code: str, path:
         "trainer.global_batch_size=1000000000 cluster=h100x8 parallel=single",
     ],
 )
-def test_the_fix_of_what_does_not_fit_fits(words: str) -> None:
+def test_plan_memory_fix_makes_plan_fit(words: str) -> None:
     (problem,) = [p for p in errors(words) if p.code == "MT147"]
     assert problem.fix.startswith(f"{problem.path}=")
     assert not errors(f"{words} {problem.fix}".replace(f"{problem.path}={problem.value} ", "", 1))
 
 
-def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
+def test_plan_memory_sample_is_judged_by_named_machine() -> None:
     """The same run fits a larger machine, and a device of a cluster counts alone."""
     words = LONG.format(4_000_000).split()
     with pytest.raises(ConfigError, match="MT147"):
@@ -107,7 +107,7 @@ def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
     load([*words, "cluster=h100x8", "parallel=cp8", "trainer.global_batch_size=8"], LAPTOP, {})
 
 
-def test_a_model_for_other_machines_stays_a_warning_and_its_samples_are_not_blamed() -> None:
+def test_plan_memory_model_for_elsewhere_warns_without_samples() -> None:
     found = validated(
         [
             "model=llama31_405b",
@@ -120,7 +120,7 @@ def test_a_model_for_other_machines_stays_a_warning_and_its_samples_are_not_blam
     assert "MT140" in {p.code for p in found}
 
 
-def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
+def test_plan_memory_sharding_and_recomputation_keep_less() -> None:
     def kept(*words: str) -> int:
         return activation_bytes(load(["model.num_layers=8", *words], LAPTOP, {}).run)
 
@@ -135,14 +135,17 @@ def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
     assert kept("parallel=single", "kernels.loss=megatron") - whole == logits - gradients
 
 
-def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_memory() -> None:
+def test_plan_memory_concurrent_logits_follow_device_memory() -> None:
     def run(cluster: str, *words: str) -> RunConfig:
         return load(
             ["model=llama3_8b", "parallel=single", f"cluster={cluster}", *words], LAPTOP, {}
         ).run
 
     assert [run(name).kernels.loss_logits_mib for name in ("h100", "a100_40g", "h200", "cpu")] == [
-        *(512, 256, 1024, None)
+        512,
+        256,
+        1024,
+        None,
     ]
     assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
     few, many = (
@@ -155,7 +158,7 @@ def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_m
     assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4) - summed
 
 
-def test_a_decoder_that_is_deeper_than_its_encoder_is_planned() -> None:
+def test_plan_memory_deeper_decoder_is_planned() -> None:
     run = load(
         ["recipe=t5/tiny_cpu", "model.t5.decoder_layers=6", "parallel=single"],
         Machine(64, 1 << 42),
@@ -165,7 +168,7 @@ def test_a_decoder_that_is_deeper_than_its_encoder_is_planned() -> None:
     assert worst_stage(run).peak > 0
 
 
-def test_experts_are_quantised_all_at_once_where_weights_are_freed() -> None:
+def test_plan_memory_experts_quantise_jointly_when_freed() -> None:
     words = (
         "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise"
         " parallel=single "

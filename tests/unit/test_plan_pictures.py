@@ -16,8 +16,7 @@ from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.machines import Machines, machines
+from mtrain.layout.grid import Machines, RankGrid, machines
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.timeline import kept_over_time, timeline
 from tests.support.commands import ROOT, mtrain
@@ -43,7 +42,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("words", SCHEDULES.values(), ids=SCHEDULES)
-def test_each_chunk_waits_for_the_one_before_it(words: tuple[str, ...]) -> None:
+def test_plan_pictures_chunk_awaits_its_predecessor(words: tuple[str, ...]) -> None:
     run = run_of(*words)
     stages = stage_memories(run)
     line = timeline(stages, whole=True)
@@ -65,7 +64,9 @@ def test_each_chunk_waits_for_the_one_before_it(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("pp", "vpp", "micro"), [(4, 1, 8), (2, 2, 8), (2, 1, 2)])
-def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp: int, vpp: int, micro: int) -> None:
+def test_plan_pictures_bubble_of_equal_stages_follows_formula(
+    pp: int, vpp: int, micro: int
+) -> None:
     run = run_of(f"parallel=pp{pp}", f"parallel.vpp={vpp}", f"trainer.global_batch_size={micro}")
     stages = [  # layers alone: no output layer that makes the last stage larger
         type(stage)(
@@ -79,7 +80,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp: int, vpp: int, mi
 
 
 @pytest.mark.parametrize("words", SCHEDULES.values(), ids=SCHEDULES)
-def test_what_is_kept_over_time_is_what_the_plan_counts(words: tuple[str, ...]) -> None:
+def test_plan_pictures_memory_over_time_equals_plan(words: tuple[str, ...]) -> None:
     stages = stage_memories(run_of(*words))
     line = timeline(stages, whole=True)
     for stage in stages:
@@ -88,7 +89,7 @@ def test_what_is_kept_over_time_is_what_the_plan_counts(words: tuple[str, ...]) 
         assert series[0] == series[-1] == 0
 
 
-def test_machines_with_the_same_stages_stand_together() -> None:
+def test_plan_pictures_equal_machines_are_grouped() -> None:
     assert machines(RankGrid(64, tp=4, pp=4), 8) == [Machines(2 * n, 2, (n,) * 8) for n in range(4)]
     assert machines(RankGrid(8, tp=2, pp=4), 8) == [Machines(0, 1, (0, 0, 1, 1, 2, 2, 3, 3))]
 
@@ -115,7 +116,9 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_pictures_page_needs_no_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "plan.html"
     assert (
         main(["plan", "recipe=deepseek/v3_h100x1024", "--html", str(page), "cluster.name=a.b"]) == 0
@@ -148,7 +151,7 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "elsewhere.html").exists()
 
 
-def test_numbers_on_blocks_can_be_read() -> None:
+def test_plan_pictures_block_numbers_are_legible() -> None:
     """On each colour with a contrast of 4 at least (WCAG 2.1, 1.4.3 asks 3 of large text and 4.5 of
     small).
     """
@@ -168,7 +171,7 @@ def test_numbers_on_blocks_can_be_read() -> None:
             assert bright / dark > 4, (below, above)
 
 
-def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:
+def test_plan_pictures_large_machine_stays_in_picture(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = [
         "model=llama3_8b",
@@ -189,7 +192,7 @@ def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:
     assert max(y + width for _, y, width in places) <= height
 
 
-def test_pictures_on_a_terminal(
+def test_plan_pictures_terminal_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
@@ -204,7 +207,7 @@ def test_pictures_on_a_terminal(
     assert max(map(len, lines)) <= 140
 
 
-def test_bars_fit_a_narrow_terminal(
+def test_plan_pictures_bars_fit_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -219,20 +222,20 @@ def test_bars_fit_a_narrow_terminal(
     assert max(map(len, bars)) <= 60
 
 
-def test_a_timeline_needs_the_operations_of_a_family() -> None:
+def test_plan_pictures_timeline_needs_operations() -> None:
     stages = stage_memories(run_of("parallel=pp2"))
     bare = [type(stage)(stage.run, stage.stage, stage.held, stage.states, ()) for stage in stages]
     with pytest.raises(ValueError, match="does not say"):
         timeline(bare)
 
 
-def test_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
+def test_plan_pictures_long_step_draws_first_micro_batches() -> None:
     line = timeline(stage_memories(run_of("parallel=pp4", "trainer.global_batch_size=4096")))
     assert line.micro == 12
     assert line.of > 1000
 
 
-def test_a_schedule_that_is_cut_ends_with_the_last_micro_batch(tmp_path: Path) -> None:
+def test_plan_pictures_cut_schedule_ends_with_last_micro_batch(tmp_path: Path) -> None:
     """It begins with the first, goes on as full as it was behind the break, and drains once, at the
     end.
     """
@@ -259,7 +262,7 @@ def test_a_schedule_that_is_cut_ends_with_the_last_micro_batch(tmp_path: Path) -
     assert "GiB</text>" in memory
 
 
-def test_one_copy_of_a_model_has_all_its_experts(tmp_path: Path) -> None:
+def test_plan_pictures_one_replica_has_all_experts(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = [
         "model=mixtral_8x7b",
@@ -273,7 +276,7 @@ def test_one_copy_of_a_model_has_all_its_experts(tmp_path: Path) -> None:
     assert picture.count('stroke="currentColor"') == 16
 
 
-def test_a_page_says_batch_and_length_and_no_text_of_it_is_scaled_down(tmp_path: Path) -> None:
+def test_plan_pictures_page_states_batch_without_scaled_text(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = [
         "model=llama3_8b",

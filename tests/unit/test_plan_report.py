@@ -19,7 +19,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import Graph, Tensor
-from mtrain.models.lives import backwards
+from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan import fits
@@ -57,16 +57,13 @@ NO_STAGES = {"t5"}
 @pytest.mark.parametrize(
     "name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"])
 )
-def test_the_weights_of_all_ranks_add_up_to_the_model(name: str) -> None:
+def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
     """Whole and cut in two, by tensor and by pipeline, with the tables that two stages
     share once.
     """
-    # an image and text
-    on = (
-        ON.replace("data.seq_length=512", "data.seq_length=1024")
-        if name.startswith("llava")
-        else ON
-    )
+    on = ON
+    if name.startswith("llava"):  # an image and text
+        on = ON.replace("data.seq_length=512", "data.seq_length=1024")
     words = f"model={name} {on}"
     model = run_of(f"{words} parallel=single").model
     split = "" if model.moe is None or model.add_bias_linear else "ep2"
@@ -86,7 +83,7 @@ def test_the_weights_of_all_ranks_add_up_to_the_model(name: str) -> None:
     "model=mixtral_8x7b parallel=ep4tp2 precision=fp32",
     "model=deepseek_v2_lite parallel=ep4 parallel.distributed_optimizer=false",
 ])  # fmt: skip
-def test_the_bytes_of_all_ranks_are_those_that_the_state_has(words: str) -> None:
+def test_plan_report_rank_bytes_add_up_to_state(words: str) -> None:
     """But for the padding of buffers."""
     run = run_of(f"{words} {ON}")
     stages = stage_memories(run)
@@ -108,9 +105,10 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("name", some(COUNTED, ["llama3_8b", "deepseek_v2_lite", "bert_large"]))
-def test_the_products_of_the_operations_are_those_of_a_token(name: str) -> None:
+def test_plan_report_products_equal_those_of_a_token(name: str) -> None:
     run = run_of(f"model={name} parallel=single {ON}")
-    (held,), rank = held_stages(run)[0], Rank.of(run)
+    [held] = held_stages(run)[0]
+    rank = Rank.of(run)
     stage = family_of(run.model).stage
     assert stage is not None
     products = sum(graph.flops() for graph in stage(rank, held))
@@ -119,7 +117,7 @@ def test_the_products_of_the_operations_are_those_of_a_token(name: str) -> None:
     )
 
 
-def test_stages_keep_as_many_microbatches_as_wait_for_their_backward() -> None:
+def test_plan_report_stages_keep_waiting_microbatches() -> None:
     run = run_of(f"model=llama3_8b parallel=pp4 {ON}")
     assert [most_in_flight(run, stage, [7], 100) for stage in range(4)] == [
         (28, [4]), (21, [3]), (14, [2]), (7, [1]),
@@ -139,7 +137,7 @@ def test_stages_keep_as_many_microbatches_as_wait_for_their_backward() -> None:
         assert [sum(chunk == c and forward for forward, chunk in done) for c in (0, 1)] == [8, 8]
 
 
-def test_what_does_not_fit_is_said_with_a_change_with_which_it_fits() -> None:
+def test_plan_report_unfit_plan_names_a_fitting_change() -> None:
     words = f"model=llama3_8b parallel=dp {ON}".replace("=512", "=8192")
     (problem,) = [p for p in load(words.split(), BIG, {}).warnings if p.code == "MT146"]
     assert "activations" in problem.rule
@@ -155,7 +153,7 @@ def test_what_does_not_fit_is_said_with_a_change_with_which_it_fits() -> None:
     assert cheapest(run_of(hopeless), 80 * GIB) == ""
 
 
-def test_a_page_that_says_too_little_has_a_problem_with_a_fix(
+def test_plan_report_lacking_page_has_a_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reserve of the allocator is in both; where nobody knows what a change needs, it is no
@@ -195,7 +193,7 @@ RECIPES = sorted(
 
 
 @pytest.mark.parametrize("name", some(RECIPES, FITS))
-def test_a_recipe_that_ships_fits_its_device(name: str) -> None:
+def test_plan_report_shipped_recipe_fits_its_device(name: str) -> None:
     loaded = load([f"recipe={name}"], BIG, {})
     assert not {p.code for p in loaded.warnings} & {"MT146", "MT147", "MT254"}
     found = report(loaded.run)
@@ -207,7 +205,7 @@ def test_a_recipe_that_ships_fits_its_device(name: str) -> None:
     "parallel=tp2ep2sp parallel.etp=1 model=deepseek_v2_lite peft=lora",
     "parallel=tp2pp2sp model=llama3_8b peft=dora",
 ])  # fmt: skip
-def test_adapters_are_all_that_has_gradients_and_states(words: str) -> None:
+def test_plan_report_only_adapters_have_gradients(words: str) -> None:
     run = run_of(f"{words} {ON}")
     numbers = report(run)["parameters"]
     count = sum(adapter_parameters(run))
@@ -220,7 +218,7 @@ def test_adapters_are_all_that_has_gradients_and_states(words: str) -> None:
     )
 
 
-def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
+def test_plan_report_offloaded_moments_leave_main_weights() -> None:
     words = f"model=llama3_8b parallel=dp {ON}"
     plain, half, none = (
         stage_memories(run_of(f"{words} optim.cpu_offload={share}"))[0].parts["optimizer"]
@@ -234,7 +232,7 @@ def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
     ("bf16", "bf16", {"bf16": 989}),
     ("fp8_tensorwise", "bf16 with products in fp8 (tensorwise)", {"fp8": 1979, "bf16": 989}),
 ])  # fmt: skip
-def test_a_plan_says_of_which_peak_its_mfu_is(
+def test_plan_report_mfu_names_its_peak(
     precision: str,
     formats: str,
     peaks: dict[str, int],
@@ -262,7 +260,7 @@ def test_a_plan_says_of_which_peak_its_mfu_is(
             assert f" of {peak} TFLOP/s in {form}" in page
 
 
-def test_a_bidirectional_model_has_one_count_of_operations(
+def test_plan_report_bidirectional_model_has_one_count(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert plan.run(f"model=bert_large parallel=single {ON}".split()) == 0
@@ -271,7 +269,7 @@ def test_a_bidirectional_model_has_one_count_of_operations(
     assert "GFLOP a token\n" in text
 
 
-def test_packed_documents_attend_to_themselves_alone() -> None:
+def test_plan_report_packed_documents_attend_to_themselves() -> None:
     """As many pairs in one sequence of four samples as in four, and a fourth where documents are as
     short.
     """
@@ -301,7 +299,7 @@ def test_packed_documents_attend_to_themselves_alone() -> None:
     assert said == [False, True, False]
 
 
-def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:
+def test_plan_report_recomputation_precedes_its_backward() -> None:
     g = Graph()
     first = Tensor(100)
     second = Tensor(10)
@@ -316,7 +314,7 @@ def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:
 
 
 @pytest.mark.full
-def test_published_peaks_that_state_enough_are_met() -> None:
+def test_plan_report_published_peaks_are_met() -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks/plan_memory.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     median, worst = map(float, re.findall(r"([\d.]+)%", done.stdout.splitlines()[-1]))
@@ -325,7 +323,7 @@ def test_published_peaks_that_state_enough_are_met() -> None:
     assert done.stdout.count("leaves out") > 5
 
 
-def test_the_page_has_every_part_and_the_json_the_same_numbers(
+def test_plan_report_page_and_json_have_equal_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = f"model=mixtral_8x7b parallel=tp2pp4ep4 {ON}".split()
@@ -344,7 +342,7 @@ def test_the_page_has_every_part_and_the_json_the_same_numbers(
     assert all(len(line) <= 130 for line in page.splitlines())
 
 
-def test_6144_devices_are_planned_in_a_second_without_torch() -> None:
+def test_plan_report_6144_devices_take_a_second_without_torch() -> None:
     words = (
         "model=llama31_405b parallel=tp8pp16vpp8 cluster=h100 cluster.nodes=768"
         " model.num_layers=128 data=mock trainer.global_batch_size=3072 trainer.micro_batch_size=1"

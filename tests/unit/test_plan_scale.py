@@ -25,7 +25,7 @@ ONE_B = (
 )
 
 
-def test_a_strong_scaling_has_a_row_for_each_number_of_devices() -> None:
+def test_plan_scale_strong_has_a_row_for_each_count() -> None:
     """In a fresh process, as a user runs it."""
     done = mtrain("plan", "--scale", "8,16,...,48", *ONE_B, "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_a_strong_scaling_has_a_row_for_each_number_of_devices() -> None:
         assert point["step_s"] * point["tokens_per_s"] == pytest.approx(64 * 4096)
 
 
-def test_the_layout_of_a_row_is_the_first_of_tune(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_scale_row_has_first_layout_of_tune(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--scale", "16", *ONE_B, "--json"]) == 0
     point = json.loads(capsys.readouterr().out)["points"][0]
     assert main(["tune", *ONE_B, "cluster.nodes=2", "--json"]) == 0
@@ -49,7 +49,7 @@ def test_the_layout_of_a_row_is_the_first_of_tune(capsys: pytest.CaptureFixture[
     assert (point["layout"], point["step_s"]) == (first["layout"], pytest.approx(first["seconds"]))
 
 
-def test_a_weak_scaling_has_a_batch_and_may_have_a_model_for_each_number(
+def test_plan_scale_weak_has_batch_and_model_for_each_count(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["plan", "--weak", "--scale", "8,16", *ONE_B, "--json"]) == 0
@@ -70,7 +70,7 @@ def test_a_weak_scaling_has_a_batch_and_may_have_a_model_for_each_number(
     ]
 
 
-def test_a_number_on_which_nothing_fits_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_scale_unfit_count_states_reason(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=llama3_8b", "cluster=h100", "data=mock", "trainer.global_batch_size=32"]
     assert main(["plan", "--scale", "1,4", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -107,7 +107,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_list_that_is_wrong_is_refused_in_words(
+def test_plan_scale_bad_list_is_refused_in_words(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, said = WRONG[name]
@@ -117,7 +117,7 @@ def test_a_list_that_is_wrong_is_refused_in_words(
         assert text in error
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_results() -> None:
+def test_plan_scale_documented_tables_equal_results() -> None:
     stored = json.loads(published.RESULTS.read_text())
     text = published.DOCS.read_text()
     assert published.written(text, stored) == text
@@ -129,7 +129,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_results() -> None:
 
 
 @pytest.mark.parametrize(("name", "place"), [("strong", 7), ("weak", 0)])
-def test_a_row_of_the_documentation_is_what_is_predicted(name: str, place: int) -> None:
+def test_plan_scale_documented_row_equals_prediction(name: str, place: int) -> None:
     rows = {"strong": published.strong, "weak": published.weak}[name]()
     made = published.table(rows[place : place + 1], published.COMMON, is_weak=name == "weak")[0]
     stored = json.loads(published.RESULTS.read_text())[name][place]
@@ -139,7 +139,7 @@ def test_a_row_of_the_documentation_is_what_is_predicted(name: str, place: int) 
     assert made["tune"]["tflops"] == pytest.approx(stored["tune"]["tflops"], rel=0.005)
 
 
-def test_the_published_figures_are_those_of_the_source() -> None:
+def test_plan_scale_published_figures_equal_source() -> None:
     """The text of the source states the ends of the strong scaling; its chart and table have one
     point in common.
     """

@@ -44,7 +44,7 @@ def run_of(words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("words", [DENSE, EXPERTS])
-def test_the_parts_add_up_and_the_rate_follows(words: str) -> None:
+def test_plan_time_parts_add_up_and_rate_follows(words: str) -> None:
     run = run_of(words)
     step = step_time(run)
     assert step.known
@@ -59,13 +59,13 @@ def test_the_parts_add_up_and_the_rate_follows(words: str) -> None:
     "key", ["memory_gbps", "fast_link_gbps", "network_gbitps", "fast_link_devices", "power_watts"]
 )
 @pytest.mark.parametrize("words", [DENSE, EXPERTS])
-def test_more_of_what_a_device_has_is_never_slower(words: str, key: str) -> None:
+def test_plan_time_better_device_is_never_slower(words: str, key: str) -> None:
     run = run_of(words)
     more = run.cluster.model_copy(update={key: getattr(run.cluster, key) * 2})
     assert step_time(run.model_copy(update={"cluster": more})).seconds <= step_time(run).seconds
 
 
-def test_only_a_large_product_is_twice_as_fast_at_twice_the_peak() -> None:
+def test_plan_time_peak_doubles_large_products_only() -> None:
     device = device_of(run_of(DENSE).cluster)
     twice = replace(device, peaks={form: 2 * peak for form, peak in device.peaks.items()})
 
@@ -80,7 +80,7 @@ def test_only_a_large_product_is_twice_as_fast_at_twice_the_peak() -> None:
 
 
 @pytest.mark.parametrize(("vpp", "stages"), [(1, 4), (5, 4)])
-def test_the_bubble_is_that_of_the_schedule(vpp: int, stages: int) -> None:
+def test_plan_time_bubble_follows_schedule(vpp: int, stages: int) -> None:
     """All stages but one idle for a micro-batch, in as many parts as there are virtual stages."""
     layout = f"tp4pp{stages}" + (f"vpp{vpp}" if vpp > 1 else "")
     work = step_work(run_of(DENSE.replace("tp4pp4", layout)))
@@ -93,13 +93,13 @@ def test_the_bubble_is_that_of_the_schedule(vpp: int, stages: int) -> None:
     assert step.parts["bubble"] / busy == pytest.approx((stages - 1) / (vpp * number))
 
 
-def test_the_slowest_stage_decides() -> None:
+def test_plan_time_slowest_stage_decides() -> None:
     even = run_of(f"{DENSE} parallel.layers_per_stage=[20,20,20,20]")
     uneven = run_of(f"{DENSE} parallel.layers_per_stage=[10,20,20,30]")
     assert step_time(uneven).seconds > 1.3 * step_time(even).seconds
 
 
-def test_experts_in_one_fast_domain_are_reached_sooner() -> None:
+def test_plan_time_experts_in_one_domain_are_faster() -> None:
     device = device_of(run_of(EXPERTS).cluster)
     links = Links(device, shipped())
     sent = Exchange("ep", "all_to_all", 1 << 30, 8)
@@ -109,14 +109,14 @@ def test_experts_in_one_fast_domain_are_reached_sooner() -> None:
     assert links.seconds(across, sent, once=True) < links.seconds(across, sent)
 
 
-def test_layers_that_are_computed_again_take_a_third_longer() -> None:
+def test_plan_time_recomputed_layers_take_a_third_longer() -> None:
     again = step_time(run_of(f"{DENSE} parallel.recompute.granularity=full"))
     assert again.parts["gemm"] / step_time(run_of(DENSE)).parts["gemm"] == pytest.approx(
         4 / 3, rel=0.05
     )
 
 
-def test_sharded_weights_and_their_gradients_travel_for_each_micro_batch() -> None:
+def test_plan_time_sharded_weights_travel_per_micro_batch() -> None:
     words = (
         "model=llama3_8b parallel=single parallel.fsdp=fsdp2 cluster=h100x64 data=mock"
         " data.seq_length=512"
@@ -129,7 +129,7 @@ def test_sharded_weights_and_their_gradients_travel_for_each_micro_batch() -> No
     assert four == pytest.approx(4 * one, rel=0.01)
 
 
-def test_sharding_over_more_devices_slows_each_of_them_as_published() -> None:
+def test_plan_time_sharding_slows_as_published() -> None:
     """By 37.22% from 128 to 2048 H100, Llama-2 7B with two samples on each (arXiv:2411.13055)."""
     words = (
         "model=llama2_7b parallel=dp parallel.fsdp=fsdp2 parallel.distributed_optimizer=false"
@@ -144,7 +144,7 @@ def test_sharding_over_more_devices_slows_each_of_them_as_published() -> None:
     assert 0.5 < rate < 0.75
 
 
-def test_what_is_not_known_is_named() -> None:
+def test_plan_time_unknown_facts_are_named() -> None:
     run = run_of(DENSE)
     bare = run.cluster.model_copy(
         update={"memory_gbps": None, "network_gbitps": None, "peak_tflops": {}}
@@ -172,7 +172,7 @@ ROWS = [
 @pytest.mark.parametrize(
     "row", ROWS[::2], ids=lambda row: f"{row['model']}-{row['gpu']}-{row['precision']}"
 )
-def test_published_rates_of_dense_models_are_near(row: dict[str, str]) -> None:
+def test_plan_time_dense_rates_are_near_published(row: dict[str, str]) -> None:
     """By the efficiencies that ship, for software without the overlap of tensor parallelism that
     these rows have.
     """
@@ -183,7 +183,7 @@ def test_published_rates_of_dense_models_are_near(row: dict[str, str]) -> None:
     assert rate / found.tokens == pytest.approx(1, abs=0.2)
 
 
-def test_the_results_that_are_stored_are_of_models_that_were_left_out() -> None:
+def test_plan_time_stored_results_are_held_out_models() -> None:
     stored = json.loads((published.ROOT / "benchmarks/results/plan_time.json").read_text())
     for word in ("model_left_out", "model_left_out_with_all"):
         assert stored[word]["median"] < 0.065
@@ -193,7 +193,7 @@ def test_the_results_that_are_stored_are_of_models_that_were_left_out() -> None:
     assert stored["pairs"]["right"] >= 0.9 * stored["pairs"]["of"]
 
 
-def test_rows_of_one_configuration_that_contradict_each_other_are_both_listed() -> None:
+def test_plan_time_contradicting_rows_are_both_listed() -> None:
     row = next(row for row in ROWS if row["tokens_s_per_gpu"])
     one = published.measured(row)
     assert not isinstance(one, str)
@@ -203,7 +203,7 @@ def test_rows_of_one_configuration_that_contradict_each_other_are_both_listed() 
     assert published.disagreeing([one, far, other]).keys() == {0, 1}
 
 
-def test_a_row_goes_once_to_each_rank_that_takes_it() -> None:
+def test_plan_time_row_goes_to_each_rank_once() -> None:
     """Of eight experts on eight ranks a token meets 5.25 ranks in the mean."""
     links = Links(device_of(run_of(EXPERTS).cluster), shipped())
     sent = Exchange("ep", "all_to_all", 1 << 30, 8)
@@ -213,9 +213,7 @@ def test_a_row_goes_once_to_each_rank_that_takes_it() -> None:
     assert once / whole == pytest.approx(8 * (1 - (7 / 8) ** 8) / 8)
 
 
-def test_each_expert_of_a_rank_costs_the_host_a_launch_and_counts_less_where_shapes_are_known() -> (
-    None
-):
+def test_plan_time_each_expert_costs_a_launch() -> None:
     low = EXPERTS + " precision=fp8_blockwise"
     few, many = (step_work(run_of(low.replace("ep16", f"ep{ep}"))).stages[0] for ep in (16, 8))
     assert many.calls.products - few.calls.products == 48 * 8 * 6
@@ -225,7 +223,7 @@ def test_each_expert_of_a_rank_costs_the_host_a_launch_and_counts_less_where_sha
     assert (padded.calls.products, padded.padded.products) == (0, few.calls.products)
 
 
-def test_a_layout_is_timed_in_a_few_milliseconds() -> None:
+def test_plan_time_layout_takes_milliseconds() -> None:
     run = run_of(
         "model=gpt_462b parallel=tp8pp16 cluster=h100 cluster.nodes=768"
         f" {ON.replace('256', '3072')}"
@@ -237,7 +235,7 @@ def test_a_layout_is_timed_in_a_few_milliseconds() -> None:
     assert process_time() - start < 5 * 0.02
 
 
-def test_the_plan_says_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_time_plan_states_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*DENSE.split(), "cluster.price_per_device_hour=2", "cluster.storage_gbps=10"]
     assert plan.run(words, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
@@ -254,7 +252,7 @@ def test_the_plan_says_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert "time of a step: not known without" in capsys.readouterr().out
 
 
-def test_the_busiest_rank_of_experts_decides() -> None:
+def test_plan_time_busiest_expert_rank_decides() -> None:
     even = run_of(EXPERTS)
     uneven = run_of(f"{EXPERTS} parallel.expert_imbalance=1.5")
     a = step_time(even)
@@ -266,7 +264,7 @@ def test_the_busiest_rank_of_experts_decides() -> None:
     assert kept[0] < kept[1]
 
 
-def test_twice_the_exponentials_help_narrow_heads_most() -> None:
+def test_plan_time_exponentials_help_narrow_heads_most() -> None:
     b200, b300 = (
         device_of(run_of(f"model=llama3_8b cluster={name} data=mock").cluster)
         for name in ("b200", "b300")
@@ -282,7 +280,7 @@ def test_twice_the_exponentials_help_narrow_heads_most() -> None:
     assert gains[0] > gains[1] > gains[2] > 1
 
 
-def test_validation_and_saving_are_in_the_whole_run() -> None:
+def test_plan_time_run_includes_validation_and_saving() -> None:
     words = (
         f"{DENSE} cluster.storage_gbps=10 trainer.train_iters=100 trainer.eval_interval=50"
         " trainer.eval_iters=2"
@@ -297,7 +295,7 @@ def test_validation_and_saving_are_in_the_whole_run() -> None:
     )
 
 
-def test_what_a_row_leaves_out_is_of_the_recipe_of_its_release() -> None:
+def test_plan_time_omitted_values_come_from_release_recipe() -> None:
     row = next(
         r
         for r in published.rows()

@@ -40,7 +40,7 @@ def muon_of(words: str, own: str = "") -> float:
     return update_of(f"{words} optim=muon {own}") - update_of(words)
 
 
-def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() -> None:
+def test_plan_time_newton_schulz_runs_at_large_gemm_rate() -> None:
     h = 8192
     up = 2 * 28672
     down = 28672
@@ -55,7 +55,7 @@ def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() ->
     assert 0.5 < rate < 0.75, "ten layers, each matrix whole on both tensor-parallel ranks"
 
 
-def test_data_parallel_ranks_share_matrices_and_tensor_parallel_ranks_do_not() -> None:
+def test_plan_time_dp_ranks_share_matrices_tp_ranks_do_not() -> None:
     alone, shared = (
         muon_of(f"parallel=tp2pp8 parallel.distributed_optimizer={on}") for on in ("false", "true")
     )
@@ -73,7 +73,7 @@ def test_data_parallel_ranks_share_matrices_and_tensor_parallel_ranks_do_not() -
     assert whole > 4 * blocks
 
 
-def test_steps_and_their_format_decide_the_time() -> None:
+def test_plan_time_steps_and_format_decide() -> None:
     three, six = (muon_of("parallel=tp2pp8", f"optim.muon.num_ns_steps={n}") for n in (3, 6))
     assert 1.8 < six / three < 2.05
     assert muon_of("parallel=tp2pp8", "optim.muon.ns_dtype=fp32") > 5 * muon_of("parallel=tp2pp8")
@@ -89,7 +89,7 @@ def soap_of(words: str, own: str = "") -> float:
     return update_of(f"{words} optim=soap {own}") - update_of(words)
 
 
-def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -> None:
+def test_plan_time_rotations_and_bases_take_their_share() -> None:
     """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs
     have none.
     """
@@ -116,7 +116,7 @@ def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -
     assert 2 < rarely / shared < 4.1, "of four ranks, which send each other more than muon's"
 
 
-def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
+def test_plan_time_tables_and_norms_have_no_matrices() -> None:
     run = run_of(
         "model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8"
         " optim=muon"
@@ -142,7 +142,7 @@ def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
     assert not matrices_of(adamw, held)
 
 
-def test_a_matrix_that_is_alone_is_not_shared() -> None:
+def test_plan_time_single_matrix_is_not_shared() -> None:
     large, small = (Matrix((n, n), ((n, n),), expert=False, gathered=False) for n in (1024, 64))
     muon = OPTIMIZERS["muon"].whole_matrices
     assert muon is not None
@@ -154,7 +154,7 @@ def test_a_matrix_that_is_alone_is_not_shared() -> None:
     assert shared_out({large: 5}, 4, how) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
 
 
-def test_a_plan_has_the_state_of_the_rank_that_keeps_the_most() -> None:
+def test_plan_time_plan_has_largest_rank_state() -> None:
     run = run_of(f"{LARGE} parallel=tp2pp8 optim=soap")
     states = rank_states(run, 0)
     every = [states.optimizer_bytes(rank) for rank in range(run.parallel.dp)]
@@ -162,7 +162,7 @@ def test_a_plan_has_the_state_of_the_rank_that_keeps_the_most() -> None:
     assert stage_memories(run)[0].parts["optimizer"] == max(every)
 
 
-def test_a_projection_with_a_bias_is_counted() -> None:
+def test_plan_time_projection_bias_is_counted() -> None:
     words = "model=deepseek_tiny parallel=single model.moe=null data=mock"
     with_biases, without = (
         run_of(f"{words} model.add_bias_linear={word}").model for word in ("true", "false")

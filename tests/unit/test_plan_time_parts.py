@@ -35,7 +35,7 @@ def run_of(words: str) -> RunConfig:
     return load(words.split(), BIG, {}, to_run=False).run
 
 
-def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> None:
+def test_plan_time_frozen_weight_needs_no_gradient_gemm() -> None:
     kernels = Kernels(device_of(run_of(SMALL).cluster), shipped(), "bf16", "bf16", "bf16", 2)
 
     def seconds(factors: str, rows: int) -> float:
@@ -51,7 +51,7 @@ def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> N
     assert seconds("weights", 64) > 1.2 * seconds("activations", 64), "of few rows they do not"
 
 
-def test_sums_of_gradients_move_what_their_format_has() -> None:
+def test_plan_time_gradient_sums_move_their_format() -> None:
     """Of few rows, a product that adds up a gradient waits for memory."""
     few = SMALL.replace("4096", "64")
     wide, half = (
@@ -77,14 +77,14 @@ def test_sums_of_gradients_move_what_their_format_has() -> None:
         "recipe=bert/large_h100x8",
     ],
 )
-def test_the_weights_that_are_updated_are_those_that_the_memory_counts(words: str) -> None:
+def test_plan_time_updated_weights_equal_memory_count(words: str) -> None:
     run = run_of(words)
     states = worst_stage(run).states
     trained = sum(weight.numel for weight in states.weights if not weight.frozen)
     assert trained in {sum(stage) for stage in step_work(run).weights}
 
 
-def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> None:
+def test_plan_time_unlike_linear_attention_stages_differ() -> None:
     words = (
         "model=qwen3_next_80b_a3b cluster=h100x64 data=mock data.seq_length=4096"
         " trainer.global_batch_size=256"
@@ -97,7 +97,7 @@ def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> No
     assert attended == [12, 12], "each fourth of 48 layers"
 
 
-def test_a_search_counts_what_was_measured_on_a_cluster_as_a_plan_does() -> None:
+def test_plan_time_search_uses_calibration_as_plan() -> None:
     run = run_of(f"{SMALL} cluster.reached={{speed:2.0}}")
     assert Costs(run).reached == reached_by(run.cluster)
     assert Costs(run).seconds(run) <= step_time(run).seconds
@@ -107,9 +107,7 @@ def parts_of(words: str) -> dict[str, float]:
     return dict(step_time(run_of(words)).parts)
 
 
-def test_gradients_that_all_ranks_add_up_are_sent_twice_as_often_as_those_that_are_sharded() -> (
-    None
-):
+def test_plan_time_all_reduce_sends_twice_reduce_scatter() -> None:
     words = f"{SMALL} parallel.overlap_grad_reduce=false parallel.distributed_optimizer="
     sharded, whole = (parts_of(f"{words}{on}")["dp"] for on in ("true", "false"))
     assert whole / sharded == pytest.approx((2 * 4) / (2 + 4), rel=0.01), (
@@ -124,7 +122,7 @@ FSDP = (
 FSDP += " trainer.micro_batch_size=1 parallel=dp parallel.distributed_optimizer=false"
 
 
-def test_a_copy_in_each_domain_gathers_on_its_fast_links() -> None:
+def test_plan_time_hsdp_gathers_on_fast_links() -> None:
     words = (
         f"{FSDP.replace('nodes=2', 'nodes=16').replace('size=64', 'size=128')} parallel.fsdp=fsdp2"
     )
@@ -133,7 +131,7 @@ def test_a_copy_in_each_domain_gathers_on_its_fast_links() -> None:
     assert many["optimizer"] == pytest.approx(16 * one["optimizer"], rel=0.01)
 
 
-def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
+def test_plan_time_unsharded_fsdp_weights_gather_once() -> None:
     words = f"{FSDP} parallel.fsdp=megatron parallel.fsdp_sharding="
     every, grads, state = (
         parts_of(f"{words}{what}")["dp"] for what in ("optim_grads_params", "optim_grads", "optim")
@@ -141,7 +139,7 @@ def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
     assert every > grads > state > 0
 
 
-def test_a_plan_and_a_search_count_an_optimizer_in_host_memory_alike() -> None:
+def test_plan_time_search_counts_offload_as_plan() -> None:
     words = (
         "model=llama3_8b cluster=h100x8 parallel=tp2 data=mock data.seq_length=4096"
         " trainer.global_batch_size=64"
@@ -159,14 +157,14 @@ def test_a_plan_and_a_search_count_an_optimizer_in_host_memory_alike() -> None:
     )
 
 
-def test_frozen_weights_are_not_updated_in_host_memory() -> None:
+def test_plan_time_frozen_weights_skip_host_update() -> None:
     run = run_of("recipe=llama3/70b_h100x8_lora optim.cpu_offload=1.0")
     step = step_time(run)
     assert step.parts["offload"] < 0.1 * step.seconds
     assert Costs(run).seconds(run) <= step.seconds / 0.995
 
 
-def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
+def test_plan_time_adapter_mfu_uses_operations_of_page() -> None:
     run = run_of("recipe=llama3/70b_h100x8_lora")
     step = step_time(run)
     rate = step.tokens_per_second_per_device * flops_of_token(run)
@@ -174,7 +172,7 @@ def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
     assert step.mfu < 0.6
 
 
-def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
+def test_plan_time_scan_takes_a_few_launches() -> None:
     words = (
         "model=nemotron_nano_9b_v2 cluster=h100x8 parallel=tp4 data=mock"
         " trainer.global_batch_size=8"
@@ -186,7 +184,7 @@ def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
     assert short == long
 
 
-def test_a_short_inner_dimension_costs_faster_multiprocessors_more() -> None:
+def test_plan_time_short_inner_dimension_costs_more() -> None:
     """A tile is begun and ended in as long on each of them."""
 
     def lost(cluster: str) -> float:
@@ -201,7 +199,7 @@ def test_a_short_inner_dimension_costs_faster_multiprocessors_more() -> None:
     assert 1.1 < lost("h100") < lost("b200") - 0.1
 
 
-def test_what_was_measured_of_large_products_is_what_they_reach() -> None:
+def test_plan_time_measured_gemm_rate_is_used() -> None:
     """On a device of any generation and power."""
     large = Linear(Product(1 << 15, 1 << 15, 1 << 15), low=False, grouped=False)
     for name in ("h100", "gb200", "gb300"):
@@ -212,7 +210,7 @@ def test_what_was_measured_of_large_products_is_what_they_reach() -> None:
         assert large.product.flops / seconds / device.peaks["bf16"] == pytest.approx(0.6, rel=0.02)
 
 
-def test_a_tensor_travels_behind_its_own_product_and_no_other() -> None:
+def test_plan_time_transfer_follows_its_own_product() -> None:
     run = run_of(
         "model=llama32_1b cluster=h100x8 parallel=tp8 data=mock data.seq_length=4096"
         " trainer.global_batch_size=16"
@@ -232,7 +230,7 @@ def test_a_tensor_travels_behind_its_own_product_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("words", ["", " model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3"])
-def test_a_search_has_each_layer_by_itself(words: str) -> None:
+def test_plan_time_search_has_each_layer_separately(words: str) -> None:
     base = (
         "model=deepseek_v2_lite model.num_layers=8 model.moe.first_dense_layers=2 parallel.ep=2"
         " cluster=h100x8"
@@ -245,7 +243,7 @@ def test_a_search_has_each_layer_by_itself(words: str) -> None:
     assert not np.allclose(layers[1], layers[2]), "dense ones are not experts"
 
 
-def test_layers_that_stay_in_bf16_take_its_time() -> None:
+def test_plan_time_bf16_layers_take_bf16_time() -> None:
     words = (
         "model=llama3_8b cluster=h100x8 data=mock data.seq_length=4096 trainer.global_batch_size=64"
         " parallel.tp=1"
@@ -261,7 +259,7 @@ def test_layers_that_stay_in_bf16_take_its_time() -> None:
     assert low < less < none < wide
 
 
-def test_a_host_and_an_expert_without_a_row_have_no_whole_tiles() -> None:
+def test_plan_time_without_rows_there_are_no_full_tiles() -> None:
     cpu = (
         "cluster=cpu data=mock cluster.peak_tflops.fp32=0.05 cluster.memory_gbps=8"
         " cluster.operation_us=10"

@@ -38,7 +38,7 @@ def run_of(words: str) -> RunConfig:
     return load(f"{ON} {words}".split(), BIG, {}, to_run=False).run
 
 
-def test_fsdp_sends_less_than_experts_that_are_spread_where_a_device_has_many_tokens() -> None:
+def test_plan_time_fsdp_sends_less_than_experts_at_many_tokens() -> None:
     """Why `tune` puts this model on FSDP alone, and the published layout has tp2 pp8 ep32.
 
     FSDP gathers weights in bf16 twice and reduces gradients in fp32: 8 bytes of each of 235B
@@ -64,7 +64,7 @@ def test_fsdp_sends_less_than_experts_that_are_spread_where_a_device_has_many_to
     assert far > 2 * sent
 
 
-def test_memory_of_fsdp_has_all_experts_of_two_layers_at_once() -> None:
+def test_plan_time_fsdp_holds_experts_of_two_layers() -> None:
     """Weights of a layer and the next, gradients of one in bf16, and in fp32 while they are
     reduced; 0.9% below the trace of four layers of it.
     """

@@ -82,10 +82,9 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
     return pytest.approx(value), f"conf/optim/{file}_{chooser}.yaml:{line}"  # type: ignore[return-value]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(KINDS, ["both"]))
-def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
-    kind: str, conf: Path, tmp_path: Path
-) -> None:
+def test_precedence_higher_layer_wins_and_is_named(kind: str, conf: Path, tmp_path: Path) -> None:
     """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the
     command line's.
 
@@ -127,9 +126,7 @@ def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
             assert [w.path for w in composed.warnings] == (["optim"] if replaced else []), words
 
 
-def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(
-    conf: Path, tmp_path: Path
-) -> None:
+def test_precedence_choices_and_values_over_run_file(conf: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(run_yaml(compose(["optim.lr=0.3"]).run))
     line = next(n for n, row in enumerate(file.read_text().splitlines(), 1) if row == "  lr: 0.3")
@@ -145,7 +142,7 @@ def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(
         assert (composed.run.optim.lr, composed.origins["optim.lr"]) == expected, words
 
 
-def test_explain_shows_all_that_a_value_overrode(
+def test_precedence_explain_shows_overridden(
     conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -177,14 +174,14 @@ def test_explain_shows_all_that_a_value_overrode(
         ("---\noptim:\n  lr: 0.5\n...\n", 3),
     ],
 )
-def test_the_line_of_a_key_is_right_in_any_style(text: str, line: int, tmp_path: Path) -> None:
+def test_precedence_line_is_right_in_any_style(text: str, line: int, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(text.encode())
     composed = compose([f"recipe={file}"])
     assert (composed.run.optim.lr, composed.origins["optim.lr"]) == (0.5, f"{file}:{line}")
 
 
-def test_every_line_that_show_names_says_the_value_that_it_names() -> None:
+def test_precedence_shown_lines_hold_their_values() -> None:
     """Of every key of every shared recipe that a file set, the file has the key's last word on that
     line.
     """

@@ -55,9 +55,7 @@ def samples(capsys: pytest.CaptureFixture[str], home: Path, *words: str) -> list
     return found
 
 
-def test_tokens_positions_and_loss_of_chats_are_those_of_the_samples(
-    capsys: pytest.CaptureFixture[str], home: Path
-) -> None:
+def test_preview_equals_samples_of_chats(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     chats = ("data=sft", f"data.path={home}/chats.jsonl", "data.split=[1,0,0]")
     found = samples(capsys, home, *chats, "samples=3")
     learned = {"".join(t["text"] for t in row["documents"][0] if t["weight"]) for row in found}
@@ -74,7 +72,9 @@ def test_tokens_positions_and_loss_of_chats_are_those_of_the_samples(
     assert sum(token["weight"] for token in weights) == pytest.approx(1.0)
 
 
-def test_both_answers_of_a_pair_are_shown(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+def test_preview_shows_both_answers_of_a_pair(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
     words = (
         "data=sft",
         "data.kind=preference",
@@ -97,7 +97,7 @@ def test_both_answers_of_a_pair_are_shown(capsys: pytest.CaptureFixture[str], ho
         (("data=mock", "model=llava_tiny"), "carry loss"),
     ],
 )
-def test_any_configuration_can_be_looked_at(
+def test_preview_accepts_any_configuration(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], home: Path
 ) -> None:
     rest = [word for word in SMALL.split() if not word.startswith("model.")]
@@ -105,7 +105,7 @@ def test_any_configuration_can_be_looked_at(
     assert said in capsys.readouterr().out
 
 
-def test_in_megatron_s_order_the_samples_are_those_of_a_run_of_as_many_steps(
+def test_preview_megatron_order_equals_run_of_same_steps(
     capsys: pytest.CaptureFixture[str], home: Path
 ) -> None:
     with IndexedWriter(home / "tokens", np.dtype("<u2")) as writer:
@@ -144,7 +144,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_is_one_file_in_which_nothing_of_a_chat_is_markup(
+def test_preview_page_escapes_chat_markup(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
 ) -> None:
     words = (
@@ -177,7 +177,7 @@ def test_the_page_is_one_file_in_which_nothing_of_a_chat_is_markup(
     assert main(["data", "preview", *SMALL.split(), *words]) == 2  # nothing is written over
 
 
-def test_positions_stand_in_the_margin_of_the_page_and_not_in_the_text(
+def test_preview_page_positions_are_in_margin(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
 ) -> None:
     said = "54 + 440 = 494\nand " + "1 + 2 = 3, " * 3
@@ -200,7 +200,7 @@ def test_positions_stand_in_the_margin_of_the_page_and_not_in_the_text(
     assert firsts[-1] == next(token["position"] for token in tokens if token["padding"])
 
 
-def test_colours_are_for_a_terminal_alone(
+def test_preview_colours_are_for_terminals(
     capsys: pytest.CaptureFixture[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = ("data=sft", f"data.path={home}/chats.jsonl", "data.split=[1,0,0]")

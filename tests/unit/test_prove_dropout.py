@@ -33,7 +33,7 @@ def said(
 
 
 @pytest.mark.parametrize("more", [[], [mask(NORM, "b")]])
-def test_a_rank_that_drops_less_often_is_named(tmp_path: Path, more: list[dict[str, Any]]) -> None:
+def test_dropout_rarer_on_one_rank_is_named(tmp_path: Path, more: list[dict[str, Any]]) -> None:
     both = [mask(NORM, "a")]
     ((module, what),) = said(
         tmp_path, "parallel=tp2", "tp", [*both, mask(ROW, "c"), *more], [*both, *more]
@@ -42,7 +42,7 @@ def test_a_rank_that_drops_less_often_is_named(tmp_path: Path, more: list[dict[s
     assert f"drop {2 + len(more)} and {1 + len(more)} times" in what
 
 
-def test_ranks_with_other_documents_may_drop_at_other_times(tmp_path: Path) -> None:
+def test_dropout_may_differ_for_other_documents(tmp_path: Path) -> None:
     uneven = "parallel=dp2 parallel.hybrid_context_parallel=true data.packed=true "
     uneven += "parallel.max_seqlen_per_dp_cp_rank=1024 parallel.overlap_grad_reduce=false"
     one = [mask(NORM, "a"), mask(NORM, "b")]
@@ -52,9 +52,7 @@ def test_ranks_with_other_documents_may_drop_at_other_times(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("split", "wrong"), [(True, "a"), (False, "b")])
-def test_features_that_ranks_share_out_are_dropped_each_by_itself(
-    tmp_path: Path, split: bool, wrong: str
-) -> None:
+def test_dropout_of_split_features_is_independent(tmp_path: Path, split: bool, wrong: str) -> None:
     for drawn in "ab":
         found = said(
             tmp_path,
@@ -74,6 +72,6 @@ def test_features_that_ranks_share_out_are_dropped_each_by_itself(
         ("peft.kind=null", False),
     ],
 )
-def test_dropout_of_adapters_is_looked_at(words: str, drawn: bool) -> None:
+def test_dropout_of_adapters_is_compared(words: str, drawn: bool) -> None:
     run = load([*WORDS[:3], *words.split()], environment={}, to_run=False).run
     assert draws(run) is drawn

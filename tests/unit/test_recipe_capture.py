@@ -25,7 +25,7 @@ MODEL = (
 SECRET = "c4n4ry-of-the-environment"
 
 
-def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(
+def test_capture_holds_bash_words_without_secret(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "blend.py").write_text("print('0.7 /d/a 0.3 /d/b')\n")
@@ -108,7 +108,7 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(
         "accelerate",
     ],
 )
-def test_each_way_to_start_training_is_recorded(
+def test_capture_records_each_launcher(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_each_way_to_start_training_is_recorded(
     ],
 )
 @pytest.mark.parametrize("starts", [["bash", "t.sh"], ["./t.sh"]], ids=["bash", "itself"])
-def test_a_script_with_an_environment_of_its_own_trains_nothing(
+def test_capture_environment_of_its_own_trains_nothing(
     text: str, starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -165,7 +165,7 @@ def test_a_script_with_an_environment_of_its_own_trains_nothing(
     assert not (tmp_path / "trained").exists()
 
 
-def test_what_keeps_the_recorders_changes_nothing_that_a_script_sees(
+def test_capture_recorders_are_invisible_to_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -179,7 +179,7 @@ def test_what_keeps_the_recorders_changes_nothing_that_a_script_sees(
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 43151
 
 
-def test_a_script_that_starts_no_training_is_refused_in_words(
+def test_capture_without_training_is_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -202,7 +202,7 @@ def test_a_script_that_starts_no_training_is_refused_in_words(
     assert "no-such-command cannot be started" in capsys.readouterr().err
 
 
-def test_other_programs_of_python_run_as_they_would(
+def test_capture_runs_other_python_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -214,7 +214,7 @@ def test_other_programs_of_python_run_as_they_would(
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 41
 
 
-def test_a_folder_and_a_name_on_hugging_face_say_what_to_import(
+def test_capture_folder_and_hub_name_suggest_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.recipe.capture import capture
 from mtrain.recipes.imported import WHOLE
-from mtrain.recipes.megatron import import_texts
+from mtrain.recipes.megatron.importer import import_texts
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512"
@@ -28,7 +28,7 @@ RUN = f"torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"
         "RUN\n[ -n $TWO ] && ssh node2 RUN --seed 3\n",
     ],
 )
-def test_which_of_several_commands_is_meant_is_left_open(text: str) -> None:
+def test_doubts_several_commands_leave_open(text: str) -> None:
     found = import_texts([(text.replace("RUN", RUN).replace("MODEL", MODEL), "t.sh")], "t")
     assert "which is meant?" in found.open[WHOLE]
 
@@ -47,7 +47,7 @@ def test_which_of_several_commands_is_meant_is_left_open(text: str) -> None:
         "python tools/count.py --seq-length 64\nRUN\n",
     ],
 )
-def test_commands_for_the_machines_of_one_training_are_one(text: str) -> None:
+def test_doubts_commands_of_one_training_are_one(text: str) -> None:
     for name in ("RUN", "AT"):
         text = text.replace(f"{name}\n", f"{RUN}\n")
     lines = []
@@ -59,7 +59,7 @@ def test_commands_for_the_machines_of_one_training_are_one(text: str) -> None:
     assert WHOLE not in import_texts([("\n".join(lines), "t.sh")], "t").open
 
 
-def test_a_flag_that_changes_the_numbers_and_is_not_taken_over_leaves_the_recipe_open(
+def test_doubts_untaken_number_flag_leaves_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,7 @@ def test_a_flag_that_changes_the_numbers_and_is_not_taken_over_leaves_the_recipe
     assert main(["recipe", "import", "t.sh", "recipe.verified=the flags are read"]) == 0
 
 
-def test_capture_of_several_trainings_leaves_the_recipe_open(
+def test_doubts_several_trainings_leave_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -24,9 +24,9 @@ from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
+from mtrain.recipes.delta import Delta, delta, recipe_text, unequal
 from mtrain.recipes.diff import differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
-from mtrain.recipes.write import Delta, delta, recipe_text, unequal
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.patience import patient
@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return call
 
 
-def test_the_list_has_every_shared_recipe_with_what_it_says(run: Run) -> None:
+def test_recipe_list_has_all_with_description(run: Run) -> None:
     code, out, _ = run("recipe", "list", "--json")
     cards = {card["name"]: card for card in json.loads(out)}
     assert (code, sorted(cards)) == (0, NAMES)
@@ -64,7 +64,7 @@ def test_the_list_has_every_shared_recipe_with_what_it_says(run: Run) -> None:
     assert all(name in plain for name in NAMES)
 
 
-def test_a_recipe_is_shown_as_it_is_written(run: Run) -> None:
+def test_recipe_show_prints_as_written(run: Run) -> None:
     assert (
         run("recipe", "show", "llama/tiny_cpu")[1]
         == (recipes_dir() / "llama/tiny_cpu.yaml").read_text()
@@ -73,9 +73,7 @@ def test_a_recipe_is_shown_as_it_is_written(run: Run) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some_recipes(NAMES))
-def test_a_resolved_recipe_is_one_file_that_runs_the_same(
-    run: Run, name: str, tmp_path: Path
-) -> None:
+def test_recipe_resolved_is_one_equivalent_file(run: Run, name: str, tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(run("recipe", "show", name, "--resolved")[1])
     digests = [
         json.loads(run("check", "--json", word)[1])["digest"]
@@ -84,7 +82,7 @@ def test_a_resolved_recipe_is_one_file_that_runs_the_same(
     assert digests[0] == digests[1]
 
 
-def test_a_hostile_file_is_refused_before_it_is_shown(run: Run, tmp_path: Path) -> None:
+def test_recipe_hostile_is_refused_before_show(run: Run, tmp_path: Path) -> None:
     (tmp_path / "h.yaml").write_bytes(b"a: \x1b]0;owned\x07\n")
     code, out, _ = run("recipe", "show", "h.yaml")
     assert (code, out) == (2, "")
@@ -124,7 +122,7 @@ def test_a_hostile_file_is_refused_before_it_is_shown(run: Run, tmp_path: Path) 
     ],
     ids=lambda words: " ".join(words) or "default",
 )
-def test_a_new_recipe_says_its_command_line_in_twelve_lines(
+def test_recipe_new_holds_command_line_in_twelve_lines(
     run: Run, argv: list[str], tmp_path: Path
 ) -> None:
     assert run("recipe", "new", "mine", *argv)[0] == 0
@@ -142,7 +140,7 @@ def test_a_new_recipe_says_its_command_line_in_twelve_lines(
     }
 
 
-def test_a_recipe_with_everything_set_still_takes_twelve_lines() -> None:
+def test_recipe_with_everything_takes_twelve_lines() -> None:
     from mtrain.config.rules import apply
 
     wanted = compose(
@@ -164,7 +162,7 @@ def test_a_recipe_with_everything_set_still_takes_twelve_lines() -> None:
     assert len(text.splitlines()) - 3 <= 12
 
 
-def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
+def test_recipe_file_is_never_overwritten(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("precious\n")
     code, _, err = run("recipe", "new", "mine.yaml")
     assert (code, (tmp_path / "mine.yaml").read_text()) == (2, "precious\n")
@@ -173,9 +171,7 @@ def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == "precious\n"
 
 
-def test_data_that_another_machine_has_keeps_nothing_from_being_written(
-    run: Run, tmp_path: Path
-) -> None:
+def test_recipe_remote_data_prevents_no_writing(run: Run, tmp_path: Path) -> None:
     words = [
         "data=indexed",
         "data.path=/cluster/tokens",
@@ -194,15 +190,13 @@ def test_data_that_another_machine_has_keeps_nothing_from_being_written(
     assert compose(["recipe=mine.yaml"]).run.data.path == "/cluster/tokens"
 
 
-def test_nothing_is_written_for_a_configuration_that_breaks_a_rule(
-    run: Run, tmp_path: Path
-) -> None:
+def test_recipe_broken_rule_writes_nothing(run: Run, tmp_path: Path) -> None:
     code, _, err = run("recipe", "new", "mine", "parallel=tp3")
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert "MT101" in err
 
 
-def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
+def test_recipe_nearest_choices_are_taken_with_note() -> None:
     wanted = compose(
         ["model=llama3_8b", "parallel=tp4pp2sp", "cluster=h100x8", "data=mock", "optim.lr=1e-4"]
     ).run
@@ -217,7 +211,7 @@ def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
     assert delta(compose([]).run) == Delta()
 
 
-def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Path) -> None:
+def test_recipe_diff_numbers_differences_with_meaning(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 512}\noptim: {lr:"
         " 1e-3}\nlog: {interval: 5}\n"
@@ -236,7 +230,7 @@ def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Pat
     assert (as_json["equal"], len(as_json["differences"])) == (False, len(rows))
 
 
-def test_equal_things_of_different_kinds_are_equal(run: Run, tmp_path: Path) -> None:
+def test_recipe_diff_equates_equal_kinds(run: Run, tmp_path: Path) -> None:
     run_folder = tmp_path / "runs/x"
     checkpoint = run_folder / "checkpoints/step_00000010"
     checkpoint.mkdir(parents=True)
@@ -251,9 +245,7 @@ def test_equal_things_of_different_kinds_are_equal(run: Run, tmp_path: Path) -> 
         assert run("recipe", "diff", "whole.yaml", other)[0] == 0
 
 
-def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(
-    run: Run, tmp_path: Path
-) -> None:
+def test_recipe_diff_resolves_planned_layout(run: Run, tmp_path: Path) -> None:
     words = [
         "model=llama32_1b",
         "data=mock",
@@ -277,26 +269,26 @@ def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(
     assert [card["layout"] for card in cards if card["name"] == "open"] == ["auto on 2 ranks"]
 
 
-def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:
+def test_recipe_diff_names_keys_of_one_sided_section() -> None:
     dense, experts = (
         resolve(compose([f"model={m}"]).run, LAPTOP) for m in ("llama_tiny", "mixtral_tiny")
     )
     found = {d.key: (d.left, d.right) for d in differences(dense, experts)}
     assert "model.moe" not in found
-    assert found["model.moe.num_experts"] == ("(not there)", 4)
+    assert found["model.moe.num_experts"] == ("(absent)", 4)
     assert {d.key for d in differences(experts, dense)} == set(found)
     assert differences(dense, dense) == []
 
 
 @pytest.mark.parametrize("word", ["nope", "folder", "llama3/70b_h100x46"])
-def test_what_cannot_be_compared_is_named(run: Run, word: str, tmp_path: Path) -> None:
+def test_recipe_diff_names_incomparable(run: Run, word: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     code, _, err = run("recipe", "diff", word, "llama/tiny_cpu")
     assert code == 2
     assert word in err
 
 
-def test_a_lock_runs_and_is_verified(run: Run, tmp_path: Path) -> None:
+def test_recipe_lock_runs_and_verifies(run: Run, tmp_path: Path) -> None:
     assert run("recipe", "lock", "llama/tiny_cpu", "-o", "t.lock.yaml")[0] == 0
     digests = [
         json.loads(run("check", "--json", w)[1])["digest"]
@@ -315,7 +307,7 @@ def test_a_lock_runs_and_is_verified(run: Run, tmp_path: Path) -> None:
 HERE = release.words(release.release() or release.SUPPORTED[0])
 
 
-def test_a_lock_knows_what_was_installed() -> None:
+def test_recipe_lock_knows_installed_versions() -> None:
     found = versions()
     assert set(found) == {"python", "mtrain", *PACKAGES}
     assert found["megatron-core"] == HERE
@@ -329,7 +321,7 @@ def test_a_lock_knows_what_was_installed() -> None:
         ("\n# digest: ", "\n# digest: 0", 4, "digest"),
     ],
 )
-def test_what_is_not_as_it_was_is_said(
+def test_recipe_lock_verification_reports_changes(
     run: Run, tmp_path: Path, old: str, new: str, code: int, what: str
 ) -> None:
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
@@ -345,7 +337,7 @@ def test_what_is_not_as_it_was_is_said(
     )
 
 
-def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_path: Path) -> None:
+def test_recipe_lock_of_old_version_names_missing_keys(run: Run, tmp_path: Path) -> None:
     import hashlib
 
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
@@ -365,9 +357,7 @@ def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_p
     assert "trainer.sample_prompt" in out
 
 
-def test_a_lock_is_verified_where_it_was_made_and_misses_gpus_only_where_there_were_more(
-    run: Run, tmp_path: Path
-) -> None:
+def test_recipe_lock_needs_gpus_only_where_it_had_them(run: Run, tmp_path: Path) -> None:
     run("recipe", "lock", "llama3/70b_h100x64", "-o", "t.yaml")
     code, out, _ = run("recipe", "verify", "t.yaml")
     assert (code, out.startswith("verified")) == (0, True), out
@@ -379,7 +369,7 @@ def test_a_lock_is_verified_where_it_was_made_and_misses_gpus_only_where_there_w
         assert (code, "device cuda" in out) == (expected, expected == 3), had
 
 
-def test_a_lock_whose_values_were_edited_does_not_run(run: Run, tmp_path: Path) -> None:
+def test_recipe_edited_lock_does_not_run(run: Run, tmp_path: Path) -> None:
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
     text = (tmp_path / "t.yaml").read_text()
     assert run("check", "run=t.yaml", "trainer.seed=7")[0] == 0, (
@@ -404,7 +394,7 @@ def test_a_lock_whose_values_were_edited_does_not_run(run: Run, tmp_path: Path) 
         assert (code, "MT705" in err, word in err) == (2, True, True), err
 
 
-def test_a_lock_knows_every_file_that_it_was_made_from(
+def test_recipe_lock_knows_every_source_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "conf"
@@ -440,7 +430,7 @@ def test_a_lock_knows_every_file_that_it_was_made_from(
     assert run("recipe", "verify", "t.yaml")[0] == 0, "what it does not stand on may change"
 
 
-def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Path) -> None:
+def test_recipe_lock_detects_other_data_and_tokenizer(run: Run, tmp_path: Path) -> None:
     from mtrain.data.indexed import IndexedWriter
 
     def write(last: int) -> None:
@@ -485,16 +475,14 @@ def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Pat
         ("# mtrain lock 1\n# digest: a\n# digest: b\n", "MT004"),
     ],
 )
-def test_a_hostile_or_broken_lock_is_refused(
-    run: Run, tmp_path: Path, head: str, code: str
-) -> None:
+def test_recipe_bad_lock_is_refused(run: Run, tmp_path: Path, head: str, code: str) -> None:
     (tmp_path / "t.yaml").write_text(head + run_yaml(resolve(compose([]).run, LAPTOP)))
     found, out, err = run("recipe", "verify", "t.yaml")
     assert (found, out) == (2, "")
     assert code in err
 
 
-def test_no_lock_makes_us_read_a_file_that_is_none(run: Run, tmp_path: Path) -> None:
+def test_recipe_lock_reads_no_unrelated_file(run: Run, tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "t.json")
@@ -510,7 +498,7 @@ def test_no_lock_makes_us_read_a_file_that_is_none(run: Run, tmp_path: Path) -> 
     assert run("recipe", "verify", "t.yaml")[0] == 4
 
 
-def test_names_stand_for_recipes_folders_and_files(
+def test_recipe_names_mean_recipes_folders_or_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -523,7 +511,7 @@ def test_names_stand_for_recipes_folders_and_files(
 @pytest.mark.parametrize(
     "argv", [["recipe"], ["recipe", "--help"], ["recipe", "nope"], ["recipe", "list", "--nope"]]
 )
-def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
+def test_recipe_verb_explains_itself(run: Run, argv: list[str]) -> None:
     code, out, err = run(*argv)
     assert code == (0 if "--help" in argv else 2)
     assert "import" in out + err or "--json" in err
@@ -532,6 +520,7 @@ def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 --seq-length 8"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "argv",
     [
@@ -545,9 +534,7 @@ FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 
     ],
     ids=lambda words: words[0],
 )
-def test_no_subverb_imports_what_trains_and_none_takes_long(
-    argv: list[str], tmp_path: Path
-) -> None:
+def test_recipe_subverbs_are_fast_without_torch(argv: list[str], tmp_path: Path) -> None:
     import os
     import subprocess
     import sys

@@ -19,75 +19,71 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.lock_file import read_lock
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError, MtrainError
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.delta import delta, recipe_text
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.lock import lock_text, mismatches
-from mtrain.recipes.megatron import import_scripts
-from mtrain.recipes.table import known_flags
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.megatron.importer import import_scripts
+from mtrain.recipes.megatron.table import known_flags
 from tests.support.configs import LAPTOP
 from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
+
+pytestmark = pytest.mark.full
 
 FOLDER = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 YAML = sorted(FOLDER.glob("*.yaml"))
 PIECES = (
-    *(
-        "$(",
-        "${",
-        "$((",
-        "`",
-        "'",
-        '"',
-        "\\",
-        "\n",
-        "#",
-        "(",
-        ")",
-        "<<E",
-        ";",
-        "&&",
-        "|",
-        "=",
-        "${A[@]}",
-        "$A",
-        "\0",
-    ),
-    *(
-        "then",
-        "else",
-        "elif",
-        "case",
-        "esac",
-        "[[",
-        "]]",
-        "((",
-        "))",
-        "||",
-        "{",
-        "}",
-        "!",
-        ";;",
-        "do",
-        "done",
-    ),
-    *(
-        "-1",
-        "0",
-        "1e400",
-        "nan",
-        "9" * 40,
-        "x" * 300,
-        "é",
-        "--",
-        "--=",
-        "[0]*9",
-        "(((((",
-        "*",
-        "~",
-        "if",
-        "fi",
-        "\t",
-    ),
+    "$(",
+    "${",
+    "$((",
+    "`",
+    "'",
+    '"',
+    "\\",
+    "\n",
+    "#",
+    "(",
+    ")",
+    "<<E",
+    ";",
+    "&&",
+    "|",
+    "=",
+    "${A[@]}",
+    "$A",
+    "\0",
+    "then",
+    "else",
+    "elif",
+    "case",
+    "esac",
+    "[[",
+    "]]",
+    "((",
+    "))",
+    "||",
+    "{",
+    "}",
+    "!",
+    ";;",
+    "do",
+    "done",
+    "-1",
+    "0",
+    "1e400",
+    "nan",
+    "9" * 40,
+    "x" * 300,
+    "é",
+    "--",
+    "--=",
+    "[0]*9",
+    "(((((",
+    "*",
+    "~",
+    "if",
+    "fi",
+    "\t",
 )
 
 
@@ -122,7 +118,7 @@ def answered(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> None:
+def test_recipe_fuzz_script_is_imported_or_refused(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     flags = tuple(sorted(known_flags()))
     file = tmp_path / "x.sh"
@@ -140,7 +136,7 @@ def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> N
         answered(work)
 
 
-def test_a_script_or_yaml_with_other_numbers_ends_with_a_report_or_problems(
+def test_recipe_fuzz_numbers_end_with_report_or_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole command: the report is made of a run that may break every rule, such as too few
@@ -163,7 +159,7 @@ def test_a_script_or_yaml_with_other_numbers_ends_with_a_report_or_problems(
     assert codes == {0, 2}, capsys.readouterr().err[-2000:]
 
 
-def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_path: Path) -> None:
+def test_recipe_fuzz_foreign_config_is_imported_or_refused(tmp_path: Path) -> None:
     rng = random.Random(5)
     file = tmp_path / "config.json"
     values = (
@@ -190,7 +186,7 @@ def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_p
         answered(lambda: import_config(file))
 
 
-def test_a_mutated_lock_is_read_or_refused(tmp_path: Path) -> None:
+def test_recipe_fuzz_lock_is_read_or_refused(tmp_path: Path) -> None:
     rng = random.Random(7)
     file = tmp_path / "x.lock.yaml"
     text = lock_text(
@@ -207,7 +203,7 @@ def test_a_mutated_lock_is_read_or_refused(tmp_path: Path) -> None:
         answered(lambda: mismatches(read_lock(file), {}, {}, LAPTOP))
 
 
-def test_a_mutated_file_is_compared_or_refused(
+def test_recipe_fuzz_file_is_compared_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(9)

@@ -13,8 +13,8 @@ import pytest
 from mtrain.config.compose.composer import compose
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import import_config, kind_of
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,14 +90,14 @@ def write(folder: Path, values: Any) -> Path:
     return file
 
 
-def test_llama_3_8b_is_the_model_that_ships(tmp_path: Path) -> None:
+def test_hf_llama3_8b_equals_shipped(tmp_path: Path) -> None:
     found = import_config(write(tmp_path, LLAMA3))
     shipped = compose(["model=llama3_8b"]).run.model
     assert found.run.model == shipped.model_copy(update={"name": "model"})
     assert [(u.flag, u.why) for u in found.unplaced] == [("torch_dtype", "derived here")]
 
 
-def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
+def test_hf_window_of_all_positions_is_none(tmp_path: Path) -> None:
     def window(**values: Any) -> tuple[int | None, list[str]]:
         found = import_config(write(tmp_path, {**LLAMA3, "model_type": "mistral", **values}))
         return found.run.model.window_size, [u.flag for u in found.unplaced if u.why == "no effect"]
@@ -117,36 +117,34 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "another type"),
+        ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "a wrong type"),
         ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
         (
             {"model_type": "llava", "vision_config": [["hidden_size", 64]]},
             "vision_config is no object",
         ),
         ({"model_type": "mamba2", "time_step_limit": []}, "out of range"),
-        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "another type"),
+        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "a wrong type"),
         (
             {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
-            "mamba_expand is no number",
+            "mamba_expand is not a number",
         ),
         (
             {"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26},
-            "is no number",
+            "is not a number",
         ),
         (
             {**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26},
-            "n_shared_experts is no number",
+            "n_shared_experts is not a number",
         ),
     ],
 )
-def test_a_value_of_another_type_is_refused(
-    values: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_hf_wrong_type_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         import_config(write(tmp_path, values))
 
 
-def test_the_type_of_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+def test_hf_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     file = write(tmp_path, {**DEEPSEEK, "model_type": "kimi_k2"})
     assert import_config(file).run == import_config(write(tmp_path, DEEPSEEK)).run
     assert kind_of({"model_type": "kimi_k2"}) == "deepseek_v3"
@@ -154,13 +152,13 @@ def test_the_type_of_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert kind_of({"model_type": 3}) == kind_of({}) == ""
 
 
-def test_a_file_of_another_family_is_not_written() -> None:
+def test_hf_other_family_is_not_written() -> None:
     model = compose(["model=llama_tiny"]).run.model
     with pytest.raises(ConfigError, match=r"t5: model\.family is gpt, and not t5"):
         config_json(model, "float32", "t5")
 
 
-def test_experts_of_granite_are_not_written_without_the_shared_ones_that_theirs_have() -> None:
+def test_hf_granite_without_shared_experts_is_refused() -> None:
     model = compose(["model=granite4_h_tiny"]).run.model
     assert config_json(model, "float32")["shared_intermediate_size"] == 1024
     assert model.moe is not None
@@ -169,7 +167,7 @@ def test_experts_of_granite_are_not_written_without_the_shared_ones_that_theirs_
         config_json(model.model_copy(update={"moe": moe}), "float32", "granitemoehybrid")
 
 
-def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path) -> None:
+def test_hf_deepseek_v3_has_671b_parameters(tmp_path: Path) -> None:
     found = import_config(write(tmp_path, DEEPSEEK))
     m = found.run.model
     assert m.mla is not None
@@ -205,9 +203,7 @@ def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path
         ("relu", None),
     ],
 )
-def test_gpt2_names_the_form_of_its_gelu(
-    theirs: str | None, ours: str | None, tmp_path: Path
-) -> None:
+def test_hf_gpt2_names_its_gelu(theirs: str | None, ours: str | None, tmp_path: Path) -> None:
     values: dict[str, Any] = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}
     found = import_config(
         write(tmp_path, values | ({"activation_function": theirs} if theirs else {}))
@@ -231,7 +227,7 @@ def test_gpt2_names_the_form_of_its_gelu(
     assert ours in (None, m.activation)
 
 
-def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
+def test_hf_pythia_has_parallel_residual(tmp_path: Path) -> None:
     values = {
         "model_type": "gpt_neox",
         "hidden_size": 512,
@@ -260,9 +256,7 @@ def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
         ([], "not supported"),
     ],
 )
-def test_code_beside_an_architecture_of_transformers_is_left_out(
-    names: list[str], why: str, tmp_path: Path
-) -> None:
+def test_hf_remote_code_is_ignored(names: list[str], why: str, tmp_path: Path) -> None:
     said = {
         **LLAMA3,
         "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"},
@@ -284,7 +278,7 @@ def test_code_beside_an_architecture_of_transformers_is_left_out(
         ({"never_heard_of": 1}, "never_heard_of"),
     ],
 )
-def test_what_would_be_another_network_is_listed(
+def test_hf_unsupported_values_are_listed(
     change: dict[str, Any], flag: str, tmp_path: Path
 ) -> None:
     found = import_config(write(tmp_path, {**LLAMA3, **change}))
@@ -311,13 +305,13 @@ def test_what_would_be_another_network_is_listed(
         ('{"model_type": "llama", "\\u001b[31m": 1}', "MT003"),
     ],
 )
-def test_what_is_no_configuration_is_refused(text: str, code: str, tmp_path: Path) -> None:
+def test_hf_non_config_is_refused(text: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         import_config(write(tmp_path, text))
     assert code in {p.code for p in caught.value.problems}
 
 
-def test_overrides_stand_above_the_file(tmp_path: Path) -> None:
+def test_hf_overrides_beat_the_file(tmp_path: Path) -> None:
     found = import_config(
         write(tmp_path, LLAMA3), ["parallel=tp2", "model.num_layers=2", "precision=bf16"]
     )

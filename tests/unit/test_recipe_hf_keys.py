@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_keys import ELSEWHERE, IRRELEVANT
-from mtrain.recipes.hf_kinds import DECODERS, KINDS
+from mtrain.recipes.huggingface.config_file import ELSEWHERE, IRRELEVANT
+from mtrain.recipes.huggingface.importer import import_config
+from mtrain.recipes.huggingface.kinds import DECODERS, KINDS
 from mtrain.recipes.imported import Imported
 
 transformers = pytest.importorskip("transformers")
@@ -136,9 +136,9 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     )
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_path: Path) -> None:
+def test_hf_keys_class_key_is_never_dropped_silently(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
     assert not {u.flag for u in read(tmp_path, base).unplaced if u.why == "unknown"}
     irrelevant = {**IRRELEVANT, **KINDS[kind].reads.irrelevant}
@@ -153,10 +153,11 @@ def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_
     assert all(irrelevant.values())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "deepseek_v3"])  # one of each reader of them
-def test_no_key_of_rotary_positions_is_dropped_in_silence(
+def test_hf_keys_rope_key_is_never_dropped_silently(
     kind: str, rope: dict[str, Any], tmp_path: Path
 ) -> None:
     """In the words of transformers 5, and of 4: `rope_theta` outside of `rope_scaling`."""
@@ -178,7 +179,9 @@ def test_no_key_of_rotary_positions_is_dropped_in_silence(
 @pytest.mark.sampled
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("gpt2", "gemma3_text")])
-def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_hf_keys_transformers_4_and_5_agree(
+    kind: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     old = {k: v for k, v in defaults(kind).items() if k != "rope_parameters"}
     theta = {"rope_theta": 5000.0}
     found = read(tmp_path, {**old, "rope_parameters": {**rope, **theta}})
@@ -194,7 +197,7 @@ def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
-def test_transformers_4_and_5_say_the_same_of_two_bases(
+def test_hf_keys_transformers_4_and_5_agree_on_two_bases(
     rope: dict[str, Any], tmp_path: Path
 ) -> None:
     old = {k: v for k, v in defaults("gemma3_text").items() if k != "rope_parameters"}
@@ -221,7 +224,7 @@ def test_transformers_4_and_5_say_the_same_of_two_bases(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
+def test_hf_keys_missing_key_is_class_default(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
     shape = OTHER_SHAPES.get(kind) or {k: whole[k] for k in (*SHAPE, *T5_SHAPE) if k in whole}
     found = read(tmp_path, {"model_type": kind, **shape})
@@ -232,7 +235,7 @@ def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
+def test_hf_keys_alias_equals_key(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
     names = transformers.CONFIG_MAPPING[kind].attribute_map
     assert names.items() <= KINDS[kind].reads.aliases.items()
@@ -294,7 +297,7 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm"),
     ],
 )
-def test_what_is_not_computed_here_is_named(
+def test_hf_keys_unsupported_is_named(
     kind: str, change: dict[str, Any], flag: str, tmp_path: Path
 ) -> None:
     found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
@@ -450,7 +453,7 @@ def test_what_is_not_computed_here_is_named(
         ),
     ],
 )
-def test_what_is_computed_here_comes_over(
+def test_hf_keys_supported_comes_over(
     kind: str, change: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
     found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
@@ -459,7 +462,7 @@ def test_what_is_computed_here_comes_over(
     assert not flags(found) & change.keys() - {"topk_group", "n_group"} - ELSEWHERE.keys()
 
 
-def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(
+def test_hf_keys_unknown_keys_and_endless_layers_are_fast(
     tmp_path: Path,
 ) -> None:
     started = time.process_time()
@@ -482,11 +485,9 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(
         {"model_type": "mixtral", "router_aux_loss_coef": 10**400},
     ],
 )
-def test_a_value_that_cannot_be_computed_with_is_refused(
-    odd: dict[str, Any], tmp_path: Path
-) -> None:
+def test_hf_keys_non_numeric_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
-    with pytest.raises(ConfigError, match="another type or size"):
+    with pytest.raises(ConfigError, match="a wrong type or size"):
         import_config(tmp_path / "config.json")
 
 
@@ -499,7 +500,7 @@ def test_a_value_that_cannot_be_computed_with_is_refused(
         ({"rope_type": "linear", "type": "linear", "factor": 2.0}, []),
     ],
 )
-def test_a_scaling_of_positions_that_is_not_whole_is_said(
+def test_hf_keys_incomplete_rope_scaling_is_reported(
     rope: dict[str, Any], said: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(

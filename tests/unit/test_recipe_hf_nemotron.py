@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.recipes.hf import import_config
-from mtrain.recipes.hf_write import differing
+from mtrain.recipes.huggingface.exporter import differing
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import Imported
 
 MINITRON: dict[str, Any] = {
@@ -87,7 +87,7 @@ def read(values: dict[str, Any], folder: Path) -> Imported:
         ),
     ],
 )
-def test_keys_that_transformers_does_not_read_are_said_and_change_nothing(
+def test_nemotron_ignored_keys_are_reported(
     more: dict[str, Any], head: int, idle: set[str], tmp_path: Path
 ) -> None:
     found = read({**MINITRON, **more}, tmp_path)
@@ -110,15 +110,13 @@ def test_keys_that_transformers_does_not_read_are_said_and_change_nothing(
 @pytest.mark.parametrize(
     ("key", "value"), [("partial_rotary_factor", None), ("hidden_act", "silu")]
 )
-def test_what_transformers_or_we_cannot_build_is_named(
-    key: str, value: object, tmp_path: Path
-) -> None:
+def test_nemotron_unsupported_is_named(key: str, value: object, tmp_path: Path) -> None:
     assert [
         said for said in differing(read({**MINITRON, key: value}, tmp_path)) if said.startswith(key)
     ]
 
 
-def test_a_published_config_of_megatrons_bert_has_the_tanh_form_of_gelu(tmp_path: Path) -> None:
+def test_nemotron_megatron_bert_config_has_tanh_gelu(tmp_path: Path) -> None:
     found = read(BIOMEGATRON, tmp_path)
     m = found.run.model
     assert (m.family, m.norm_placement, m.activation, m.vocab_size) == (

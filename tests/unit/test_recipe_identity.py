@@ -10,9 +10,11 @@ from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.recipes.megatron import MARK, export_script, import_texts
-from mtrain.recipes.table import flags_of, table
-from mtrain.recipes.write import unequal
+from mtrain.recipes.delta import unequal
+from mtrain.recipes.imported import MARK
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.table import flags_of, table
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.strategies import runs
@@ -46,14 +48,14 @@ def marked(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", some_recipes(RECIPES))
-def test_a_shared_recipe_comes_back_as_the_same_run(name: str) -> None:
+def test_identity_shared_recipe_round_trips(name: str) -> None:
     run = resolved(f"recipe={name}")
     assert resolve(back(export_script(run)), LAPTOP).digest() == run.digest()
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("model", choices_of_group("model"))
-def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -> None:
+def test_identity_model_round_trips_through_flags(model: str) -> None:
     run = resolved(f"model={model}", "cluster=h100x64", "precision=bf16", "data=mock")
     text = export_script(run)
     assert resolve(back(text), LAPTOP).digest() == run.digest()
@@ -163,11 +165,12 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
         "model.mask_padded_vocab=false",
     ],
 )
-def test_what_a_flag_says_in_another_way_comes_back(words: str) -> None:
+def test_identity_alternative_flags_round_trip(words: str) -> None:
     run = resolved(*words.split())
     assert unequal(resolve(back(export_script(run)), LAPTOP), run) == []
 
 
+@pytest.mark.full
 @settings(
     max_examples=30,
     deadline=None,
@@ -176,13 +179,13 @@ def test_what_a_flag_says_in_another_way_comes_back(words: str) -> None:
 )
 @given(runs())
 @example(RunConfig.model_validate(compose([]).run.to_dict() | {"recipe": {}}))
-def test_any_configuration_comes_back(run: RunConfig) -> None:
+def test_identity_random_config_round_trips(run: RunConfig) -> None:
     text = export_script(run)
     assert unequal(_with_ranks(back(text), run), run) == [], text
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_export_says_where_its_losses_are_not_megatrons(masked: bool) -> None:
+def test_identity_export_names_differing_losses(masked: bool) -> None:
     words = (
         "model.vocab_size=4000",
         "data.tokenizer_vocab_size=4000",
@@ -194,7 +197,7 @@ def test_an_export_says_where_its_losses_are_not_megatrons(masked: bool) -> None
     assert "softmax" not in export_script(resolved(words[2])), "4096 ids need no padding"
 
 
-def test_an_export_says_where_its_optimizer_is_not_megatrons() -> None:
+def test_identity_export_names_differing_optimizer() -> None:
     text = export_script(resolved("optim=lion"))
     assert "# Megatron-LM has no lion: this command trains adam" in text
     assert back(text).optim.name == "lion"
@@ -204,7 +207,7 @@ def test_an_export_says_where_its_optimizer_is_not_megatrons() -> None:
     )
 
 
-def test_dynamic_context_parallelism_has_flags_of_its_own() -> None:
+def test_identity_dynamic_cp_has_own_flags() -> None:
     words = ("parallel=dp2", "parallel.hybrid_context_parallel=true", "data.packed=true")
     text = export_script(resolved(*words, "parallel.max_seqlen_per_dp_cp_rank=200"))
     assert "--hybrid-context-parallel" in text
@@ -225,17 +228,17 @@ def _with_ranks(run: RunConfig, wanted: RunConfig) -> RunConfig:
     return run
 
 
-def test_an_export_is_the_same_at_every_call() -> None:
+def test_identity_export_is_deterministic() -> None:
     run = resolved("recipe=mixtral/8x7b_h100x64")
     assert export_script(run) == export_script(run)
 
 
-def test_no_two_entries_claim_a_flag_or_a_key() -> None:
+def test_identity_flags_and_keys_are_claimed_once() -> None:
     for kind in ("flags", "keys"):
         names = [name for entry in table() for name in getattr(entry, kind)]
         assert sorted(names) == sorted(set(names))
 
 
-def test_every_key_of_the_table_is_in_the_schema() -> None:
+def test_identity_table_keys_are_in_schema() -> None:
     sections = {"model.mla", "model.linear_attention", "model.dsa", "model.mup"}
     assert {key for entry in table() for key in entry.keys} - sections <= schema_keys().keys()

@@ -11,8 +11,9 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import export_script, import_texts
-from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.yaml_configs import import_yaml
 
 SIZES = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
@@ -29,7 +30,7 @@ def script(more: str = "", program: str = PROGRAM) -> Imported:
     return import_texts([(text, "bert.sh")], "bert")
 
 
-def test_the_recipe_of_a_script_for_bert_is_megatrons_bert(tmp_path: Path) -> None:
+def test_import_bert_script_gives_megatron_bert(tmp_path: Path) -> None:
     (tmp_path / "bert.sh").write_text(
         f"torchrun --nproc-per-node 8 {PROGRAM} {SIZES}{TRAINED}{WORDS}\n"
     )
@@ -59,13 +60,13 @@ def test_the_recipe_of_a_script_for_bert_is_megatrons_bert(tmp_path: Path) -> No
         ("--tensor-model-parallel-size 2", "parallel.tp", 2),
     ],
 )
-def test_a_flag_of_the_program_is_a_key(more: str, key: str, value: object) -> None:
+def test_import_bert_program_flag_is_a_key(more: str, key: str, value: object) -> None:
     found = script(more)
     assert found.run.flat().get(key) == value
     assert not [u for u in found.unplaced if u.flag == more.split()[0]]
 
 
-def test_shorter_samples_and_other_pairs_are_said() -> None:
+def test_import_bert_short_samples_and_pairs_are_reported() -> None:
     found = script("--short-seq-prob 0.1")
     assert [u.flag for u in found.unplaced if "as long as data.seq_length" in u.text] == [
         "--short-seq-prob"
@@ -73,7 +74,7 @@ def test_shorter_samples_and_other_pairs_are_said() -> None:
     assert any("pairs of sentences" in note for note in found.notes)
 
 
-def test_a_window_of_a_bert_is_left_out_and_said() -> None:
+def test_import_bert_window_is_dropped_with_note() -> None:
     found = script("--window-size 63,63")
     assert found.run.model.window_size is None
     assert [
@@ -82,13 +83,13 @@ def test_a_window_of_a_bert_is_left_out_and_said() -> None:
 
 
 @pytest.mark.parametrize("program", ["my_train.py", "pretrain_bert_core.py"])
-def test_a_program_of_another_name_is_taken_for_one_and_said(program: str) -> None:
+def test_import_bert_other_program_name_is_reported(program: str) -> None:
     found = script(program=program)
     assert found.run.model.family == "bert"
     assert f"{program} is taken for a program that trains a BERT" in found.notes
 
 
-def test_a_model_config_of_bert_is_read() -> None:
+def test_import_bert_model_config_is_read() -> None:
     flags = (
         "--num-layers: 24, --hidden-size: 1024, --num-attention-heads: 16, --seq-length: 512, --lr:"
         " 1.0e-4"
@@ -108,7 +109,7 @@ def test_a_model_config_of_bert_is_read() -> None:
 @pytest.mark.parametrize(
     "words", ["model=bert_345m", "model=megatron_bert_tiny model.bert.next_sentence=false"]
 )
-def test_a_command_line_that_is_written_reads_back_as_the_same_model(words: str) -> None:
+def test_import_bert_command_line_round_trips(words: str) -> None:
     run = compose([*words.split(), "data=mock", "parallel=single", "data.seq_length=128"]).run
     text = export_script(run)
     assert "pretrain_bert.py" in text

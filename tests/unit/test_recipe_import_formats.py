@@ -10,7 +10,8 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import export_script, import_texts
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import import_texts
 from tests.support.configs import LAPTOP
 
 BASE = (
@@ -28,7 +29,7 @@ def why(found: Imported) -> dict[str, str]:
     return {u.flag: u.why for u in found.unplaced}
 
 
-def test_the_format_alone_means_delayed_scales_of_the_last_step() -> None:
+def test_import_formats_plain_fp8_means_delayed_scaling() -> None:
     p = imported("--fp8-format hybrid").run.precision
     assert (p.fp8, p.fp8_recipe, p.fp8_margin) == ("hybrid", "delayed", 0)
     assert (p.fp8_amax_history_len, p.fp8_amax_compute_algo, p.fp8_wgrad) == (
@@ -38,7 +39,7 @@ def test_the_format_alone_means_delayed_scales_of_the_last_step() -> None:
     )
 
 
-def test_a_recipe_leaves_the_flags_of_another_unread_and_says_so() -> None:
+def test_import_formats_unused_recipe_flags_are_reported() -> None:
     found = imported(
         "--fp8-format e4m3 --fp8-recipe blockwise --fp8-margin 2 --fp8-amax-history-len 1024"
         " --no-fp8-wgrad"
@@ -54,7 +55,7 @@ def test_a_recipe_leaves_the_flags_of_another_unread_and_says_so() -> None:
     assert {flag for flag, reason in why(found).items() if reason == "no effect"} >= unread
 
 
-def test_the_ends_in_bf16_are_one_layer_each_unless_said() -> None:
+def test_import_formats_bf16_ends_default_to_one_layer() -> None:
     flags = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
     p = imported(flags).run.precision
     assert (p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16) == (1, 1)
@@ -67,7 +68,7 @@ def test_the_ends_in_bf16_are_one_layer_each_unless_said() -> None:
     assert why(found)["--num-layers-at-end-in-bf16"] == "no effect"
 
 
-def test_a_recipe_without_a_format_and_one_of_code_are_refused() -> None:
+def test_import_formats_missing_or_code_recipe_is_refused() -> None:
     found = imported("--fp8-recipe mxfp8")
     assert found.run.precision.fp8_recipe is None
     assert why(found)["--fp8-recipe"] == "no effect"
@@ -76,7 +77,7 @@ def test_a_recipe_without_a_format_and_one_of_code_are_refused() -> None:
     assert why(found)["--fp8-param-gather"] == "not supported"
 
 
-def test_four_bits_and_the_kernels_of_a_dispatcher_come_over() -> None:
+def test_import_formats_four_bit_and_dispatcher_come_over() -> None:
     p = imported("--fp4-format e2m1").run.precision
     assert (p.fp4, p.fp4_recipe) == ("e2m1", "nvfp4")
     experts = "--num-experts 8 --moe-token-dispatcher-type flex"
@@ -92,7 +93,7 @@ def test_four_bits_and_the_kernels_of_a_dispatcher_come_over() -> None:
     assert moe.flex_dispatcher_backend == "hybridep"
 
 
-def test_layers_without_rotation_come_over_as_a_period() -> None:
+def test_import_formats_nope_layers_become_a_period() -> None:
     rope = "--position-embedding-type rope --no-rope-freq"
     assert imported(f"{rope} 4").run.model.no_rope_freq == 4
     found = imported(f"{rope} [0,1,0,1]")
@@ -111,7 +112,7 @@ def test_layers_without_rotation_come_over_as_a_period() -> None:
         ("--squared-relu --disable-bias-linear", "squared_relu"),
     ],
 )
-def test_the_fused_gelu_is_the_tanh_form_and_comes_back(flags: str, activation: str) -> None:
+def test_import_formats_fused_gelu_is_tanh_and_round_trips(flags: str, activation: str) -> None:
     found = imported(flags)
     assert found.run.model.activation == activation
     assert why(found).get("--no-bias-gelu-fusion") == (
@@ -124,13 +125,13 @@ def test_the_fused_gelu_is_the_tanh_form_and_comes_back(flags: str, activation: 
 
 
 @pytest.mark.parametrize("words", ["gelu_tanh model.add_bias_linear=false", "geglu", "geglu_tanh"])
-def test_a_gelu_that_no_flag_says_is_exported_as_a_key(words: str) -> None:
+def test_import_formats_other_gelu_is_exported_as_key(words: str) -> None:
     run = resolve(compose([f"model.activation={words.split()[0]}", *words.split()[1:]]).run, LAPTOP)
     assert f"model.activation={words.split()[0]}" in export_script(run)
 
 
 @pytest.mark.parametrize(("topk", "groups", "best"), [(8, 4, 2), (6, 3, 2), (6, 4, 1), (6, 2, 3)])
-def test_a_group_is_worth_what_megatron_takes_of_it(topk: int, groups: int, best: int) -> None:
+def test_import_formats_group_score_equals_megatron(topk: int, groups: int, best: int) -> None:
     """Its sum is over router_topk // router_group_topk scores, whatever model it is."""
     flags = (
         f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.recipes.megatron import import_texts
+from mtrain.recipes.megatron.importer import import_texts
 from tests.unit.test_recipe_import_programs import KNOWN, MODEL
 
 
@@ -56,9 +56,7 @@ from tests.unit.test_recipe_import_programs import KNOWN, MODEL
         ("torchrun", (1, 1)),
     ],
 )
-def test_every_option_of_a_batch_script_counts_wherever_it_stands(
-    head: str, world: tuple[int, int]
-) -> None:
+def test_import_processes_sbatch_options_count_anywhere(head: str, world: tuple[int, int]) -> None:
     found = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t")
     assert (found.run.cluster.nodes, found.run.cluster.devices_per_node) == world
     assert not found.open
@@ -84,16 +82,14 @@ def test_every_option_of_a_batch_script_counts_wherever_it_stands(
         ("env A=1 python", set()),
     ],
 )
-def test_processes_that_only_running_the_script_could_count_are_left_open(
-    head: str, lost: set[str]
-) -> None:
+def test_import_processes_countable_only_by_running_stay_open(head: str, lost: set[str]) -> None:
     text = [(f"DISTRIBUTED=$(cat all)\n{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")]
     assert import_texts(text, "t").open.keys() == lost
     assert not import_texts(text, "t", ["cluster.nodes=2", "cluster.devices_per_node=8"]).open
     assert not import_texts(text, "t", ["cluster=h100x16"]).open
 
 
-def test_a_recipe_whose_processes_are_left_open_is_not_called_whole(
+def test_import_processes_open_count_leaves_recipe_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.sh").write_text(

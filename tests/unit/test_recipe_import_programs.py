@@ -12,12 +12,12 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import Rejected, compose
 from mtrain.errors import ConfigError
+from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported, name_of
-from mtrain.recipes.megatron import import_scripts, import_texts, read_texts
-from mtrain.recipes.megatron_yaml import import_yaml
+from mtrain.recipes.megatron.importer import import_scripts, import_texts, read_texts
+from mtrain.recipes.megatron.vocabularies import ids_of
+from mtrain.recipes.megatron.yaml_configs import import_yaml
 from mtrain.recipes.secrets import names_secret
-from mtrain.recipes.vocabularies import ids_of
-from mtrain.recipes.write import delta, recipe_text
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 MODEL = (
@@ -68,7 +68,7 @@ def script(
         ("my_train.py", "--decoder-num-layers 12", "a T5"),
     ],
 )
-def test_a_program_that_trains_something_else_is_refused_by_name(
+def test_import_programs_other_training_is_refused_by_name(
     program: str, flags: str, what: str
 ) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
@@ -79,7 +79,7 @@ def test_a_program_that_trains_something_else_is_refused_by_name(
 @pytest.mark.parametrize(
     "program", ["pretrain_xyz.py", "code/finetune.py", "-m my.package.train_and_eval"]
 )
-def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program: str) -> None:
+def test_import_programs_unknown_is_taken_for_gpt_with_note(program: str) -> None:
     found = script(KNOWN, program)
     assert any("is taken for a program that trains a GPT" in note for note in found.notes)
     assert script(KNOWN, f"/home/vision/work/team/{program.split()[-1]}").run.model.num_layers == 4
@@ -87,7 +87,7 @@ def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program
     assert not any("is taken for" in note for note in script(KNOWN, "/a/b/pretrain_gpt.py").notes)
 
 
-def test_of_several_programs_the_one_that_trains_a_gpt_is_read() -> None:
+def test_import_programs_of_several_gpt_is_read() -> None:
     more = "--max-position-embeddings 128 --bf16 --swiglu --tensor-model-parallel-size 2"
     text = (
         f"torchrun --nproc-per-node 8 tools/run_text_generation_server.py {MODEL} {KNOWN} {more}\n"
@@ -97,7 +97,7 @@ def test_of_several_programs_the_one_that_trains_a_gpt_is_read() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 32), (4, 8), (8, 4)])
-def test_a_launcher_with_fewer_ranks_than_the_layout_is_imported_and_said(
+def test_import_programs_too_few_ranks_are_reported(
     ranks: int, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
@@ -114,7 +114,7 @@ def test_a_launcher_with_fewer_ranks_than_the_layout_is_imported_and_said(
     assert "MT112" in (tmp_path / "t.yaml").read_text()
 
 
-def test_unknown_flags_cost_a_moment_each() -> None:
+def test_import_programs_unknown_flags_are_fast() -> None:
     words = " ".join(f"--flag-of-nobody-{n} {n}" for n in range(8000))
     start = time.process_time()
     found = script(f"{KNOWN} {words}")
@@ -151,7 +151,7 @@ def test_unknown_flags_cost_a_moment_each() -> None:
         ("GPTSentencePieceTokenizer", "/x/llama-2-7b.model", None),
     ],
 )
-def test_the_size_of_a_known_tokenizer_is_known(
+def test_import_programs_known_tokenizer_size_is_known(
     kind: str, model: str | None, size: int | None
 ) -> None:
     found = ids_of(kind, model)
@@ -168,7 +168,9 @@ def test_the_size_of_a_known_tokenizer_is_known(
         ("meta-llama/Meta-Llama-3-8B", 128, 1, 128256),
     ],
 )
-def test_it_is_padded_as_megatron_pads_it(model: str, divisible: int, tp: int, size: int) -> None:
+def test_import_programs_vocabulary_is_padded_as_megatron(
+    model: str, divisible: int, tp: int, size: int
+) -> None:
     found = script(
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
         f" --tensor-model-parallel-size {tp} --make-vocab-size-divisible-by {divisible} --mock-data"
@@ -177,7 +179,7 @@ def test_it_is_padded_as_megatron_pads_it(model: str, divisible: int, tp: int, s
     assert any(model in note and "is taken to have" in note for note in found.notes)
 
 
-def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(
+def test_import_programs_unknown_vocabulary_is_left_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.sh").write_text(
@@ -196,7 +198,7 @@ def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(
     assert compose([f"recipe={recipe}", "model.vocab_size=32000"]).run.model.num_layers == 4
 
 
-def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
+def test_import_programs_batch_schedule_round_trips() -> None:
     flags = f'{KNOWN} --step-batch-size-schedule "0:4 8K:16 25600:32" --train-samples 1000'
     trainer = script(
         flags.replace("--global-batch-size 8 ", "").replace("--train-iters 10 ", "")
@@ -223,13 +225,13 @@ def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
         ("--recompute-activations", None),
     ],
 )
-def test_every_module_that_is_computed_again_is_kept(
+def test_import_programs_recomputed_modules_are_kept(
     flags: str, modules: tuple[str, ...] | None
 ) -> None:
     assert script(f"{KNOWN} --num-experts 4 {flags}").run.parallel.recompute.modules == modules
 
 
-def test_a_layout_is_written_as_degrees_and_not_as_another_model() -> None:
+def test_import_programs_layout_becomes_degrees() -> None:
     name = "llama31_405b"
     found = delta(import_scripts([SCRIPTS / f"{name}.sh"]).run)
     assert found.choices["parallel"].startswith("tp8pp8cp2")
@@ -259,11 +261,11 @@ def test_a_layout_is_written_as_degrees_and_not_as_another_model() -> None:
         ),
     ],
 )
-def test_a_key_of_attention_is_no_secret(name: str, secret: bool) -> None:
+def test_import_programs_attention_key_is_no_secret(name: str, secret: bool) -> None:
     assert names_secret(name) is secret
 
 
-def test_flags_under_a_condition_leave_their_keys_to_fill_in() -> None:
+def test_import_programs_conditional_flags_leave_keys_open() -> None:
     text = (
         'ARGS=(--bf16)\nif [ "$FP8" = 1 ]; then\n  ARGS+=(--fp8-format hybrid --wandb-project'
         f' x)\nfi\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} "${{ARGS[@]}}"\n'
@@ -277,7 +279,7 @@ def test_flags_under_a_condition_leave_their_keys_to_fill_in() -> None:
     assert "precision.fp8" not in import_texts([(text, "t.sh")], "t", ["precision.fp8=null"]).open
 
 
-def test_what_is_set_under_conditions_is_left_to_fill_in() -> None:
+def test_import_programs_conditional_values_leave_keys_open() -> None:
     text = (
         "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n "
         f" LAYERS=32\nfi\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers"
@@ -288,7 +290,7 @@ def test_what_is_set_under_conditions_is_left_to_fill_in() -> None:
     assert "set under a condition: [ $SIZE = 1b ]" in found.open["model.num_layers"]
 
 
-def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_recipe_open() -> None:
+def test_import_programs_environment_words_are_noted() -> None:
     line = f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --bf16"
     found = import_texts([(f'{line} $EXTRA "$@"\n', "t.sh")], "t")
     assert not found.open
@@ -314,7 +316,7 @@ def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_rec
 @pytest.mark.parametrize(
     "flags", ["--weight-decay 0.3 --bf16", "--fp16", "--weight-decay 0.3 --data-path x"]
 )
-def test_a_part_of_an_array_leaves_open_whatever_it_may_hold(flags: str) -> None:
+def test_import_programs_array_part_leaves_open(flags: str) -> None:
     given = KNOWN.replace("--mock-data", "") if "--data-path" in flags else KNOWN
     text = (
         f"ALL=({flags})\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {given}"
@@ -330,7 +332,7 @@ def test_a_part_of_an_array_leaves_open_whatever_it_may_hold(flags: str) -> None
     assert {key for flag, key in keys.items() if flag in flags} <= set(found.open)
 
 
-def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
+def test_import_programs_incomplete_recipe_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = (
@@ -354,7 +356,7 @@ def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
     assert compose([f"recipe={recipe}"]).run.optim.lr == 0.1
 
 
-def test_processes_are_counted_by_gpus_before_tasks() -> None:
+def test_import_programs_gpus_count_before_tasks() -> None:
     for head, nodes, per_node in (
         (
             (
@@ -386,7 +388,7 @@ def test_processes_are_counted_by_gpus_before_tasks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_a_launcher_with_fewer_ranks_than_the_experts_have_is_said(ranks: int) -> None:
+def test_import_programs_too_few_ranks_for_experts_are_reported(ranks: int) -> None:
     layout = "--num-experts 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
     notes = script(f"{KNOWN} {layout}", launcher=f"torchrun --nproc-per-node {ranks}").notes
     assert any("at least ep 8 x etp 1 x pp 4 = 32" in note for note in notes)
@@ -397,7 +399,7 @@ def yaml(name: str, *extra: str) -> Imported:
     return import_yaml(read_texts([path]), name_of(path), extra)
 
 
-def test_a_case_of_megatrons_tests_is_read() -> None:
+def test_import_programs_megatron_test_case_is_read() -> None:
     found = yaml("model_config.yaml")
     flat = found.run.flat()
     wanted = {
@@ -419,7 +421,7 @@ def test_a_case_of_megatrons_tests_is_read() -> None:
     assert (why["--exit-interval"], why["--data-path"]) == ("not supported", "unreadable")
 
 
-def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
+def test_import_programs_sections_are_read_by_name(tmp_path: Path) -> None:
     found = yaml("yaml_cfg.yaml", "model.vocab_size=32000")
     flat = found.run.flat()
     wanted = {
@@ -448,9 +450,7 @@ def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
         ("swish", False, ["swish"]),
     ],
 )
-def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(
-    activation: str, gated: bool, lost: list[str]
-) -> None:
+def test_import_programs_yaml_gate_is_kept(activation: str, gated: bool, lost: list[str]) -> None:
     sizes = "num_layers: 2, hidden_size: 64, num_attention_heads: 4"
     text = (
         f"language_model: {{{sizes}, activation_func: {activation}, gated_linear_unit:"
@@ -473,11 +473,11 @@ def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(
         ("x", "MODE: inference\nMODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
     ],
 )
-def test_yaml_of_another_model_is_refused(folder: str, text: str) -> None:
+def test_import_programs_yaml_of_other_model_is_refused(folder: str, text: str) -> None:
     with pytest.raises(ConfigError, match="only GPTs and BERTs are imported"):
         import_yaml([(text, f"{folder}/model_config.yaml")], "x")
 
 
-def test_yaml_of_something_else_is_refused() -> None:
+def test_import_programs_other_yaml_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither MODEL_ARGS nor"):
         import_yaml([("model: {num_layers: 2}", "x.yaml")], "x")

@@ -15,10 +15,10 @@ from mtrain.cli.recipe.capture import capture
 from mtrain.config.engine.core_fields import transformer_values
 from mtrain.config.resolve.batches import linear, samples_of, steps_within
 from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import import_scripts, import_texts
-from mtrain.recipes.table import known_flags
-from mtrain.recipes.write import delta, recipe_text
+from mtrain.recipes.megatron.importer import import_scripts, import_texts
+from mtrain.recipes.megatron.table import known_flags
 from tests.support.configs import LAPTOP
 
 RUN = ("llama3_70b",)
@@ -350,7 +350,7 @@ def imported(name: str) -> Imported:
 
 
 @pytest.mark.parametrize("name", TRANSFORMER)
-def test_a_script_means_what_its_flags_mean(name: str) -> None:
+def test_import_script_means_its_flags(name: str) -> None:
     run = resolve(imported(name).run, CLUSTER if name == "llama3_70b" else LAPTOP)
     values = transformer_values(run)
     assert {field: values.get(field, "not there") for field in TRANSFORMER[name]} == TRANSFORMER[
@@ -360,13 +360,13 @@ def test_a_script_means_what_its_flags_mean(name: str) -> None:
     assert {key: flat.get(key, "not there") for key in OTHER[name]} == OTHER[name]
 
 
-def test_every_script_has_its_expectations() -> None:
+def test_import_script_all_have_expectations() -> None:
     assert {file.stem for file in SCRIPTS.glob("*.sh")} == set(TRANSFORMER) == set(OTHER)
     assert len(TRANSFORMER) >= 10
 
 
 @pytest.mark.parametrize("name", TRANSFORMER)
-def test_every_flag_of_a_script_is_read_or_listed(name: str) -> None:
+def test_import_script_every_flag_is_read_or_listed(name: str) -> None:
     text = (SCRIPTS / f"{name}.sh").read_text()
     found = imported(name)
     listed = {u.flag for u in found.unplaced}
@@ -383,22 +383,23 @@ def test_every_flag_of_a_script_is_read_or_listed(name: str) -> None:
 
 
 LAUNCHER = {
-    *(
-        "--nproc_per_node",
-        "--nproc-per-node",
-        "--nnodes",
-        "--master_addr",
-        "--node_rank",
-        "--rdzv_id",
-        "--label",
-    ),
-    *("--job-name", "--nodes", "--ntasks-per-node", "--output"),
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "--nnodes",
+    "--master_addr",
+    "--node_rank",
+    "--rdzv_id",
+    "--label",
+    "--job-name",
+    "--nodes",
+    "--ntasks-per-node",
+    "--output",
 }
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", TRANSFORMER)
-def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None:
+def test_import_script_written_recipe_is_same_run(name: str, tmp_path: Path) -> None:
     from mtrain.config.compose.composer import compose
 
     run = imported(name).run
@@ -425,11 +426,11 @@ def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None
         ("gpt_1.7b_slurm", "--wandb-api-key", "secret"),
     ],
 )
-def test_a_flag_without_a_place_is_listed_with_the_reason(name: str, flag: str, why: str) -> None:
+def test_import_script_unplaced_flag_has_reason(name: str, flag: str, why: str) -> None:
     assert {u.flag: u.why for u in imported(name).unplaced}[flag] == why
 
 
-def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
+def test_import_script_vocabulary_comes_from_same_shape() -> None:
     shape = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
     found = import_texts([(f"torchrun pretrain_gpt.py {shape}", "x.sh")], "x")
     assert "the vocabulary of 50257 is that of model=gpt3_175b" in "".join(found.notes)
@@ -442,7 +443,7 @@ def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
 
 
 RATE = (
-    "optim.lr is not said; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
+    "optim.lr is not set; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
     " model"
 )
 
@@ -458,19 +459,17 @@ RATE = (
         (
             "python",
             "--vocab-size 512",
-            [RATE, "data.seq_length is not said; it is chosen where it runs"],
+            [RATE, "data.seq_length is not set; it is chosen where it runs"],
         ),
-        ("python", "--seq-length 8", ["optim.lr is not said; it is chosen where it runs"]),
+        ("python", "--seq-length 8", ["optim.lr is not set; it is chosen where it runs"]),
         ("python", "--seq-length 8 --lr 0.1", []),
     ],
 )
-def test_what_is_not_said_becomes_what_it_is_resolved_to(
-    launcher: str, flags: str, notes: list[str]
-) -> None:
+def test_import_script_unset_becomes_resolved(launcher: str, flags: str, notes: list[str]) -> None:
     model = "--num-layers 3 --hidden-size 66 --num-attention-heads 2 --max-position-embeddings 64"
     flags = f"{model} --train-iters 9 --global-batch-size 8 {flags}"
     found = import_texts([(f"{launcher} pretrain_gpt.py {flags}", "x.sh")], "x")
-    said = [note for note in found.notes if " is not said; it is " in note]
+    said = [note for note in found.notes if " is not set; it is " in note]
     assert len(said) == len(notes)
     assert all(note in text for note, text in zip(notes, said, strict=True))
 
@@ -485,7 +484,7 @@ def test_what_is_not_said_becomes_what_it_is_resolved_to(
         ("--vocab-size 500 --padded-vocab-size 640", 640, True),
     ],
 )
-def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(
+def test_import_script_padding_stays_in_softmax_as_megatron(
     words: str, vocab: int, masked: bool
 ) -> None:
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8"
@@ -496,7 +495,7 @@ def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(
     assert any("padding in the softmax" in note for note in found.notes) is not masked
 
 
-def test_overrides_stand_above_the_script() -> None:
+def test_import_script_overrides_beat_script() -> None:
     found = import_scripts(
         [SCRIPTS / "mixtral_8x7b.sh"], ["cluster=h100x64", "optim.lr=5e-5", "parallel.ep=4"]
     )
@@ -507,7 +506,7 @@ def test_overrides_stand_above_the_script() -> None:
     )
 
 
-def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
+def test_import_script_sourced_script_comes_first(tmp_path: Path) -> None:
     (tmp_path / "model.sh").write_text(
         "MODEL=(--num-layers 4 --hidden-size 64 --num-attention-heads 4)\n"
     )
@@ -527,7 +526,7 @@ def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
     assert any("model.sh is not read" in note for note in found.notes)
 
 
-def test_samples_are_counted_along_a_ramp() -> None:
+def test_import_script_samples_count_along_ramp() -> None:
     """100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
     model = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"

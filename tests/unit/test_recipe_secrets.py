@@ -42,7 +42,7 @@ SHAPES = (
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", LEAKS)
 @pytest.mark.parametrize("as_json", [False, True])
-def test_no_output_holds_a_secret(
+def test_secrets_never_reach_output(
     name: str, as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.sh"
@@ -64,7 +64,7 @@ def test_no_output_holds_a_secret(
 
 
 @pytest.mark.parametrize("secret", SHAPES)
-def test_a_token_is_known_by_its_shape(
+def test_secrets_token_is_known_by_shape(
     secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.sh"
@@ -75,11 +75,11 @@ def test_a_token_is_known_by_its_shape(
     assert "***" in shown.err
 
 
-def test_a_login_in_an_address_is_hidden() -> None:
+def test_secrets_login_in_url_is_hidden() -> None:
     assert Secrets({}).hide("s3://user:pa55@host/x") == "s3://***@host/x"
 
 
-def test_a_key_whose_value_holds_a_secret_stays_as_it_was(
+def test_secrets_key_holding_one_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.sh"
@@ -92,12 +92,12 @@ def test_a_key_whose_value_holds_a_secret_stays_as_it_was(
 @pytest.mark.parametrize(
     "name", ["WANDB_API_KEY", "HF_TOKEN", "--hf-token", "db.password", "MY_SECRET", "--auth"]
 )
-def test_names_of_secrets_are_known(name: str) -> None:
+def test_secrets_known_by_name(name: str) -> None:
     assert names_secret(name)
 
 
 @pytest.mark.parametrize(
     "name", ["TOKENIZER_MODEL", "--tokenizer-type", "KEYS", "MONKEY", "AUTHOR", "MASTER_PORT"]
 )
-def test_names_that_only_look_alike_are_not(name: str) -> None:
+def test_secrets_lookalike_names_are_kept(name: str) -> None:
     assert not names_secret(name)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.arithmetic import pattern_of, whole_number
-from mtrain.recipes.gaps import Unread, shown
-from mtrain.recipes.megatron import import_scripts
-from mtrain.recipes.shell import read_script
+from mtrain.recipes.megatron.importer import import_scripts
+from mtrain.recipes.shell.arithmetic import pattern_of, whole_number
+from mtrain.recipes.shell.gaps import Unread, shown
+from mtrain.recipes.shell.reader import read_script
 from tests.support.patience import patient
 
 
@@ -30,13 +30,13 @@ from tests.support.patience import patient
         ("run ${!A}", "${!A}"),
     ],
 )
-def test_what_only_running_could_tell_is_marked_and_never_guessed(text: str, what: str) -> None:
+def test_shell_unknowable_is_marked_never_guessed(text: str, what: str) -> None:
     words = read_script((text, "s.sh")).commands[-1].words
     assert [gap.text for word in words if isinstance(word, Unread) for gap in word.gaps] == [what]
     assert shown(words[1]) == what
 
 
-def test_what_a_condition_or_a_loop_sets_is_not_known_behind_it_and_says_where() -> None:
+def test_shell_conditional_value_is_unknown_after() -> None:
     text = "A=1\nif [ -n $Q ]; then A=2; B=3; fi\nC=1\nfor i in 1 2; do C=5; done\nrun $A $B $C\n"
     words = read_script((text, "s.sh")).commands[-1].words[1:]
     assert [
@@ -48,7 +48,7 @@ def test_what_a_condition_or_a_loop_sets_is_not_known_behind_it_and_says_where()
     ]
 
 
-def test_what_branches_add_to_a_list_is_known_as_a_list_that_may_be_added() -> None:
+def test_shell_branch_additions_are_optional_items() -> None:
     text = "A=(--x 1)\nif [ -f x ]; then A+=(--y 2); else A+=(--z); fi\nrun ${A[@]} --w\n"
     words = read_script((text, "s.sh")).commands[-1].words
     assert words[:3] == ["run", "--x", "1"]
@@ -57,7 +57,7 @@ def test_what_branches_add_to_a_list_is_known_as_a_list_that_may_be_added() -> N
     assert words[4:] == ["--w"]
 
 
-def test_a_command_in_a_condition_is_marked() -> None:
+def test_shell_command_in_condition_is_marked() -> None:
     commands = read_script(("if [ -f x ]; then run a; fi\ncd x && run b\n", "s.sh")).commands
     assert [(c.words[1], c.conditional) for c in commands if c.words[0] == "run"] == [
         ("a", True),
@@ -68,12 +68,13 @@ def test_a_command_in_a_condition_is_marked() -> None:
 @pytest.mark.parametrize(
     "text", ["run 'a", 'run "a', "run ${a", "run $((1", "A=(1 2", "run `x", "run $(x"]
 )
-def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
+def test_shell_unclosed_text_has_its_line(text: str) -> None:
     with pytest.raises(ConfigError, match="does not close") as caught:
         read_script((f"x\n{text}", "s.sh"))
     assert caught.value.problems[0].source.startswith("s.sh:")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "text",
     [
@@ -87,7 +88,7 @@ def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
     ],
     ids=["text", "array", "nested", "brackets", "numbers", "continuations", "expansions"],
 )
-def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
+def test_shell_bomb_is_refused_or_fast(text: str) -> None:
     start = time.process_time()
     codes: set[str] = set()
     try:
@@ -98,7 +99,7 @@ def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
     assert time.process_time() - start < 3
 
 
-def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_path: Path) -> None:
+def test_shell_hostile_script_has_no_effect(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     secret = tmp_path / "secret"
     secret.write_text("s3cr3t-canary")
@@ -144,7 +145,7 @@ def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_pa
         (b"", "MT701"),
     ],
 )
-def test_what_is_no_script_is_refused(data: bytes, code: str, tmp_path: Path) -> None:
+def test_shell_non_script_is_refused(data: bytes, code: str, tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_bytes(data)
     with pytest.raises(ConfigError) as caught:
         import_scripts([tmp_path / "x.sh"])
@@ -164,17 +165,17 @@ def test_what_is_no_script_is_refused(data: bytes, code: str, tmp_path: Path) ->
         ("[[1]]", None),
     ],
 )
-def test_a_list_expression_is_read_and_never_evaluated(text: str, value: list[int] | None) -> None:
+def test_shell_list_expression_is_never_evaluated(text: str, value: list[int] | None) -> None:
     assert pattern_of(text) == value
 
 
-def test_whole_numbers_stay_bounded() -> None:
+def test_shell_integers_stay_bounded() -> None:
     assert whole_number("2 * (3 + A)", {"A": "4"}.get) == 14
     for text in ("1/0", "9" * 30, "999999999*999999999*9", "A", "1 +", "2 ** 3", "1 if 1 else 2"):
         assert whole_number(text, lambda name: None) is None
 
 
-def test_a_function_is_read_where_it_is_called_and_what_it_sets_is_not_known_behind_it() -> None:
+def test_shell_function_is_read_at_its_call() -> None:
     text = 'N=1\ntrain() {\n  run --n $1 "${@}"\n  N=2\n}\ntrain 3 "b c"\nrun $N\n'
     first, second = [c.words[1:] for c in read_script((text, "s.sh")).commands]
     assert first == ["--n", "3", "3", "b c"]
@@ -183,12 +184,13 @@ def test_a_function_is_read_where_it_is_called_and_what_it_sets_is_not_known_beh
     ]
 
 
-def test_a_function_that_is_not_called_is_marked() -> None:
+def test_shell_uncalled_function_is_marked() -> None:
     commands = read_script(("f() {\n  run a\n}\nrun b\n", "s.sh")).commands
     assert [(c.words[1], c.conditional) for c in commands] == [("b", False), ("a", True)]
 
 
-def test_functions_that_call_each_other_twice_are_refused_or_read_in_a_moment() -> None:
+@pytest.mark.full
+def test_shell_doubling_functions_are_refused_or_fast() -> None:
     text = "".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(60)) + "f0\n"
     start = time.process_time()
     with pytest.raises(ConfigError):

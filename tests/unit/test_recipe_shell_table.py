@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.recipe.capture import recorded
-from mtrain.recipes.command import training_command
-from mtrain.recipes.imported import WHOLE, leave_open, read_flags
-from mtrain.recipes.megatron import open_neighbour
-from mtrain.recipes.shell import read_script
+from mtrain.recipes.imported import WHOLE
+from mtrain.recipes.megatron.command import training_command
+from mtrain.recipes.megatron.importer import open_neighbour
+from mtrain.recipes.megatron.reading import leave_open, read_flags
+from mtrain.recipes.shell.reader import read_script
 from tests.support.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -315,12 +316,12 @@ def truth(folder: Path) -> dict[str, list[list[str]]]:
     return out
 
 
-def test_there_are_enough_constructs(truth: dict[str, list[list[str]]]) -> None:
+def test_shell_table_has_enough_constructs(truth: dict[str, list[list[str]]]) -> None:
     assert len(SCRIPTS) >= 120
     assert len(truth) > len(SCRIPTS) - 6, "all but a few that bash refuses start the program"
 
 
-def test_a_construct_is_read_as_bash_reads_it_or_reported(
+def test_shell_table_reads_as_bash_or_reports(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -355,7 +356,8 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
     assert known > 50, "plain scripts are read whole"
 
 
-def test_capture_has_the_words_of_bash_for_every_construct(
+@pytest.mark.full
+def test_shell_table_capture_equals_bash(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

@@ -79,9 +79,8 @@ def corrected(**flags: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(
-    home: Path, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_record_excluded_answer_has_no_loss(home: Path, tmp_path: Path) -> None:
     file = chats_file(tmp_path / "chats.jsonl", [corrected(weight=0)])
     words = [
         "data=sft",
@@ -95,12 +94,11 @@ def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(
     assert "".join(learned).replace("|", "") == "four<im_end>"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "marked"])
 @pytest.mark.parametrize("flags", OFF, ids=str)
-def test_an_answer_that_says_so_is_context_alone(
-    flags: dict[str, Any], kind: str, preview: Preview
-) -> None:
+def test_record_answer_may_be_context(flags: dict[str, Any], kind: str, preview: Preview) -> None:
     code, learned, _ = preview([corrected(**flags)], kind=kind)
     assert (code, learned) == (0, "four<|im_end|>")
     last = turns("2+2?", "four", "and 3+3?", "WRONG")
@@ -111,7 +109,7 @@ def test_an_answer_that_says_so_is_context_alone(
     assert preview([{"conversations": sharegpt}], kind=kind)[:2] == (0, "right<|im_end|>")
 
 
-def test_what_is_left_out_of_whole_chats_is_that_message_of_any_role(preview: Preview) -> None:
+def test_record_whole_chat_exclusion_covers_any_role(preview: Preview) -> None:
     every = preview([turns("2+2?", "WRONG", "look again", "four")], "data.loss_on=all")[1]
     assert "WRONG" in every
     left = preview([corrected(weight=0)], "data.loss_on=all")[1]
@@ -125,7 +123,7 @@ def test_what_is_left_out_of_whole_chats_is_that_message_of_any_role(preview: Pr
 @pytest.mark.parametrize(
     "flags", [{"weight": 1}, {"loss": True}, {"train": True, "loss_mask": 1}, {"weight": None}]
 )
-def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], preview: Preview) -> None:
+def test_record_included_answer_is_learned(flags: dict[str, Any], preview: Preview) -> None:
     assert preview([corrected(**flags)])[1] == "WRONG<|im_end|>four<|im_end|>"
 
 
@@ -184,7 +182,7 @@ def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], previe
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_its_line(
+def test_record_impossible_exclusion_names_line(
     chats: list[Any], words: tuple[str, ...], said: str, preview: Preview
 ) -> None:
     code, _, text = preview([turns("1", "2"), *chats], *words)
@@ -193,7 +191,7 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(
     assert said in text
 
 
-def test_names_and_places_are_no_unknown_keys_and_others_can_be_named(preview: Preview) -> None:
+def test_record_metadata_keys_are_known_others_named(preview: Preview) -> None:
     rows = [
         {
             "messages": turns("q", "a"),
@@ -209,7 +207,7 @@ def test_names_and_places_are_no_unknown_keys_and_others_can_be_named(preview: P
     assert preview(rows, "data.ignored_keys=[strange]")[:2] == (0, "a<|im_end|>")
 
 
-def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
+def test_record_message_key_used_by_template_is_known() -> None:
     from mtrain.data.record_keys import FLAGS, Keys
 
     message = {**turns("q", "a")[1], "channel": "final"}
@@ -223,7 +221,7 @@ def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
     )
 
 
-def test_arguments_that_are_json_text_are_written_as_objects_and_reported(preview: Preview) -> None:
+def test_record_json_arguments_become_objects_with_note(preview: Preview) -> None:
     def called(arguments: Any) -> list[Any]:
         call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         return [*turns("2+2?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -280,8 +278,9 @@ def with_template(tmp_path: Path, text: str) -> str:
     return f"data.chat_template={tmp_path}/given.jinja"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", AS_TEXT)
-def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_so(
+def test_record_json_arguments_stay_text_where_written_so(
     kind: str, preview: Preview, tmp_path: Path
 ) -> None:
     template = with_template(
@@ -296,8 +295,9 @@ def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_s
     assert preview([calling("2+2")], template)[0] == 4, "it is still the text of an object"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", AS_OBJECT)
-def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_objects(
+def test_record_json_arguments_are_parsed_where_wanted(
     kind: str, preview: Preview, tmp_path: Path
 ) -> None:
     template = with_template(
@@ -314,7 +314,7 @@ def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_object
     assert preview([asked], template)[1] == preview([calling(json.loads(WEATHER))], template)[1]
 
 
-def test_what_python_would_print_is_not_learned(preview: Preview, tmp_path: Path) -> None:
+def test_record_python_repr_is_not_learned(preview: Preview, tmp_path: Path) -> None:
     written = template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT["written"])
     code, _, said = preview([calling({"city": "Paris"})], with_template(tmp_path, written))
     assert code == 4
@@ -338,7 +338,7 @@ def test_what_python_would_print_is_not_learned(preview: Preview, tmp_path: Path
     assert preview([quoted], with_template(tmp_path, plain))[0] == 0, "it is what they said"
 
 
-def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
+def test_record_unread_calls_are_reported() -> None:
     from mtrain.data.record_keys import Keys
 
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
@@ -348,10 +348,9 @@ def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "refusal"])
-def test_what_stands_beside_the_content_is_not_lost_silently(
-    key: str, preview: Preview, tmp_path: Path
-) -> None:
+def test_record_extra_content_keys_are_reported(key: str, preview: Preview, tmp_path: Path) -> None:
     asked = turns("2+2?", "four")
     asked[1][key] = "two and two is four"
     code, _, said = preview([asked])
@@ -375,10 +374,9 @@ def test_what_stands_beside_the_content_is_not_lost_silently(
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_read_under_any_of_its_names(
-    key: str, preview: Preview, tmp_path: Path
-) -> None:
+def test_record_reasoning_has_several_names(key: str, preview: Preview, tmp_path: Path) -> None:
     asked = turns("2+2?", "four", "sure?", "yes")
     asked[1][key] = "dropped"
     asked[3][key] = "kept"
@@ -392,7 +390,7 @@ def test_reasoning_is_read_under_any_of_its_names(
         assert (code, learned) == (0, "four<|im_end|>kept:yes<|im_end|>"), said
 
 
-def test_a_key_that_is_ignored_says_nothing_of_what_is_learned(preview: Preview) -> None:
+def test_record_ignored_key_claims_no_learning(preview: Preview) -> None:
     rows = [{"messages": corrected(loss=0.4), "weight": 2.5}]
     code, _, said = preview(rows)
     assert code == 4
@@ -401,7 +399,7 @@ def test_a_key_that_is_ignored_says_nothing_of_what_is_learned(preview: Preview)
     assert preview(rows, words)[:2] == (0, "WRONG<|im_end|>four<|im_end|>")
 
 
-def test_pairs_have_the_same_keys_as_chats() -> None:
+def test_record_pairs_have_chat_keys() -> None:
     values = {"prompt": "q", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]}
     assert pair(values)[0].turns == [1]
     with pytest.raises(CorruptData, match="an unknown key: margin"):
@@ -411,7 +409,7 @@ def test_pairs_have_the_same_keys_as_chats() -> None:
     assert pair({**values, "score_chosen": 3.5})[1].turns == [1]
 
 
-def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
+def test_record_images_have_flags_and_no_unknown_keys() -> None:
     def parsed(*turns: dict[str, Any], **more: Any) -> list[Any]:
         said = [{"from": "human", "value": "<image> q"}, {"from": "gpt", "value": "WRONG"}, *turns]
         said[1] |= more.pop("first", {})

@@ -23,7 +23,7 @@ def problem(words: str, code: str) -> Problem:
     return next(p for p in found if p.code == code)
 
 
-def test_layers_and_stages_are_both_named_with_who_set_them(
+def test_related_keys_layers_and_stages_name_their_setters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", "model.num_layers=81", "parallel=pp4"]) == 2
@@ -35,7 +35,7 @@ def test_layers_and_stages_are_both_named_with_who_set_them(
     assert row["related"] == [{"path": "model.num_layers", "value": 81, "source": "command line"}]
 
 
-def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
+def test_related_keys_unknown_setter_has_no_parentheses() -> None:
     assert Related("parallel.pp", 4, "").render() == "parallel.pp = 4"
     assert Related("parallel.pp", 4, "command line").render() == "parallel.pp = 4 (command line)"
 
@@ -93,9 +93,7 @@ def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
         ),
     ],
 )
-def test_the_other_keys_of_a_rule_stand_below_it(
-    words: str, code: str, keys: dict[str, str]
-) -> None:
+def test_related_keys_stand_below_the_rule(words: str, code: str, keys: dict[str, str]) -> None:
     found = {key.path: key for key in problem(words, code).related}
     assert keys.keys() <= found.keys()
     assert not any(key.endswith(".") for key in found)
@@ -103,7 +101,7 @@ def test_the_other_keys_of_a_rule_stand_below_it(
         assert found[key].source.startswith(source)
 
 
-def test_a_related_key_is_one_that_the_rule_looked_at_and_never_the_one_it_is_about() -> None:
+def test_related_keys_were_read_by_the_rule() -> None:
     seen = 0
     for run in accepted():
         for finding, reads in findings_and_reads(run, Answers()):
@@ -117,7 +115,7 @@ def test_a_related_key_is_one_that_the_rule_looked_at_and_never_the_one_it_is_ab
     assert seen > 30
 
 
-def test_a_long_value_of_a_related_key_is_cut_and_a_hostile_one_shown() -> None:
+def test_related_keys_long_is_cut_and_hostile_escaped() -> None:
     key = Related("data.blend", ["x" * 500], "a\nb")
     text = Problem("MT000", "data.path", None, "rule", "", related=(key,)).render()
     assert len(text) < 400
@@ -125,7 +123,7 @@ def test_a_long_value_of_a_related_key_is_cut_and_a_hostile_one_shown() -> None:
     assert value_at(accepted()[0], "no.such.key") is None
 
 
-def test_a_rank_hands_a_problem_on_with_its_related_keys() -> None:
+def test_related_keys_pass_between_ranks() -> None:
     from mtrain.launching.worker import describe, revive
 
     error = ConfigError([problem("model.num_layers=81 parallel=pp4", "MT107")])

@@ -719,9 +719,7 @@ FINE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60]
 )
-def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(
-    code: str, change: dict[str, Any]
-) -> None:
+def test_rules_broken_names_value_and_working_fix(code: str, change: dict[str, Any]) -> None:
     raw = apply(tiny(), change)
     found = [p for p in errors(raw) if p.code == code]
     assert found, errors(raw)
@@ -733,17 +731,17 @@ def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(
     assert {(p.code, p.path) for p in after} < {(p.code, p.path) for p in errors(raw)}
 
 
-def test_a_corpus_that_is_not_there_is_named_and_nothing_stands_in_for_it() -> None:
+def test_rules_missing_corpus_has_no_substitute() -> None:
     (problem,) = errors(apply(tiny(), {"data.kind": "indexed", "data.path": "/nowhere/at/all"}))
     assert (problem.code, problem.value, problem.fix) == ("MT306", "/nowhere/at/all", "")
 
 
 @pytest.mark.parametrize("change", FINE, ids=lambda v: str(v)[:60])
-def test_a_legal_configuration_has_no_error(change: dict[str, Any]) -> None:
+def test_rules_legal_configuration_has_no_error(change: dict[str, Any]) -> None:
     assert errors(apply(tiny(), change)) == []
 
 
-def test_fp16_loss_scales_are_ordered() -> None:
+def test_rules_fp16_loss_scales_are_ordered() -> None:
     raw = apply(tiny(), {"precision.dtype": "fp16", "precision.min_loss_scale": 1e6, **H100})
     (problem,) = errors(raw)
     assert problem.code == "MT402"
@@ -766,15 +764,13 @@ def test_fp16_loss_scales_are_ordered() -> None:
         ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
     ],
 )
-def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(
-    code: str, change: dict[str, Any]
-) -> None:
+def test_rules_unusual_is_a_warning_only(code: str, change: dict[str, Any]) -> None:
     found = validate(apply(tiny(), change))
     assert [(p.code, p.severity) for p in found] == [(code, "warning")]
     assert found[0].fix
 
 
-def test_numbers_are_in_the_rule() -> None:
+def test_rules_state_numbers() -> None:
     (problem,) = errors(
         tiny(
             model__num_attention_heads=6,
@@ -788,12 +784,12 @@ def test_numbers_are_in_the_rule() -> None:
     assert problem.fix.startswith("parallel.tp=2")
 
 
-def test_the_nearest_batches_are_named() -> None:
+def test_rules_nearest_batches_are_named() -> None:
     problem = next(p for p in errors(tiny(trainer__global_batch_size=15)) if p.code == "MT130")
     assert "nearest: 16, 12" in problem.rule
 
 
-def test_all_rules_are_asked_at_once() -> None:
+def test_rules_all_are_run_at_once() -> None:
     raw = tiny(
         parallel__tp=3,
         parallel__pp=3,
@@ -804,7 +800,7 @@ def test_all_rules_are_asked_at_once() -> None:
     assert {"MT101", "MT107", "MT421", "MT403", "MT130"} <= {p.code for p in errors(raw)}
 
 
-def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
+def test_rules_partial_cluster_states_both_numbers() -> None:
     raw = tiny(
         cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__ranks=32
     )
@@ -813,7 +809,7 @@ def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
     assert problem.fix.startswith("parallel.ranks=null")
 
 
-def test_a_gpu_that_is_here_needs_no_cluster() -> None:
+def test_rules_local_gpu_needs_no_cluster() -> None:
     one_gpu = Machine(cpu_cores=8, memory_bytes=1 << 36, gpus=1)
     assert errors(tiny(), one_gpu) == []
     assert resolve(tiny(parallel__tp=2), one_gpu).cluster.device == "cpu"
@@ -822,14 +818,14 @@ def test_a_gpu_that_is_here_needs_no_cluster() -> None:
     assert errors(apply(tiny(parallel__tp=2), first_fix(problem)), one_gpu) == []
 
 
-def test_a_missing_file_names_its_neighbours_and_the_neighbour_is_the_fix(tmp_path: Path) -> None:
+def test_rules_missing_file_suggests_neighbour(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("text\n" * 200)
     (problem,) = errors(tiny(data__path=str(tmp_path / "corpsu")))
     assert problem.fix.startswith(f"data.path={tmp_path / 'corpus'}")
 
 
-def test_an_empty_folder_an_empty_file_and_a_folder_of_other_files_are_told_apart(
+def test_rules_empty_folder_file_and_foreign_differ(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "e.txt").write_text("")
@@ -840,7 +836,7 @@ def test_an_empty_folder_an_empty_file_and_a_folder_of_other_files_are_told_apar
     assert "no file ending in" in errors(tiny(data__path=str(tmp_path / "empty")))[0].rule
 
 
-def test_indexed_data_needs_both_files_by_their_prefix(tmp_path: Path) -> None:
+def test_rules_indexed_data_needs_both_files(tmp_path: Path) -> None:
     (tmp_path / "tokens.idx").write_bytes(b"x")
     change = {"data.kind": "indexed", "data.path": str(tmp_path / "tokens")}
     assert "tokens.bin: there is no such file" in errors(apply(tiny(), change))[0].rule
@@ -854,7 +850,7 @@ def test_indexed_data_needs_both_files_by_their_prefix(tmp_path: Path) -> None:
     assert problem.fix.startswith(f"data.path={tmp_path / 'tokens'}")
 
 
-def test_a_run_folder_that_is_taken_is_a_warning_with_a_free_name(tmp_path: Path) -> None:
+def test_rules_taken_run_folder_suggests_free_name(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     raw = tiny(log__runs_dir=str(tmp_path), log__name="first")
     (problem,) = validate(raw)
@@ -869,7 +865,7 @@ def test_rules_change_nothing() -> None:
     assert raw.to_dict() == before
 
 
-def test_a_batch_in_tokens_is_suggested_in_samples() -> None:
+def test_rules_batch_in_tokens_suggests_samples() -> None:
     (problem,) = validate(tiny(trainer__global_batch_size=1 << 20))
     assert problem.fix == "trainer.global_batch_size=4096"
     assert validate(tiny(trainer__global_batch_size=1 << 19)) == []

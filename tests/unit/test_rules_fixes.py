@@ -91,18 +91,15 @@ def _fix_all(change: dict[str, Any], machine: Machine) -> None:
     assert found == []
 
 
+@pytest.mark.full
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
 @settings(FIXED, max_examples=40)
-def test_first_fixes_lead_to_a_valid_configuration(
-    change: dict[str, Any], machine: Machine
-) -> None:
+def test_rules_first_fix_is_valid(change: dict[str, Any], machine: Machine) -> None:
     _fix_all(change, machine)
 
 
 @pytest.mark.full
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
 @settings(FIXED, max_examples=100)
-def test_first_fixes_lead_to_a_valid_configuration_often(
-    change: dict[str, Any], machine: Machine
-) -> None:
+def test_rules_first_fix_is_often_valid(change: dict[str, Any], machine: Machine) -> None:
     _fix_all(change, machine)

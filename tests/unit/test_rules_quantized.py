@@ -126,7 +126,7 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("code", "words", "change"), BROKEN, ids=lambda v: str(v)[:40])
-def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(
+def test_quantized_missing_requirement_has_working_fix(
     code: str, words: str, change: dict[str, Any]
 ) -> None:
     raw = apply(tiny(), change)
@@ -164,12 +164,12 @@ def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(
     ],
     ids=lambda v: str(v)[-60:],
 )
-def test_what_a_recipe_has_is_no_problem(change: dict[str, Any]) -> None:
+def test_quantized_complete_recipe_has_no_problem(change: dict[str, Any]) -> None:
     assert validate(apply(tiny(), change)) == []
 
 
 @pytest.mark.parametrize("choice", ["fp8_delayed", "mxfp8", "nvfp4"])
-def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix(
+def test_quantized_cpu_needs_are_one_line_with_bf16_fix(
     choice: str,
 ) -> None:
     raw = compose([f"precision={choice}", "cluster=cpu"]).run
@@ -183,7 +183,7 @@ def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix
 
 @pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 @pytest.mark.parametrize("choice", ["fp8_tensorwise", "fp8_blockwise"])
-def test_products_of_ours_need_no_transformer_engine(choice: str, kernels: str) -> None:
+def test_quantized_own_gemm_needs_no_te(choice: str, kernels: str) -> None:
     for cluster in ("cpu", "h100x8"):
         for model in ("llama_tiny", "mixtral_tiny"):
             words = [
@@ -196,7 +196,7 @@ def test_products_of_ours_need_no_transformer_engine(choice: str, kernels: str) 
             assert errors(compose(words).run) == []
 
 
-def test_experts_are_multiplied_by_who_multiplies_for_linear_layers() -> None:
+def test_quantized_experts_use_linear_backend() -> None:
     machine = Machine(
         gpus=1, cpu_cores=8, memory_bytes=1 << 36, triton=True, transformer_engine=True
     )
@@ -221,7 +221,7 @@ def test_experts_are_multiplied_by_who_multiplies_for_linear_layers() -> None:
         ("fp8_tensorwise", "a100x8", {"MT443"}),
     ],
 )
-def test_a_cluster_has_the_recipes_of_its_generation(
+def test_quantized_cluster_has_recipes_of_its_generation(
     choice: str, cluster: str, codes: set[str]
 ) -> None:
     words = ["model=llama3_8b", "parallel=dp", "data=mock", "trainer.global_batch_size=72"]
@@ -229,13 +229,13 @@ def test_a_cluster_has_the_recipes_of_its_generation(
     assert {p.code for p in errors(raw)} == codes
 
 
-def test_a_misspelt_format_gets_its_neighbour() -> None:
+def test_quantized_misspelt_format_suggests_neighbour() -> None:
     with pytest.raises(ConfigError) as refused:
         compose(["precision.fp8=e4m4"])
     assert [p.fix for p in refused.value.problems] == ["precision.fp8=e4m3"]
 
 
-def test_null_stands_for_the_recipe_that_is_shown() -> None:
+def test_quantized_null_means_shown_recipe() -> None:
     run = resolve(apply(tiny(), FP8), LAPTOP)
     assert run.precision.fp8_recipe == run.precision.quantized == "tensorwise"
     fields = transformer_values(resolve(apply(tiny(), DELAYED), LAPTOP))
@@ -246,13 +246,13 @@ def test_null_stands_for_the_recipe_that_is_shown() -> None:
     )
 
 
-def test_a_rehearsal_on_a_cpu_multiplies_in_full() -> None:
+def test_quantized_cpu_rehearsal_uses_full_precision() -> None:
     small = shrink(resolve(apply(tiny(), {**FP8, **TE}), LAPTOP), steps=2)
     assert (small.precision.quantized, small.precision.dtype) == (None, "fp32")
     assert errors(small) == []
 
 
-def test_scales_that_no_checkpoint_has_are_a_warning() -> None:
+def test_quantized_uncheckpointed_scales_warn() -> None:
     (problem,) = validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True}))
     assert (problem.code, problem.severity) == ("MT448", "warning")
     assert (

@@ -27,10 +27,11 @@ from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.model import GATED
-from mtrain.recipes.arguments import Arguments, read_all
-from mtrain.recipes.flags_other import OTHERS
-from mtrain.recipes.megatron import export_script, import_texts
-from mtrain.recipes.table import table
+from mtrain.recipes.megatron.arguments import Arguments, read_all
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.importer import import_texts
+from mtrain.recipes.megatron.table import table
 from tests.support.configs import LAPTOP, tiny
 
 SCRIPT = """
@@ -48,45 +49,54 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("path", [path for path in keys() if key_of(path).when])
-def test_a_condition_names_keys_and_values_that_exist(path: str) -> None:
-    for term in condition(key_of(path).when).terms:
+def test_schema_keys_conditions_name_existing_keys() -> None:
+    conditions = {path: key_of(path).when for path in keys() if key_of(path).when}
+    terms = [(path, term) for path, text in conditions.items() for term in condition(text).terms]
+    assert len(terms) > 100
+    for path, term in terms:
         field = field_of(term.key)
-        assert field is not None
+        assert field is not None, path
         words = [
             word
             for word in term.words
             if word not in ("null", "true", "false") and not word.isdigit()
         ]
-        assert not choices_of(term.key) or set(words) <= set(choices_of(term.key))
+        assert not choices_of(term.key) or set(words) <= set(choices_of(term.key)), path
 
 
-@pytest.mark.parametrize("path", [path for path in schema_keys() if key_of(path).null is not None])
-def test_what_null_stands_for_is_a_value_that_the_key_takes(path: str) -> None:
-    assert when_of(path), "null stands for a value where the key has an effect: say when"
-    assert accepts(path, key_of(path).null)
-    assert accepts(path, None)
+def test_schema_keys_null_meaning_is_an_accepted_value() -> None:
+    paths = [path for path in schema_keys() if key_of(path).null is not None]
+    assert len(paths) > 30
+    for path in paths:
+        assert when_of(path), f"{path}: null stands for a value where the key has an effect"
+        assert accepts(path, key_of(path).null), path
+        assert accepts(path, None), path
 
 
-@pytest.mark.parametrize("path", [path for path in schema_keys() if key_of(path).feeds])
-def test_a_declared_field_gets_the_value(path: str) -> None:
-    names = {name.rpartition(".")[2] for name in key_of(path).feeds.split()}
-    assert names <= {field.partition(".")[2] for field in fed()[path]}
+def test_schema_keys_declared_field_gets_value() -> None:
+    paths = [path for path in schema_keys() if key_of(path).feeds]
+    assert len(paths) > 100
+    fields = fed()
+    for path in paths:
+        names = {name.rpartition(".")[2] for name in key_of(path).feeds.split()}
+        assert names <= {field.partition(".")[2] for field in fields[path]}, path
 
 
-def test_a_flag_is_declared_once() -> None:
+def test_schema_keys_flag_is_declared_once() -> None:
     flags = [flag for entry in table() for flag in entry.flags]
     assert len(flags) == len(set(flags))
-    assert not OTHERS.keys() & set(flags), "it has a key now: take it out of recipes/flags_other.py"
+    assert not OTHERS.keys() & set(flags), (
+        "it has a key now: take it out of recipes/megatron/flags_unmapped.py"
+    )
     assert all(flag.startswith("--") for flag in flags)
 
 
-def test_no_flag_without_a_key_has_the_name_of_one() -> None:
+def test_schema_keys_unkeyed_flag_has_no_key_name() -> None:
     names = {f"--{path.rpartition('.')[2].replace('_', '-')}" for path in keys()}
     assert not OTHERS.keys() & names, "name the flag in the schema: Key(flag=...)"
 
 
-def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
+def test_schema_keys_flag_order_does_not_matter() -> None:
     there, back = (
         read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8})
         for entries in (table(), table()[::-1])
@@ -111,11 +121,11 @@ def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
         ("model.mla=null", None, True),
     ],
 )
-def test_a_condition_is_checked_by_its_text(text: str, value: object, holds: bool) -> None:
+def test_schema_keys_condition_is_evaluated_by_text(text: str, value: object, holds: bool) -> None:
     assert condition(text).holds({text.split("=")[0].split(">")[0]: value}.get) is holds
 
 
-def test_a_condition_reads_as_a_user_writes_it() -> None:
+def test_schema_keys_condition_reads_as_written() -> None:
     text = "parallel.vpp>1 and optim.name=adamw|muon|sgd and model.window_size"
     assert (
         str(condition(text))
@@ -125,14 +135,14 @@ def test_a_condition_reads_as_a_user_writes_it() -> None:
         condition("parallel.vpp < 2")
 
 
-def test_a_key_waits_for_one_that_has_an_effect_itself() -> None:
+def test_schema_keys_key_waits_for_active_condition() -> None:
     margin = next(key for key in CONDITIONAL if key.path == "precision.fp8_margin")
     delayed = tiny(precision__fp8_recipe="delayed")
     assert not margin.active(delayed), "without fp8 the recipe says nothing"
     assert margin.active(apply(delayed, {"precision.fp8": "hybrid"}))
 
 
-def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> None:
+def test_schema_keys_gated_condition_names_every_gate() -> None:
     field = field_of("model.activation")
     assert field is not None
     assert set(GATED.partition("=")[2].split("|")) == {
@@ -140,7 +150,7 @@ def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> No
     }
 
 
-def test_a_key_of_the_schema_alone_is_everywhere() -> None:
+def test_schema_keys_new_key_reaches_everything() -> None:
     key = "precision.loss_scale_hysteresis"
     assert "OptimizerConfig.hysteresis" in feeds(tiny())[key]
     assert foreign()["hysteresis"] == key

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.mcore import sparse_index
-from mtrain.mcore.sparse_index import Index, Teacher, chosen, marks, taught
+from mtrain.mcore.layers import sparse_index
+from mtrain.mcore.layers.sparse_index import Index, Teacher, chosen, marks, taught
 
 S = 11
 B = 2
@@ -77,7 +77,7 @@ def _teacher(x: dict[str, Tensor], *, sparse: bool) -> Teacher:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("held", [1 << 24, 3 * B * N * S])
-def test_choice_loss_and_gradients_are_those_of_the_definition(
+def test_sparse_index_equals_definition_with_gradients(
     sparse: bool, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sparse_index, "MOST_SCORES", held)
@@ -102,7 +102,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_another_index_chooses_and_costs_otherwise(fault: str) -> None:
+def test_sparse_index_other_index_chooses_differently(fault: str) -> None:
     x = _drawn()
     keys, loss = _defined(x, sparse=False)
     found, value, _ = taught(
@@ -112,7 +112,7 @@ def test_another_index_chooses_and_costs_otherwise(fault: str) -> None:
     assert abs(float(value - loss)) > 1e-2
 
 
-def test_what_comes_later_is_never_chosen_and_few_keys_are_all_chosen() -> None:
+def test_sparse_index_future_is_never_chosen_few_all_are() -> None:
     scores = torch.arange(9.0).view(1, 3, 3)
     visible = torch.ones(3, 3, dtype=torch.bool).tril()
     assert chosen(scores, visible, 3)[0].equal(visible)

@@ -13,24 +13,24 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.engine import formats
 from mtrain.config.engine.kernels import update_obstacle
-from mtrain.config.machine import devices, plug_ins
+from mtrain.config.machine import devices, installed
 from mtrain.config.messages.keys import choices_of, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import resolve
-from mtrain.config.schema.trainer import OptimConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.errors import BadEnvironment
 from tests.support.configs import LAPTOP
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_a_choice_that_some_implementation_updates(name: str) -> None:
+def test_specifications_optimizer_has_an_implementation(name: str) -> None:
     assert name in choices_of_group("optim")
     run = resolve(compose([f"optim={name}"]).run, LAPTOP)
     assert run.optim.name == name
     assert update_obstacle(run.kernels.optimizer or "", run) is None
 
 
-def test_the_schema_has_the_optimizers_and_the_keys_that_they_read() -> None:
+def test_specifications_schema_has_optimizers_and_their_keys() -> None:
     assert choices_of("optim.name") == tuple(OPTIMIZERS)
     sections = {name for name, spec in OPTIMIZERS.items() if spec.section is not None}
     keys = set(OptimConfig.model_fields)
@@ -48,14 +48,14 @@ def test_the_schema_has_the_optimizers_and_the_keys_that_they_read() -> None:
 @pytest.mark.parametrize(
     "word", [w for w, facts in formats.FORMATS.items() if facts.torch.startswith(("float", "bf"))]
 )
-def test_a_format_has_the_size_and_range_of_its_dtype(word: str) -> None:
+def test_specifications_format_equals_its_dtype(word: str) -> None:
     facts = formats.FORMATS[word]
     dtype = getattr(torch, facts.torch)
     assert facts.bytes == dtype.itemsize
     assert facts.largest == pytest.approx(torch.finfo(dtype).max, rel=0 if word != "tf32" else 1e-3)
 
 
-def test_muon_takes_the_vision_towers_heads_apart_by_its_own_width() -> None:
+def test_specifications_muon_splits_vision_heads_by_own_width() -> None:
     run = compose(["model=llava_tiny", "optim=muon", "model.kv_channels=16"]).run
     matrix: Any = SimpleNamespace(ndim=2)
 
@@ -74,7 +74,7 @@ def test_muon_takes_the_vision_towers_heads_apart_by_its_own_width() -> None:
     )
 
 
-def test_a_word_of_a_format_is_one_of_the_table() -> None:
+def test_specifications_format_words_are_in_table() -> None:
     kinds = (
         formats.WeightFormat,
         formats.MainFormat,
@@ -93,12 +93,12 @@ no_facts = object()
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.FACTS_GROUP)
     monkeypatch.setattr(
-        plug_ins, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else []
+        installed, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else []
     )
     devices._of_plug_in.cache_clear()
 
 
-def test_a_plug_in_states_facts_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_specifications_plug_in_states_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     _plug_in(monkeypatch, f"{__name__}:toy")
     assert devices.facts_of("toy").triton
     assert devices.facts_of("another") == devices.DeviceFacts(name="another")
@@ -107,7 +107,7 @@ def test_a_plug_in_states_facts_by_an_entry_point(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_facts", "is no mtrain")]
 )
-def test_facts_that_are_none_are_named(
+def test_specifications_bad_facts_are_named(
     value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _plug_in(monkeypatch, value)
@@ -115,7 +115,7 @@ def test_facts_that_are_none_are_named(
         devices.facts_of("toy")
 
 
-def test_shipped_facts_and_devices_are_the_same() -> None:
+def test_specifications_shipped_facts_match_devices() -> None:
     from mtrain.devices import registry
 
     assert set(devices.SHIPPED) == set(registry._SHIPPED)

@@ -19,7 +19,7 @@ from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
-from mtrain.recipes.write import unequal
+from mtrain.recipes.delta import unequal
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP, within_a_second
 
@@ -56,10 +56,9 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [LLAMA, QWEN, MIXTRAL], ids=lambda config: config["model_type"])
-def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_start_model_comes_from_weights_folder(config: dict[str, Any], tmp_path: Path) -> None:
     folder(tmp_path / "their.model", config)
     done = mtrain("show", "checkpoint.init_from=their.model", *OPTIONS.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -77,7 +76,7 @@ def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(
     )
 
 
-def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torch(
+def test_start_finds_model_fast_without_torch(
     tmp_path: Path,
 ) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
@@ -108,7 +107,7 @@ def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torc
     )
 
 
-def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
+def test_start_model_of_run_comes_from_run_file(tmp_path: Path) -> None:
     words = ["model=llama_tiny", "model.num_layers=2", *OPTIONS.split()]
     (tmp_path / "first").mkdir()
     (tmp_path / "first/run.yaml").write_text(run_yaml(load(words, LAPTOP, {}).run))
@@ -120,7 +119,7 @@ def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
     assert found.run.model.num_layers == 2
 
 
-def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_anything_starts(
+def test_start_other_chosen_model_names_each_key(
     tmp_path: Path,
 ) -> None:
     folder(tmp_path / "hf", LLAMA)
@@ -141,7 +140,7 @@ def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_an
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_key_beside_the_weights_that_they_do_not_have_is_refused_with_theirs(
+def test_start_key_unlike_weights_is_refused(
     tmp_path: Path,
 ) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
@@ -157,7 +156,7 @@ def test_a_key_beside_the_weights_that_they_do_not_have_is_refused_with_theirs(
     load([f"checkpoint.init_from={hf}", problem.fix, *OPTIONS.split()], LAPTOP, {})
 
 
-def test_a_model_that_is_chosen_and_is_the_same_passes(tmp_path: Path) -> None:
+def test_start_equal_chosen_model_passes(tmp_path: Path) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
     words = (
         "model=llama_tiny model.num_layers=3 model.hidden_size=64 model.ffn_hidden_size=96"
@@ -168,13 +167,13 @@ def test_a_model_that_is_chosen_and_is_the_same_passes(tmp_path: Path) -> None:
     assert found.origins["model.normalization"].startswith("conf/model/llama_tiny.yaml:")
 
 
-def test_heads_that_do_not_divide_are_trained_by_one_process_on_a_cpu(tmp_path: Path) -> None:
+def test_start_indivisible_heads_use_one_cpu_rank(tmp_path: Path) -> None:
     hf = folder(tmp_path / "hf", ODD_HEADS)
     run = load([f"checkpoint.init_from={hf}", *OPTIONS.split()], LAPTOP, {}).run
     assert (run.parallel.tp, run.parallel.ranks) == (1, 1)
 
 
-def test_a_folder_without_weights_is_refused_by_check(tmp_path: Path) -> None:
+def test_start_folder_without_weights_is_refused(tmp_path: Path) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
     (hf / "model.safetensors").unlink()
     done = mtrain("check", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path)
@@ -183,7 +182,7 @@ def test_a_folder_without_weights_is_refused_by_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["model.attention_dropout=0.5", "peft=lora"]])
-def test_a_recipe_and_the_changes_name_the_weights_and_no_choice_of_model(
+def test_start_recipe_names_weights_not_model(
     more: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,7 @@ from mtrain.config.schema.trainer import TrainerConfig
 from tests.support.forked import run_alone
 
 
-def test_signals_that_are_named_are_noted_and_ignored_ones_stay_ignored() -> None:
+def test_stop_signals_named_are_noted_ignored_stay_ignored() -> None:
     def job() -> tuple[list[str], bool]:
         from mtrain.train.loop.interruptions import StopRequest
 

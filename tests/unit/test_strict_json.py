@@ -27,7 +27,7 @@ def strictly(text: str) -> Any:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_is_null_wherever_it_is(number: float) -> None:
+def test_strict_json_non_finite_is_null_anywhere(number: float) -> None:
     text = strict_json.dumps(
         {"a": number, "b": [1.5, (number, "NaN")], "c": {"d": {"e": number}}}, sort_keys=True
     )
@@ -37,14 +37,14 @@ def test_a_number_that_is_not_finite_is_null_wherever_it_is(number: float) -> No
 @pytest.mark.parametrize(
     "words", ["optim.lr=nan", "data.split=[nan,1,1]", "cluster.peak_tflops={bf16:inf}"]
 )
-def test_check_tells_a_machine_of_numbers_that_are_none(
+def test_strict_json_check_reports_nan_to_machines(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--json", words]) == 2
     assert strictly(capsys.readouterr().out)["ok"] is False
 
 
-def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(
+def test_strict_json_closed_reader_ends_failed_check_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Gone(io.StringIO):
@@ -55,7 +55,7 @@ def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(
     assert main(["check", "--json", "parallel=tp3"]) == 141
 
 
-def test_the_table_of_a_sweep_reads_runs_whose_numbers_are_null(tmp_path: Path) -> None:
+def test_strict_json_sweep_table_reads_null_numbers(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     lines = [
         {"step": 1, "loss": 2.0, "tokens_per_s": None},

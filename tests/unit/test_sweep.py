@@ -33,7 +33,7 @@ LIKE_HYDRA = [
 
 
 @pytest.mark.parametrize("argv", LIKE_HYDRA, ids=" ".join)
-def test_several_values_make_the_runs_that_hydra_makes(argv: list[str]) -> None:
+def test_sweep_makes_runs_of_hydra(argv: list[str]) -> None:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -48,7 +48,7 @@ def _values(words: list[str]) -> list[tuple[str, object]]:
     return [(word.partition("=")[0], parse_value(word.partition("=")[2])) for word in words]
 
 
-def test_groups_and_recipes_are_swept_as_well() -> None:
+def test_sweep_covers_groups_and_recipes() -> None:
     assert [job.argv for job in jobs(["parallel=tp2,pp2"])] == [
         ("parallel=tp2",),
         ("parallel=pp2",),
@@ -65,7 +65,7 @@ def test_groups_and_recipes_are_swept_as_well() -> None:
     ]
 
 
-def test_each_run_composes_to_its_own_values() -> None:
+def test_sweep_run_has_its_own_values() -> None:
     runs = [
         compose(job.argv).run
         for job in jobs(["optim.lr=1e-3,2e-3", "parallel=tp2,single", "trainer.seed=7"])
@@ -78,7 +78,7 @@ def test_each_run_composes_to_its_own_values() -> None:
     ]
 
 
-def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
+def test_sweep_repeated_swept_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
         jobs(["optim.lr=1,2,3", "optim.lr=5"])
     assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == (
@@ -105,7 +105,7 @@ def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
     ],
     ids=lambda words: words[0][:40],
 )
-def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]) -> None:
+def test_sweep_endless_or_empty_is_refused(argv: list[str]) -> None:
     start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         jobs(argv)
@@ -113,7 +113,7 @@ def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]
     assert time.process_time() - start < 5
 
 
-def test_every_combination_is_judged_and_the_worst_is_the_exit_code(
+def test_sweep_judges_all_and_exits_with_worst(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", "-m", "--json", "parallel=tp2,tp3", "optim.lr=1e-3,1e-2"]) == 2
@@ -126,18 +126,18 @@ def test_every_combination_is_judged_and_the_worst_is_the_exit_code(
     assert main(["check", "--multirun", "model=llama_tiny"]) == 0
 
 
-def test_a_comma_without_the_flag_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_comma_without_flag_names_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "optim.lr=1e-3,1e-2"]) == 2
     assert "-m" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["show", "prove", "resume"])
-def test_other_verbs_take_one_run(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_other_verbs_take_one_run(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "-m", "optim.lr=1,2"]) == 2
     assert "-m" in capsys.readouterr().err
 
 
-def test_a_rank_of_a_launcher_starts_no_sweep(
+def test_sweep_rank_of_launcher_starts_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -150,5 +150,5 @@ def test_a_rank_of_a_launcher_starts_no_sweep(
     ("codes", "code"),
     [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 2, 0], 2), ([5, 2, 3], 5), ([5, 130, 0], 130)],
 )
-def test_the_worst_exit_code_is_told(codes: list[int], code: int) -> None:
+def test_sweep_reports_worst_exit_code(codes: list[int], code: int) -> None:
     assert worst(codes) == code

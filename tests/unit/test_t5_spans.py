@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.cli.setup import load
-from mtrain.config.t5 import T5Config, lengths, padded, spans
 from mtrain.errors import ConfigError
-from mtrain.models.t5.form import Spans
+from mtrain.models.t5.config import T5Config, lengths, padded, spans
+from mtrain.models.t5.data import Spans
 
 TOKENS = 64
 FIRST = 999
 
 
 def made(part: str = "train", seed: int = 0, **keys: Any) -> Spans:
-    return Spans(T5Config(**{"start_id": 900, "end_id": 901, **keys}), TOKENS, FIRST, seed, part)
+    return Spans(T5Config(**({"start_id": 900, "end_id": 901} | keys)), TOKENS, FIRST, seed, part)
 
 
 def batch(form: Spans, numbers: list[int]) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def joined(source: list[int], target: list[int], end: int) -> list[int]:
     return out
 
 
-def test_encoder_and_decoder_hold_the_sample_between_them() -> None:
+def test_spans_encoder_and_decoder_share_the_sample() -> None:
     found = batch(made(encoder_length=72, decoder_length=16), [0, 1, 5])
     noise, parts = spans(T5Config(), TOKENS)
     assert (noise, parts) == (10, 3)
@@ -65,7 +65,7 @@ def test_encoder_and_decoder_hold_the_sample_between_them() -> None:
     assert found["tokens"].shape == found["labels"].shape == (3, 16)
 
 
-def test_chance_is_a_function_of_seed_split_and_sample_number_alone() -> None:
+def test_spans_follow_seed_split_and_sample() -> None:
     form = made()
     several = batch(form, [3, 4, 5])
     alone = form.noisy(4)
@@ -75,7 +75,7 @@ def test_chance_is_a_function_of_seed_split_and_sample_number_alone() -> None:
     assert not any(np.array_equal(alone, other) for other in others)
 
 
-def test_every_token_is_left_out_about_as_often_as_the_density_says() -> None:
+def test_spans_mask_tokens_at_given_density() -> None:
     noisy = np.stack([made().noisy(n) for n in range(4000)])
     share = noisy.mean(0)
     assert noisy.mean() == pytest.approx(10 / 64)
@@ -91,9 +91,7 @@ def test_every_token_is_left_out_about_as_often_as_the_density_says() -> None:
         ("data.seq_length=512 parallel.tp=16 model.num_attention_heads=16", False),
     ],
 )
-def test_what_tensor_parallel_ranks_share_are_the_sequences_of_encoder_and_decoder(
-    words: str, on: bool
-) -> None:
+def test_spans_tp_shared_parts_are_the_sequences(words: str, on: bool) -> None:
     given = ["model=t5_tiny", "data=mock", "cluster=h100x64", *words.split()]
     assert load(given, to_run=False).run.parallel.sequence_parallel is on
     said = [*given, "parallel.sequence_parallel=true"]
@@ -105,7 +103,7 @@ def test_what_tensor_parallel_ranks_share_are_the_sequences_of_encoder_and_decod
 
 
 @given(st.integers(2, 3000), st.floats(0.01, 0.95), st.floats(1, 40))
-def test_any_sample_has_spans_that_fit_it(tokens: int, density: float, mean: float) -> None:
+def test_spans_fit_any_sample(tokens: int, density: float, mean: float) -> None:
     t = T5Config(noise_density=density, mean_noise_span_length=mean)
     noise, parts = spans(t, tokens)
     assert 1 <= parts <= noise < tokens

@@ -12,9 +12,9 @@ import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import declared
-from mtrain.convert.hugging_face import tables
+from mtrain.convert.huggingface.model import tables
 from mtrain.convert.match import match, written
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES
 from tests.support.configs import LAPTOP
 
@@ -22,7 +22,7 @@ KINDS = sorted({case.kind for case in CASES.values()})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_beside_tied_embeddings_is_their_copy(kind: str, tmp_path: Path) -> None:
+def test_tied_copies_head_is_copy_of_embeddings(kind: str, tmp_path: Path) -> None:
     case = next(case for case in CASES.values() if case.kind == kind)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **case.values, "tie_word_embeddings": True}))
@@ -44,8 +44,8 @@ def test_a_head_beside_tied_embeddings_is_their_copy(kind: str, tmp_path: Path) 
         assert of not in alone.copies.values()
 
 
-def test_numbers_are_compared_in_whatever_format_they_are() -> None:
-    from mtrain.convert.copies import apart
+def test_tied_copies_compare_across_formats() -> None:
+    from mtrain.convert.compare import apart
 
     one = np.array([[1.5, -2.0]], np.float32).view(np.int32)
     half = np.array([[0x3FC0, 0xC000]], np.uint16).view(np.int16)  # the same in bf16

@@ -17,6 +17,8 @@ import pytest
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError, CorruptData
 
+pytestmark = pytest.mark.full
+
 MODEL: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 GOOD: dict[str, Any] = {
     "version": "1.0",
@@ -106,7 +108,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_tokenizer_that_is_wrong_is_refused_by_the_files_name(
+def test_tokenizer_hostile_file_is_refused_by_name(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "tokenizer.json"
@@ -141,7 +143,7 @@ FILES: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
+def test_tokenizer_hostile_non_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
     kind, make = FILES[name]
     make(tmp_path / "tokenizer.json")
     with pytest.raises(kind, match=r"tokenizer\.json"):
@@ -171,9 +173,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(name: str, tmp_path: Path) -> No
     ],
     ids=["padded to a terabyte", "cut to two tokens"],
 )
-def test_a_text_is_encoded_as_a_whole_and_no_longer(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tokenizer_hostile_text_is_encoded_whole(changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(_with(**changes))
     assert Tokenizer(tmp_path / "tokenizer.json").encode("abababb") == [2, 2, 2, 1]
 
@@ -194,9 +194,7 @@ def test_a_text_is_encoded_as_a_whole_and_no_longer(
     ],
     ids=["no unknown token", "no unknown word", "a pattern without end"],
 )
-def test_a_text_that_cannot_be_encoded_is_an_error_that_names_the_file(
-    text: str, tmp_path: Path
-) -> None:
+def test_tokenizer_hostile_unencodable_text_names_file(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     for encode in (Tokenizer(path).encode, Tokenizer(path).encode_with_places):

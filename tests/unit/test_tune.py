@@ -33,11 +33,9 @@ from mtrain.plan.time.report import no_time, time_report
 from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
 from mtrain.plan.tune.costs import Costs
-from mtrain.plan.tune.elements import EXPERTS, FROZEN
 from mtrain.plan.tune.search import Found, Task
-from mtrain.plan.tune.space import AXES, Change, Space, changed
-from mtrain.plan.tune.split import balanced
-from mtrain.plan.tune.state import state_of
+from mtrain.plan.tune.space import AXES, Change, Space, balanced, changed
+from mtrain.plan.tune.state import EXPERTS, FROZEN, state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.patience import patient
@@ -71,8 +69,9 @@ def every(task: Task, space: Space, axis: int, run: Any, change: Mapping[str, An
     return out
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("memory", [80.0, 14.0])
-def test_the_best_is_the_best_of_all(memory: float) -> None:
+def test_tune_best_is_best_of_all(memory: float) -> None:
     words = f"{ONE_B} cluster.device_memory_gib={memory} parallel.vpp=1"
     said = tuple({**PLAIN, "parallel.vpp": 1, "parallel.distributed_optimizer": True}.items())
     got, task = found(words, said)
@@ -114,7 +113,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
+def test_tune_no_layout_beats_its_bounds(name: str) -> None:
     """Before its stages and its state are chosen; with a bound that is above them the best would be
     passed over.
     """
@@ -139,7 +138,7 @@ def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
     assert seen > 10
 
 
-def test_a_bound_that_is_above_the_time_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_too_high_bound_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
         **PLAIN,
         **BOUNDED["blocks"][1],
@@ -155,13 +154,13 @@ def test_a_bound_that_is_above_the_time_loses_layouts(monkeypatch: pytest.Monkey
     assert wrong[-1].seconds > 1.05 * best[-1].seconds
 
 
-def test_a_search_is_the_same_again() -> None:
+def test_tune_is_deterministic() -> None:
     first = [layout.change for layout in found(ONE_B)[0].best]
     again = search(compose(ONE_B.split()).run, {}, LAPTOP, None, 3)[0]
     assert [layout.change for layout in again.best] == first
 
 
-def test_more_memory_is_never_slower() -> None:
+def test_tune_more_memory_is_never_slower() -> None:
     times = []
     for memory in (8.0, 12.0, 20.0, 80.0):
         got, task = found(
@@ -173,7 +172,7 @@ def test_more_memory_is_never_slower() -> None:
     assert times[0] > times[-1]
 
 
-def test_what_is_said_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_keeps_set_values(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ONE_B.split(), "parallel.tp=2", "trainer.micro_batch_size=2", "--json"]
     assert main(["tune", *words]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -185,7 +184,7 @@ def test_what_is_said_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_page_says_why_and_the_file_is_a_choice(
+def test_tune_page_explains_and_file_is_a_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
@@ -201,7 +200,7 @@ def test_the_page_says_why_and_the_file_is_a_choice(
     assert loaded.run.trainer == best.run.trainer
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+def test_tune_unwritable_file_is_refused_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtrain.cli.tune.tuned", lambda words: pytest.fail("it was searched"))
@@ -249,8 +248,9 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_printed_beside_a_recipe_is_what_was_tuned(
+def test_tune_recipe_comment_equals_result(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -272,7 +272,7 @@ def test_what_is_printed_beside_a_recipe_is_what_was_tuned(
         assert run.optim == best.optim
 
 
-def test_neither_plan_nor_tune_imports_torch() -> None:
+def test_tune_imports_no_torch() -> None:
     words = [*FEW.split(), "cluster.devices_per_node=2", "trainer.global_batch_size=4"]
     code = (
         "import sys\nfrom mtrain.cli.main import main\n"
@@ -285,13 +285,13 @@ def test_neither_plan_nor_tune_imports_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
-def test_one_device() -> None:
+def test_tune_one_device() -> None:
     words = ONE_B.replace("devices_per_node=4", "devices_per_node=1")
     best = found(words, (), 1)[0].best[0]
     assert best.run.parallel.ranks == best.run.parallel.tp == best.run.parallel.pp == 1
 
 
-def test_auto_is_recorded_as_what_was_chosen(tmp_path: Path) -> None:
+def test_tune_records_resolved_auto(tmp_path: Path) -> None:
     words = [*ONE_B.split(), "parallel=auto", "parallel.pp=2"]
     loaded = load(words, LAPTOP, {}, to_run=False)
     p = loaded.run.parallel
@@ -306,7 +306,7 @@ def test_auto_is_recorded_as_what_was_chosen(tmp_path: Path) -> None:
     assert again.run.parallel == p
 
 
-def test_main_weights_of_an_offloaded_optimizer_stay_on_the_device() -> None:
+def test_tune_offloaded_main_weights_stay_on_device() -> None:
     """Else layouts that do not fit are planned one after the other; a state that FSDP shards is
     never offloaded.
     """
@@ -334,7 +334,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
+def test_tune_counts_shared_weights_once(name: str) -> None:
     """Else it takes layouts that fit for too large: an output layer with several losses, a table
     that is tied.
     """
@@ -363,7 +363,7 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_the_search_counts_adapters_as_the_plan_does(name: str) -> None:
+def test_tune_counts_adapters_as_plan(name: str) -> None:
     words = (
         f"{ADAPTED[name]} cluster=h100 data=mock trainer.global_batch_size=256"
         " trainer.micro_batch_size=1"
@@ -377,7 +377,7 @@ def test_the_search_counts_adapters_as_the_plan_does(name: str) -> None:
     )
 
 
-def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
+def test_tune_no_fit_names_nearest_and_remedies() -> None:
     words = (
         "model=llama3_8b parallel=auto cluster=h100 cluster.devices_per_node=1"
         " optim.cpu_offload=1.0"
@@ -392,7 +392,7 @@ def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
     load([*words.split(), problem.fix], LAPTOP, {}, to_run=False)
 
 
-def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_lacks() -> None:
+def test_tune_without_device_facts_states_what_is_missing() -> None:
     loaded = load(["parallel=auto"], LAPTOP, {}, to_run=False)
     assert loaded.run.parallel.ranks == 1
     assert "no time is known" in loaded.origins["parallel.auto"]
@@ -407,7 +407,7 @@ def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_la
     assert "plan --calibrate RUN" in problem.fix
 
 
-def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(
+def test_tune_family_without_operations_is_plainest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = [*ONE_B.split(), "parallel.tp=2"]
@@ -428,7 +428,7 @@ def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(
     assert no_time(said) == "not known: the family gpt does not say what its layers compute"
 
 
-def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
+def test_tune_batch_keeps_own_reason() -> None:
     words = [
         "model=llama32_1b",
         "cluster=h100",
@@ -443,7 +443,7 @@ def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
     assert auto["parallel.auto"] == "answered by tune"
 
 
-def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
+def test_tune_unrelated_rule_is_reported_unchanged() -> None:
     with pytest.raises(ConfigError) as error:
         load(
             [
@@ -461,7 +461,7 @@ def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     ]
 
 
-def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
+def test_tune_family_rule_is_reported_unchanged() -> None:
     words = (
         "model=bert_large cluster=h100x8 parallel=auto data=mock data.packed=true"
         " trainer.global_batch_size=64"
@@ -473,7 +473,7 @@ def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
     assert problem.fix == "data.packed=false"
 
 
-def test_machines_that_cannot_hold_the_weights_are_not_searched(
+def test_tune_too_small_cluster_is_not_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched: list[int] = []
@@ -536,8 +536,9 @@ TASKS = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", some(TASKS, ["four devices", "lora"]))
-def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(
+def test_tune_printed_layouts_are_valid_and_planned(
     name: str,
 ) -> None:
     words = TASKS[name]
@@ -555,7 +556,7 @@ def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printe
         assert step_time(loaded.run).seconds == layout.time.seconds
 
 
-def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
+def test_tune_experts_shard_over_equal_ranks() -> None:
     words = "model=mixtral_8x7b cluster=h100 parallel=ep8 parallel.fsdp=fsdp2 data=mock"
     states = worst_stage(load(words.split(), LAPTOP, {}, to_run=False).run).states
     experts = sum(weight.numel for weight in states.weights if weight.expert)
@@ -565,16 +566,14 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
 @pytest.mark.parametrize(
     ("batch", "sizes"), [(15, [15, 5, 3, 1]), (16, [16, 8, 4, 2, 1]), (96, [16, 8, 4, 2, 1])]
 )
-def test_a_micro_batch_divides_the_batch_and_holds_so_many_tokens(
-    batch: int, sizes: list[int]
-) -> None:
+def test_tune_micro_batch_divides_and_bounds_tokens(batch: int, sizes: list[int]) -> None:
     words = [*FEW.split(), "cluster.devices_per_node=2", f"trainer.global_batch_size={batch}"]
     run = load(words, LAPTOP, {}, to_run=False).run
     options = Space(run, {}).options("micro", run)
     assert [change["trainer.micro_batch_size"] for change in options] == sizes
 
 
-def test_uneven_stages_are_balanced() -> None:
+def test_tune_balances_uneven_stages() -> None:
     sizes = balanced(126, 8, 8, 0.0, 1.0)
     assert sum(sizes) == 126
     held = [sum(sizes[rank::8]) for rank in range(8)]

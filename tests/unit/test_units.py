@@ -22,11 +22,11 @@ from tests.support.commands import ROOT, mtrain
         (1.234, "1.2s"),
     ],
 )
-def test_a_long_duration_is_said_in_days(seconds: float, said: str) -> None:
+def test_units_long_duration_is_in_days(seconds: float, said: str) -> None:
     assert units.seconds(seconds) == said
 
 
-def test_a_plan_says_devices_days_and_hours_as_people_do() -> None:
+def test_units_plan_uses_devices_days_and_hours() -> None:
     done = mtrain("plan", "recipe=llama3/70b_h100x64", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert " on 64 x h100\n" in done.stdout
@@ -35,7 +35,7 @@ def test_a_plan_says_devices_days_and_hours_as_people_do() -> None:
     assert "batch        1024 x 4096 = 4.19M tokens a step" in done.stdout
 
 
-def test_short_numbers_have_three_digits_and_no_power_of_ten() -> None:
+def test_units_short_numbers_have_three_digits() -> None:
     told = {
         0: "0",
         0.5: "0.50",
@@ -48,7 +48,7 @@ def test_short_numbers_have_three_digits_and_no_power_of_ten() -> None:
     assert {number: units.short(number) for number in told} == told
 
 
-def test_a_cluster_is_counted_in_its_devices() -> None:
+def test_units_cluster_counts_in_devices() -> None:
     told = {
         "h100x64": "8 x h100",
         "a100_40gx8": "8 x a100_40g",
@@ -59,7 +59,7 @@ def test_a_cluster_is_counted_in_its_devices() -> None:
     assert {name: units.devices(8, name) for name in told} == told
 
 
-def test_parts_of_the_time_are_of_less_time_not_less_of_what_is_counted() -> None:
+def test_units_time_parts_use_shorter_units() -> None:
     done = mtrain("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
     assert "less time for " in done.stdout
     assert not re.search(

@@ -65,7 +65,7 @@ def laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laid:
         ("trainer: 1.10", "MT017", "- trainer: '1.10'"),
     ],
 )
-def test_an_entry_of_the_defaults_that_is_none_is_named_with_its_line(
+def test_users_config_bad_defaults_entry_has_its_line(
     laid: Laid, entry: str, code: str, fix: str
 ) -> None:
     text = CONFIG.replace("model: llama_tiny", entry)
@@ -80,13 +80,13 @@ def test_an_entry_of_the_defaults_that_is_none_is_named_with_its_line(
 
 
 @pytest.mark.parametrize("value", ["null", "5", "{model: llama_tiny}"])
-def test_defaults_that_are_no_list_are_refused(laid: Laid, value: str) -> None:
+def test_users_config_non_list_defaults_are_refused(laid: Laid, value: str) -> None:
     folder = laid({"config.yaml": f"defaults: {value}\n"})
     assert [(p.code, p.source) for p in refusals()] == [("MT017", f"{folder}/config.yaml:1")]
 
 
 @pytest.mark.parametrize("text", [NO_OPTIM, CONFIG.replace("optim: adamw", "optim: null")])
-def test_of_a_group_that_the_defaults_leave_out_a_choice_can_be_made(laid: Laid, text: str) -> None:
+def test_users_config_omitted_group_can_be_chosen(laid: Laid, text: str) -> None:
     laid({"config.yaml": text})
     Path("r.yaml").write_text("defaults:\n  - override /optim: lion\noptim: {lr: 0.5}\n")
     assert "optim" not in compose([]).choices
@@ -99,12 +99,12 @@ def test_of_a_group_that_the_defaults_leave_out_a_choice_can_be_made(laid: Laid,
     assert compose(["recipe=new.yaml"]).run.trainer.seed == 3
 
 
-def test_a_choice_that_is_left_out_is_not_called_none(laid: Laid) -> None:
+def test_users_config_omitted_choice_is_not_none(laid: Laid) -> None:
     laid({"config.yaml": f"{NO_OPTIM}trainer: {{seed: 99}}\n"})
     assert "optim" not in compose([]).choices
 
 
-def test_a_model_that_the_defaults_leave_out_is_asked_for_with_one_that_there_is(
+def test_users_config_omitted_model_is_requested(
     laid: Laid,
 ) -> None:
     laid({"config.yaml": CONFIG.replace("  - model: llama_tiny\n", "")})
@@ -114,7 +114,7 @@ def test_a_model_that_the_defaults_leave_out_is_asked_for_with_one_that_there_is
         assert compose([*words, fix]).run.model.num_layers > 0
 
 
-def test_values_without_a_self_lie_over_the_choices_as_in_hydra(laid: Laid) -> None:
+def test_users_config_values_without_self_follow_hydra(laid: Laid) -> None:
     values = "trainer: {seed: 99, train_iters: 3}\n"
     folder = laid({"config.yaml": CONFIG.replace("  - _self_\n", "") + values})
     Path("r.yaml").write_text("trainer: {seed: 5}\n")
@@ -125,7 +125,7 @@ def test_values_without_a_self_lie_over_the_choices_as_in_hydra(laid: Laid) -> N
     assert (compose([]).run.trainer.train_iters, compose([]).run.trainer.eval_iters) == (None, 16)
 
 
-def test_a_file_beside_the_defaults_is_named_for_its_values(laid: Laid) -> None:
+def test_users_config_value_file_is_named(laid: Laid) -> None:
     folder = laid({"config.yaml": f"{CONFIG}  - base\n", "base.yaml": "trainer: {seed: 99}\n"})
     composed = compose([])
     assert (composed.run.trainer.seed, composed.origins["trainer.seed"]) == (
@@ -138,21 +138,19 @@ def test_a_file_beside_the_defaults_is_named_for_its_values(laid: Laid) -> None:
     ("word", "value"),
     [("~mygroup", None), ("~mygroup=fast", None), ("mygroup=slow", 700), ("mygroup=./x.yaml", 8)],
 )
-def test_a_group_that_the_defaults_choose_from_is_a_group(
-    laid: Laid, word: str, value: int | None
-) -> None:
+def test_users_config_own_group_is_a_group(laid: Laid, word: str, value: int | None) -> None:
     laid(OWN)
     Path("x.yaml").write_text("# @package trainer\ntrain_iters: 8\n")
     assert compose([word]).run.trainer.train_iters == value
 
 
-def test_a_recipe_chooses_from_a_group_that_the_defaults_choose_from(laid: Laid) -> None:
+def test_users_config_recipe_chooses_from_own_group(laid: Laid) -> None:
     laid(OWN)
     Path("r.yaml").write_text("defaults: [{override /mygroup: slow}]\nlog: {name: x}\n")
     assert compose(["recipe=r.yaml"]).run.trainer.train_iters == 700
 
 
-def test_a_choice_that_is_added_may_be_a_path(laid: Laid) -> None:
+def test_users_config_added_choice_may_be_a_path(laid: Laid) -> None:
     laid(FAST)
     Path("x.yaml").write_text("# @package trainer\ntrain_iters: 8\n")
     composed = compose(["+mygroup=./x.yaml"])
@@ -163,7 +161,7 @@ def test_a_choice_that_is_added_may_be_a_path(laid: Laid) -> None:
 
 
 @pytest.mark.parametrize("word", ["+mygroup=fsat", "+mygroup=", "mygroup=fast"])
-def test_what_corrects_a_choice_that_is_added_is_added_as_well(laid: Laid, word: str) -> None:
+def test_users_config_fix_of_added_choice_is_added(laid: Laid, word: str) -> None:
     laid(FAST)
     assert [problem.fix for problem in refusals(word)] == ["+mygroup=fast"]
     assert compose(["+mygroup=fast"]).run.trainer.train_iters == 7
@@ -172,15 +170,13 @@ def test_what_corrects_a_choice_that_is_added_is_added_as_well(laid: Laid, word:
 @pytest.mark.parametrize(
     ("word", "fix"), [("+mygroup=slow", "mygroup=slow"), ("~mygroup=slow", "~mygroup")]
 )
-def test_a_sign_that_does_not_fit_a_group_of_the_defaults_is_corrected(
-    laid: Laid, word: str, fix: str
-) -> None:
+def test_users_config_wrong_sign_for_group_is_fixed(laid: Laid, word: str, fix: str) -> None:
     laid(OWN)
     assert [problem.fix for problem in refusals(word)] == [fix]
     compose([fix])
 
 
-def test_the_choices_of_a_group_of_ones_own_are_listed(
+def test_users_config_own_group_lists_choices(
     laid: Laid, capsys: pytest.CaptureFixture[str]
 ) -> None:
     laid(OWN)
@@ -188,7 +184,7 @@ def test_the_choices_of_a_group_of_ones_own_are_listed(
     assert [*json.loads(capsys.readouterr().out)["mygroup"]] == ["fast", "slow"]
 
 
-def test_what_lies_over_a_recipe_is_named_for_its_values(laid: Laid) -> None:
+def test_users_config_value_over_recipe_is_named(laid: Laid) -> None:
     folder = laid(FAST)
     Path("r.yaml").write_text("trainer:\n  train_iters: 5\n")
     composed = compose(["recipe=r.yaml", "+mygroup=fast"])
@@ -197,7 +193,7 @@ def test_what_lies_over_a_recipe_is_named_for_its_values(laid: Laid) -> None:
 
 
 @pytest.mark.parametrize("name", ["1.10", "2024_01", "null", "0x10"])
-def test_a_choice_may_be_called_like_a_number(laid: Laid, name: str) -> None:
+def test_users_config_choice_may_look_like_a_number(laid: Laid, name: str) -> None:
     folder = laid({f"trainer/{name}.yaml": "train_iters: 7\n"})
     composed = compose([f"trainer={name}"])
     assert (composed.run.trainer.train_iters, composed.choices["trainer"]) == (7, name)
@@ -206,7 +202,7 @@ def test_a_choice_may_be_called_like_a_number(laid: Laid, name: str) -> None:
     assert compose(["recipe=new.yaml"]).choices["trainer"] == name
 
 
-def test_a_choice_that_yaml_reads_as_a_number_is_to_be_quoted(laid: Laid) -> None:
+def test_users_config_yaml_number_choice_needs_quotes(laid: Laid) -> None:
     laid({"trainer/1.10.yaml": "train_iters: 7\n"})
     recipe = Path("r.yaml")
     recipe.write_text("defaults:\n  - override /trainer: 1.10\n")
@@ -216,7 +212,7 @@ def test_a_choice_that_yaml_reads_as_a_number_is_to_be_quoted(laid: Laid) -> Non
     assert compose(["recipe=r.yaml"]).run.trainer.train_iters == 7
 
 
-def test_a_name_in_a_defaults_list_is_a_file_of_the_group(laid: Laid) -> None:
+def test_users_config_defaults_name_is_a_group_file(laid: Laid) -> None:
     folder = laid(
         {
             "trainer/mine/top.yaml": "defaults: [default, _self_]\nseed: 3\n",
@@ -234,7 +230,7 @@ def test_a_name_in_a_defaults_list_is_a_file_of_the_group(laid: Laid) -> None:
     assert compose(["trainer=mine/lost"]).run.trainer.train_iters == 77
 
 
-def test_a_recipe_of_a_folder_that_is_refused_is_named_by_the_table(
+def test_users_config_refused_recipe_is_named_in_table(
     laid: Laid, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = laid(
@@ -265,9 +261,7 @@ LAID = {
 @pytest.mark.parametrize(
     "words", [[], ["trainer=top"], ["trainer=sub/y", "log=default"], ["~mygroup"]], ids=str
 )
-def test_a_folder_composes_as_hydra_alone_composes_all_files_in_one(
-    laid: Laid, words: list[str]
-) -> None:
+def test_users_config_composes_as_hydra_in_one_folder(laid: Laid, words: list[str]) -> None:
     for file in sorted(conf_dir().rglob("*.yaml")):
         laid({str(file.relative_to(conf_dir())): file.read_text()})
     folder = laid(LAID)

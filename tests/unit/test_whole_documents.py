@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, document_fit, open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat_batch import of_documents
@@ -102,7 +102,7 @@ HOSTILE = {
 @pytest.mark.parametrize("multiple", [None, 4])
 @pytest.mark.parametrize("window", [1, 3, 2048])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_each_token_but_the_first_of_a_document_is_predicted_once_in_an_epoch(
+def test_whole_documents_predict_each_token_once_in_an_epoch(
     name: str, window: int, multiple: int | None, tmp_path: Path
 ) -> None:
     lengths = HOSTILE[name]
@@ -118,7 +118,7 @@ def test_each_token_but_the_first_of_a_document_is_predicted_once_in_an_epoch(
     st.sampled_from([1, 2, 8]),
     st.integers(1, 70),
 )
-def test_documents_are_placed_as_first_fit_places_them_one_by_one(
+def test_whole_documents_placement_equals_first_fit(
     lengths: list[int], multiple: int, window: int
 ) -> None:
     sizes = np.minimum(-(-np.array(lengths) // multiple) * multiple, S)
@@ -142,7 +142,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpus(tmp_path_factory.mktemp("whole"), LENGTHS)
 
 
-def test_counts_say_what_is_cut_left_out_and_padded(prefix: Path) -> None:
+def test_whole_documents_counts_cover_cut_dropped_and_padded(prefix: Path) -> None:
     long = sum(n > S + 1 for n in LENGTHS)
     short = sum(n < 2 for n in LENGTHS)
     pieces = sum(-(-(n - 1) // S) for n in LENGTHS if n > S + 1)
@@ -170,7 +170,7 @@ def test_counts_say_what_is_cut_left_out_and_padded(prefix: Path) -> None:
     )
 
 
-def test_a_dropped_document_is_not_read_and_the_others_are(prefix: Path) -> None:
+def test_whole_documents_dropped_is_not_read(prefix: Path) -> None:
     splits = opened(prefix, long_documents="drop")
     ends = np.cumsum([0, *LENGTHS]).tolist()
     kept = [(a, b) for a, b in itertools.pairwise(ends) if b - a <= S + 1]
@@ -179,7 +179,7 @@ def test_a_dropped_document_is_not_read_and_the_others_are(prefix: Path) -> None
     )
 
 
-def test_a_refused_document_is_named_with_its_length(prefix: Path) -> None:
+def test_whole_documents_refused_states_its_length(prefix: Path) -> None:
     with pytest.raises(ConfigError) as error:
         opened(prefix, long_documents="refuse")
     (problem,) = error.value.problems
@@ -189,7 +189,7 @@ def test_a_refused_document_is_named_with_its_length(prefix: Path) -> None:
     assert opened(prefix, long_documents="refuse", seq_length=longest - 1)
 
 
-def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+def test_whole_documents_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     for name, lengths, more in (
         ("short", [1, 0, 1, 1], {}),
         ("long", [40, 1, 50], {"long_documents": "drop"}),
@@ -200,9 +200,7 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_a_step_has_the_same_samples_at_any_data_parallel_size_and_after_a_resume(
-    dp: int, prefix: Path
-) -> None:
+def test_whole_documents_step_is_independent_of_dp_and_resume(dp: int, prefix: Path) -> None:
     def step(consumed: int, dp: int) -> list[list[int]]:
         source = opened(prefix).train
         ranks = [GlobalBatches(source, 8, 2, rank, dp, of_documents(source)) for rank in range(dp)]  # type: ignore[arg-type]
@@ -214,7 +212,7 @@ def test_a_step_has_the_same_samples_at_any_data_parallel_size_and_after_a_resum
     assert step(count - 3, dp) == step(count - 3, 1)  # from one epoch into the next
 
 
-def test_epochs_have_orders_of_their_own_and_each_sample_once(prefix: Path) -> None:
+def test_whole_documents_epochs_differ_with_each_sample_once(prefix: Path) -> None:
     source: Any = opened(prefix).train
     count = len(source)
     epochs = [[source.place(g) for g in range(e * count, (e + 1) * count)] for e in range(2)]
@@ -231,7 +229,7 @@ def parts(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return prefix
 
 
-def test_parts_are_fitted_when_they_are_asked_for_and_lose_nothing(parts: Path) -> None:
+def test_whole_documents_parts_are_fitted_lazily_without_loss(parts: Path) -> None:
     source: Any = opened(parts, packed_window=4).train
     assert source.fitted.parts == 5
     assert source.describe()["fitted"] < len(LENGTHS)
@@ -246,9 +244,7 @@ def test_parts_are_fitted_when_they_are_asked_for_and_lose_nothing(parts: Path) 
     assert (source.batch(numbers) == again.train.batch(numbers)).all()
 
 
-def test_a_part_is_kept_in_the_cache_and_read_again(
-    parts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_documents_part_is_cached(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = opened(parts, packed_window=4).train
     every = np.arange(len(made))
     monkeypatch.setattr(document_fit.FittedDocuments, "_fill", None)
@@ -258,7 +254,7 @@ def test_a_part_is_kept_in_the_cache_and_read_again(
     assert made.describe() == again.describe()
 
 
-def test_an_index_that_changed_since_is_fitted_again(parts: Path, tmp_path: Path) -> None:
+def test_whole_documents_changed_index_is_refitted(parts: Path, tmp_path: Path) -> None:
     path = corpus(tmp_path, LENGTHS)
     before = len(opened(path, packed_window=4).train)
     write_index(tmp_path / "corpus.idx", np.array([sum(LENGTHS)]), np.dtype("<i4"))
@@ -266,7 +262,7 @@ def test_an_index_that_changed_since_is_fitted_again(parts: Path, tmp_path: Path
     assert after == -(-(sum(LENGTHS) - 1) // S) != before
 
 
-def test_a_blend_gives_whole_documents_of_its_corpora(tmp_path: Path) -> None:
+def test_whole_documents_blend_covers_its_corpora(tmp_path: Path) -> None:
     names = [str(corpus(tmp_path, LENGTHS[:100], "a")), str(corpus(tmp_path, LENGTHS[100:], "b"))]
     splits = opened(Path(names[0]), path=None, blend=names, blend_weights=(1.0, 3.0))
     source: Any = splits.train
@@ -276,7 +272,7 @@ def test_a_blend_gives_whole_documents_of_its_corpora(tmp_path: Path) -> None:
     assert "full" in splits.remarks()[0]
 
 
-def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(prefix: Path) -> None:
+def test_whole_documents_unknown_id_has_its_place(prefix: Path) -> None:
     data = DataConfig(**WHOLE, path=str(prefix), split=(1.0, 0.0, 0.0))
     source = open_splits(data, 500, 7, prepare(data, lambda note: None), ("train",)).train
     whole = opened(prefix).train.batch(np.arange(len(source)))
@@ -285,7 +281,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(prefix: Path)
         source.batch([number])
 
 
-def test_documents_of_several_sequences_are_whole_and_empty_ones_are_none(tmp_path: Path) -> None:
+def test_whole_documents_several_sequences_are_whole(tmp_path: Path) -> None:
     lengths = np.array([3, 4, 5, 6])
     documents = np.array([0, 0, 2, 2, 4, 4])
     path = corpus(tmp_path, lengths.tolist())
@@ -294,7 +290,7 @@ def test_documents_of_several_sequences_are_whole_and_empty_ones_are_none(tmp_pa
     assert learned(splits, range(len(splits.train))) == wanted([0, 7, 0, 11, 0])
 
 
-def test_no_loss_counts_behind_a_masked_token(prefix: Path) -> None:
+def test_whole_documents_masked_token_has_no_loss_after(prefix: Path) -> None:
     source = opened(prefix).train
     numbers = np.arange(4)
     windows: Any = None
@@ -307,7 +303,7 @@ def test_no_loss_counts_behind_a_masked_token(prefix: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [("pointer", "pointer of sequence 150 is"), ("document", "less than")]
 )
-def test_a_large_index_is_looked_at_where_documents_are_fitted(
+def test_whole_documents_large_index_is_sampled(
     what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.data import index_check

@@ -18,8 +18,8 @@ from mtrain.world.rendezvous import (
     DECIDING,
     IMPORT_FACTOR,
     LIFE_S,
-    Beats,
     Coordinator,
+    Liveness,
     Offer,
     newest,
 )
@@ -74,7 +74,7 @@ def called(root: dist.Store, offer: Offer | None = None) -> Coordinator:
     return coordinator
 
 
-def test_a_rank_0_that_comes_as_late_as_its_store_is_waited_for() -> None:
+def test_join_rank_0_as_late_as_its_store_is_awaited() -> None:
     """The store is served by rank 0: who has waited for it long has not waited for its
     offer yet.
     """
@@ -94,7 +94,7 @@ def test_a_rank_0_that_comes_as_late_as_its_store_is_waited_for() -> None:
     attempt.closed = True
 
 
-def test_a_rank_0_that_has_decided_decides_no_longer() -> None:
+def test_join_rank_0_decides_once() -> None:
     """A launcher's store outlives a start: a rank 0 that came to the last one is not waited for in
     the next.
     """
@@ -108,7 +108,8 @@ def test_a_rank_0_that_has_decided_decides_no_longer() -> None:
     attempt.closed = True
 
 
-def test_a_rank_that_has_reached_the_store_waits_longer_for_a_rank_0_that_decides() -> None:
+@pytest.mark.full
+def test_join_rank_at_store_waits_longer_for_rank_0() -> None:
     limit_s = float(patient(1.0))
     for deciding in (0, 1):
         store = dist.HashStore()
@@ -122,7 +123,7 @@ def test_a_rank_that_has_reached_the_store_waits_longer_for_a_rank_0_that_decide
         attempt.closed = True
 
 
-def test_the_rendezvous_of_rank_0_replaces_what_others_called_without_it() -> None:
+def test_join_rank_0_replaces_provisional_rendezvous() -> None:
     store = dist.HashStore()
     root = root_of(store)
     Coordinator(root, info(1), {}, 60.0, 59.0).open_instead_of(None, root)
@@ -135,7 +136,7 @@ def test_the_rendezvous_of_rank_0_replaces_what_others_called_without_it() -> No
     second.closed = True
 
 
-def test_a_rendezvous_in_place_of_rank_0_replaces_no_newer_one() -> None:
+def test_join_replacement_keeps_newer_rendezvous() -> None:
     root = root_of(dist.HashStore())
     first = called(root)
     late = Coordinator(root, info(1), {}, 60.0, 59.0)
@@ -145,7 +146,7 @@ def test_a_rendezvous_in_place_of_rank_0_replaces_no_newer_one() -> None:
     assert newest(root) == late.number
 
 
-def test_a_rank_that_gives_up_leaves_only_once_it_has_said_why() -> None:
+def test_join_rank_leaves_after_stating_reason() -> None:
     store = dist.HashStore()
     coordinator = called(root_of(store))
     attempt = Attempt(store, 1)
@@ -158,7 +159,8 @@ def test_a_rank_that_gives_up_leaves_only_once_it_has_said_why() -> None:
     assert coordinator.state.failed == {0: "no disk"}
 
 
-def test_a_rank_0_whose_rendezvous_was_replaced_does_not_wait_for_ever() -> None:
+@pytest.mark.full
+def test_join_replaced_rank_0_does_not_wait_forever() -> None:
     store = dist.HashStore()
     attempt = Attempt(store, 0, join_timeout_s=0.1)
     attempt.present(info(0), {}, 0.1)
@@ -170,18 +172,18 @@ def test_a_rank_0_whose_rendezvous_was_replaced_does_not_wait_for_ever() -> None
     assert time.monotonic() - began > 0.1 * IMPORT_FACTOR
 
 
-def test_signs_of_life_are_heard_for_a_while() -> None:
+def test_join_liveness_lasts_a_while() -> None:
     store = dist.HashStore()
-    worker = Beats(store, SIZE)
-    other = Beats(store, SIZE)
-    assert not other.heard()
-    worker.give()
-    worker.give()
+    worker = Liveness(store, SIZE)
+    other = Liveness(store, SIZE)
+    assert not other.is_alive()
+    worker.beat()
+    worker.beat()
     assert store.add("beats", 0) == 1, "no more than one in a second"
-    assert other.heard()
+    assert other.is_alive()
     other.heard_at -= LIFE_S + 1
-    assert not other.heard()
+    assert not other.is_alive()
 
 
-def test_of_many_ranks_signs_of_life_are_heard_for_longer_than_a_pause() -> None:
-    assert Beats(dist.HashStore(), 40_000).life_s > 2 * join.pause_of(40_000)
+def test_join_liveness_of_many_ranks_outlasts_a_pause() -> None:
+    assert Liveness(dist.HashStore(), 40_000).life_s > 2 * join.pause_of(40_000)

@@ -54,7 +54,7 @@ POD = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4", "HOSTNAME": "train-2
 @pytest.mark.parametrize(
     "environment", [TORCHRUN, SRUN, MPIRUN, HYDRA], ids=["torchrun", "srun", "mpirun", "pmi"]
 )
-def test_each_launcher_says_the_same_place(environment: dict[str, str]) -> None:
+def test_launchers_give_the_same_place(environment: dict[str, str]) -> None:
     found = launched(environment)
     assert found is not None
     assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
@@ -64,7 +64,7 @@ def test_each_launcher_says_the_same_place(environment: dict[str, str]) -> None:
     assert (env.rank, env.size, env.local_rank, env.local_size) == (5, 8, 1, 4)
 
 
-def test_pods_of_an_indexed_job_find_the_first_by_its_name() -> None:
+def test_launchers_indexed_pods_find_the_first() -> None:
     found = launched(POD)
     assert found is not None
     assert (found.rank, found.size, found.host) == (2, 4, "train-0")
@@ -81,11 +81,11 @@ def test_pods_of_an_indexed_job_find_the_first_by_its_name() -> None:
         ("", []),
     ],
 )
-def test_lists_of_nodes_are_expanded_in_order(nodes: str, names: list[str]) -> None:
+def test_launchers_node_lists_expand_in_order(nodes: str, names: list[str]) -> None:
     assert list(expanded(nodes)) == names
 
 
-def test_tasks_of_a_launch_compute_the_same_port_and_other_launches_another() -> None:
+def test_launchers_port_is_equal_in_a_launch_only() -> None:
     without = {name: value for name, value in SRUN.items() if name != "MASTER_PORT"}
     ports = [launched({**without, "SLURM_PROCID": rank}) for rank in ("0", "7")]
     other = launched({**without, "SLURM_JOB_ID": "78"})
@@ -105,11 +105,11 @@ def test_tasks_of_a_launch_compute_the_same_port_and_other_launches_another() ->
         {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURM_LOCALID": "0"},
     ],
 )
-def test_what_is_no_task_of_several_starts_its_own_ranks(changes: dict[str, str]) -> None:
+def test_launchers_single_task_starts_own_ranks(changes: dict[str, str]) -> None:
     assert launched({**SRUN, **changes}) is None
 
 
-def test_one_task_on_each_machine_is_told_from_a_task_a_rank() -> None:
+def test_launchers_task_per_node_differs_from_task_per_rank() -> None:
     several = launched(SRUN)
     one = launched({**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
     assert several is not None
@@ -118,7 +118,7 @@ def test_one_task_on_each_machine_is_told_from_a_task_a_rank() -> None:
     assert one.one_a_machine
 
 
-def test_tasks_of_one_machine_meet_on_it_whatever_its_name() -> None:
+def test_launchers_tasks_of_one_machine_meet_locally() -> None:
     here = launched(
         {**SRUN, "SLURM_NNODES": "1", "SLURM_STEP_NODELIST": platform.node(), "MASTER_ADDR": ""}
     )
@@ -152,9 +152,7 @@ def test_tasks_of_one_machine_meet_on_it_whatever_its_name() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
     ],
 )
-def test_variables_that_contradict_each_other_are_refused(
-    environment: dict[str, str], words: str
-) -> None:
+def test_launchers_contradictions_are_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(BadEnvironment, match=words):
         launched(environment)
 
@@ -198,7 +196,7 @@ def test_variables_that_contradict_each_other_are_refused(
         ({**POD, "PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT is 99999: "),
     ],
 )
-def test_a_contradiction_names_the_variables_of_the_launcher(
+def test_launchers_contradiction_names_launcher_variables(
     environment: dict[str, str], words: str
 ) -> None:
     with pytest.raises(BadEnvironment) as refused:
@@ -209,25 +207,25 @@ def test_a_contradiction_names_the_variables_of_the_launcher(
     assert absent.isdisjoint(re.findall(r"\w+", said))
 
 
-def test_torchrun_below_srun_counts() -> None:
+def test_launchers_torchrun_below_srun_counts() -> None:
     found = launched({**SRUN, **TORCHRUN, "RANK": "2"})
     assert found is not None
     assert (found.launcher, found.rank) == ("torchrun", 2)
 
 
-def test_a_launch_has_an_identity_where_it_may_be_started_again() -> None:
+def test_launchers_restartable_has_an_identity() -> None:
     assert identity(TORCHRUN) == "torchrun id"
     assert identity(SRUN) == "slurm 77"
     assert identity({"RANK": "0"}) is None
 
 
-def test_a_job_of_slurm_goes_on_with_a_run_where_it_was_requeued() -> None:
+def test_launchers_requeued_slurm_job_resumes() -> None:
     assert restarted(SRUN) is None
     assert restarted({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm 77"
     assert restarted(TORCHRUN) == "torchrun id"
 
 
-def test_a_task_that_sees_its_own_device_alone_takes_it() -> None:
+def test_launchers_task_seeing_one_device_takes_it() -> None:
     third = {**TORCHRUN, "LOCAL_RANK": "3"}
     assert RankEnv.here(third).device_index(8) == 3
     assert RankEnv.here({**third, LAUNCHER: "slurm"}).device_index(1) == 0

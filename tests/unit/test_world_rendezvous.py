@@ -16,7 +16,7 @@ from mtrain.errors import BadEnvironment
 from mtrain.world import heartbeat, join, stacks
 from mtrain.world.rank_env import LAUNCHER, RankEnv
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
-from mtrain.world.stall import Finding, Status, blame, idle_s
+from mtrain.world.stall import Finding, Status, idle_s, name_straggler
 from tests.support.configs import tiny
 from tests.support.nvml import Library
 
@@ -29,7 +29,7 @@ def nothing(digest: str) -> dict[str, Any] | None:
     return None
 
 
-def test_all_ranks_ready_and_alike_are_a_world() -> None:
+def test_rendezvous_ready_equal_ranks_are_a_world() -> None:
     state = RendezvousState([info(rank) for rank in range(4)], ready={0, 1, 2})
     assert not state.is_wrong()
     assert not state.is_world(4)
@@ -37,7 +37,7 @@ def test_all_ranks_ready_and_alike_are_a_world() -> None:
     assert state.is_world(4)
 
 
-def test_absent_ranks_are_listed_with_the_machines_of_those_that_came() -> None:
+def test_rendezvous_absent_ranks_list_present_machines() -> None:
     state = RendezvousState([info(rank, 8) for rank in (7, 0, 1, 2, 4, 6)])
     said = absence(state, 8, 5.0)
     assert said.startswith(
@@ -46,13 +46,13 @@ def test_absent_ranks_are_listed_with_the_machines_of_those_that_came() -> None:
     assert "trainer.join_timeout_s=50" in said
 
 
-def test_many_numbers_are_written_short() -> None:
+def test_rendezvous_number_ranges_are_short() -> None:
     state = RendezvousState([info(rank, 100) for rank in range(50)])
     assert absence(state, 100, 5.0).startswith("ranks 50-99 of 100 did not arrive")
     assert "and 17 more machines" in absence(state, 100, 5.0)
 
 
-def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
+def test_rendezvous_differing_keys_list_both_values() -> None:
     configs = {"a": {"optim.lr": 0.1, "model.name": "m"}, "b": {"optim.lr": 0.2, "model.name": "m"}}
     state = RendezvousState(
         [info(0, 3, torch="2.1"), info(1, 3, digest="b", torch="2.1"), info(2, 3, torch="2.2")]
@@ -70,7 +70,7 @@ def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
     ]
 
 
-def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest() -> None:
+def test_rendezvous_minority_is_odd_unknown_has_digest() -> None:
     state = RendezvousState(
         [info(0, digest="b" * 64), *(info(rank, digest="a" * 64) for rank in (1, 2, 3))]
     )
@@ -81,7 +81,7 @@ def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest(
     ]
 
 
-def test_world_sizes_ranks_that_came_twice_and_ranks_that_failed_are_all_said_at_once() -> None:
+def test_rendezvous_reports_all_faults_at_once() -> None:
     state = RendezvousState([info(0, 2), info(1, 3), info(1, 2), info(2, 3)], failed={3: "no disk"})
     said = faults(state, nothing)
     assert said[0] == "rank 2 (host1, process 102) ended before it was ready: no disk"
@@ -90,7 +90,7 @@ def test_world_sizes_ranks_that_came_twice_and_ranks_that_failed_are_all_said_at
     assert state.is_wrong()
 
 
-def test_two_tasks_that_were_given_one_gpu_are_named() -> None:
+def test_rendezvous_shared_gpu_names_both_tasks() -> None:
     """Each sees one GPU, as tasks do that have one each."""
     given = ["GPU-a", "GPU-b", "GPU-a", ""]
     state = RendezvousState([replace(info(rank), gpu=gpu) for rank, gpu in enumerate(given)])
@@ -107,7 +107,7 @@ def test_two_tasks_that_were_given_one_gpu_are_named() -> None:
     ("launcher", "visible", "gpu"),
     [("slurm", "1", "GPU-1111-af"), ("slurm", "0,1", ""), ("", "1", "")],
 )
-def test_a_task_that_sees_one_gpu_says_which(
+def test_rendezvous_single_visible_gpu_is_identified(
     launcher: str, visible: str, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library: Any = Library()
@@ -118,17 +118,17 @@ def test_a_task_that_sees_one_gpu_says_which(
     env = RankEnv.here(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher}
     )
-    assert join._lone_gpu(run, env) == gpu
+    assert join._only_gpu(run, env) == gpu
 
 
-def test_a_rank_that_failed_is_not_compared() -> None:
+def test_rendezvous_failed_rank_is_not_compared() -> None:
     state = RendezvousState([info(0, 2), info(1, 2, digest="")], failed={1: "no disk"})
     assert faults(state, nothing) == [
         "rank 1 (host0, process 101) ended before it was ready: no disk"
     ]
 
 
-def test_ranks_that_are_not_ready_are_named() -> None:
+def test_rendezvous_unready_ranks_are_named() -> None:
     state = RendezvousState([info(0), info(1), info(2), info(3)], ready={0, 2})
     assert unreadiness(state, 60.0).startswith(
         "rank 1 (host0, process 101), rank 3 (host1, process 103) arrived, but were not ready"
@@ -136,7 +136,7 @@ def test_ranks_that_are_not_ready_are_named() -> None:
     )
 
 
-def test_a_card_survives_its_text() -> None:
+def test_rendezvous_card_round_trips() -> None:
     assert RankInfo.of(info(3, torch="2").text()) == info(3, torch="2")
     assert RankInfo.of(
         info(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')
@@ -154,14 +154,12 @@ def test_a_card_survives_its_text() -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(
-    environment: dict[str, str], said: str
-) -> None:
+def test_rendezvous_bad_environment_is_refused(environment: dict[str, str], said: str) -> None:
     with pytest.raises(BadEnvironment, match=said):
         RankEnv.here(environment)
 
 
-def test_the_store_is_in_rank_0_unless_the_launcher_has_it() -> None:
+def test_rendezvous_store_is_in_rank_0_without_launcher() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     assert RankEnv.here(environment).serves
     assert not RankEnv.here({**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}).serves
@@ -176,53 +174,56 @@ def known(*statuses: Status) -> dict[int, Status]:
     return {s.rank: s for s in statuses}
 
 
-def test_a_silent_rank_is_blamed_before_one_that_is_behind() -> None:
+def test_rendezvous_silent_rank_is_blamed_before_slow() -> None:
     ranks = known(status(0, 5, waits=True), status(1, 3, waits=False), status(2, 5, waits=False))
-    said = blame(ranks, {2}, 3)
+    said = name_straggler(ranks, {2}, 3)
     assert said.startswith("rank 2 (host, process 102) gives no sign of life")
     assert "in step 7, forward" in said
 
 
-def test_a_rank_that_has_not_begun_is_blamed_first() -> None:
-    assert blame(known(status(0, 5, waits=True)), {0}, 3) == "ranks 1, 2 have not begun to train"
+def test_rendezvous_unstarted_rank_is_blamed_first() -> None:
+    assert (
+        name_straggler(known(status(0, 5, waits=True)), {0}, 3)
+        == "ranks 1, 2 have not begun to train"
+    )
 
 
-def test_a_stage_that_waits_for_its_input_is_not_blamed_for_having_done_less() -> None:
+def test_rendezvous_waiting_stage_is_not_blamed() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=True), status(2, 4, waits=True))
     assert (
-        blame(ranks, set(), 3)
+        name_straggler(ranks, set(), 3)
         == "rank 0 (host, process 100) is behind, in step 7, forward, at x.py:1 in f"
     )
 
 
-def test_of_busy_ranks_the_ones_that_have_come_least_far_are_blamed() -> None:
+def test_rendezvous_least_advanced_busy_rank_is_blamed() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=False), status(2, 5, waits=False))
-    assert blame(ranks, set(), 3).startswith(
+    assert name_straggler(ranks, set(), 3).startswith(
         "rank 1 (host, process 101), rank 2 (host, process 102) are behind"
     )
 
 
-def test_where_all_wait_the_one_that_has_come_least_far_is_blamed() -> None:
+def test_rendezvous_least_advanced_waiting_is_blamed() -> None:
     ranks = known(status(0, 6, waits=True), status(1, 5, waits=True))
-    assert blame(ranks, set(), 2).startswith(
+    assert name_straggler(ranks, set(), 2).startswith(
         "rank 1 (host, process 101) waits like all others, and is behind"
     )
     ranks = known(status(0, 5, waits=True), status(1, 5, waits=True))
-    assert blame(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
+    assert name_straggler(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
 
 
-def test_a_rank_that_makes_progress_keeps_the_others_from_being_a_stall() -> None:
+def test_rendezvous_progress_prevents_a_stall() -> None:
     ranks = known(status(0, 5, waits=True, idle=99.0), status(1, 5, waits=False, idle=0.5))
     assert idle_s(ranks, set()) == 0.5
     assert idle_s(ranks, {1}) == 99.0
 
 
-def test_a_status_and_a_finding_survive_their_text() -> None:
+def test_rendezvous_status_and_finding_round_trip() -> None:
     assert Status.of(status(0, 6, waits=True).text()) == status(0, 6, waits=True)
     assert Finding.of(Finding(1.0, "x", 2, 3).text()) == Finding(1.0, "x", 2, 3)
 
 
-def test_a_sleeping_thread_does_not_wait_for_others(tmp_path: Any) -> None:
+def test_rendezvous_sleeping_thread_awaits_nobody(tmp_path: Any) -> None:
     assert not stacks.is_waiting(stacks.main_frame())
     over = threading.Event()
     sleeper = threading.Thread(target=over.wait, name="sleeper")
@@ -236,7 +237,7 @@ def test_a_sleeping_thread_does_not_wait_for_others(tmp_path: Any) -> None:
     assert "sleeper, most recent call last:" in text
 
 
-def test_a_beat_costs_less_than_a_microsecond() -> None:
+def test_rendezvous_beat_takes_under_a_microsecond() -> None:
     assert (
         min(timeit.repeat(lambda: heartbeat.begin_phase("forward"), number=10_000, repeat=20))
         / 10_000
@@ -244,7 +245,7 @@ def test_a_beat_costs_less_than_a_microsecond() -> None:
     )
 
 
-def test_a_beat_is_a_milestone_and_a_tick_is_none() -> None:
+def test_rendezvous_beat_is_a_milestone_tick_is_not() -> None:
     before = heartbeat.heartbeat.count
     ticks = heartbeat.heartbeat.ticks
     heartbeat.begin_step(7)

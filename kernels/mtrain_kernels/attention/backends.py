@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mtrain_kernels.admitted import missing
-from mtrain_kernels.attention import reference
+from mtrain_kernels.attention import cpu, reference
 from mtrain_kernels.attention.tiles import WIDEST
 from mtrain_kernels.runtime import HAS_TRITON, triton_obstacle
 
@@ -46,6 +46,7 @@ class Call(NamedTuple):
     device: str
     capability: tuple[int, int]
     dtype: torch.dtype
+    batch: int
     heads: int
     kv_heads: int
     queries: int
@@ -87,7 +88,7 @@ def describe(
 ) -> Call:
     """Return the call that these tensors and settings make."""
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     return Call(
         q.device.type, capability, q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed
     )
@@ -187,9 +188,24 @@ def _math(call: Call) -> Iterator[str]:
         yield "knows no cap of scores"
 
 
+def _cpu(call: Call) -> Iterator[str]:
+    if call.device != "cpu":
+        yield f"is for a CPU, the tensors are on {call.device}"
+    if call.dtype not in HALF:
+        yield f"takes fp16 and bf16, not {call.dtype}"
+    if not call.plain or call.window != (-1, 0) or call.queries != call.keys:
+        yield "knows causal attention of whole sequences, without mask, window, sink and cap"
+    if call.dropout_p:
+        yield "knows no dropout"
+    scores = call.batch * call.heads * call.queries * call.keys
+    if not 0 < scores <= cpu.MOST_SCORES:
+        yield f"holds up to {cpu.MOST_SCORES} scores, not {scores}"
+
+
 RULES = {  # in the order in which `auto` tries them: the faster first, see the README
     "flash3": _flash3,
     "cudnn": _cudnn,
+    "cpu": _cpu,
     "flash": _flash,
     "triton": _triton,
     "efficient": _efficient,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain_kernels.attention import backends, flash, reference, roundings
+from mtrain_kernels.attention import backends, cpu, flash, reference, roundings
 from mtrain_kernels.attention.backends import RULES, Call
 from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.registry import Case, Cost, Implementation, Model, Op, Unavailable
@@ -64,8 +64,8 @@ def attention(
     t, and `mask` stands alone.
 
     Raises `ValueError` where arguments do not fit, `Unavailable` where the named backend cannot
-    run. `auto` takes the first of flash3, cudnn, flash, triton, efficient, math and reference that
-    can, and efficient before triton where it needs no mask; `explain` says which and why.
+    run. `auto` takes the first of flash3, cudnn, cpu, flash, triton, efficient, math and reference
+    that can, and efficient before triton where it needs no mask; `explain` says which and why.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
     name = _backend(tuple(call), impl, _refusals(q, k, v, call))
@@ -73,6 +73,8 @@ def attention(
         return backends.by_flash3(q, k, v, call, cu_seqlens, max_seqlen, scale)
     if name == "flash" and call.device == "cuda" and not call.dense:
         return backends.by_varlen(q, k, v, call, cu_seqlens, max_seqlen, scale)
+    if name == "cpu":
+        return cpu.attention(q, k, v, scale)
     if name == "triton":
         seen = Seen.of(call.keys, call.window, cu_seqlens)
         return flash.attention(q, k, v, seen=seen, sink=sink, softcap=softcap, scale=scale)
@@ -192,8 +194,11 @@ def _too_many(q: Tensor) -> tuple[str, ...]:
 
 
 def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
-    """What speaks against backends that the description of a call does not tell."""
-    return (*_torch_refusals(q, k, v, call), *(("triton", why) for why in _too_many(q)))
+    """Return (backend, reason) for what the description of a call does not show."""
+    found = [*_torch_refusals(q, k, v, call), *(("triton", why) for why in _too_many(q))]
+    if torch.compiler.is_compiling():
+        found.append(("cpu", "a compiler fuses the definition better"))
+    return tuple(found)
 
 
 def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
@@ -341,6 +346,7 @@ def _device_obstacle(name: str) -> Any:
             device.type,
             capability,
             torch.bfloat16,
+            1,
             1,
             1,
             1,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.activation.op import _activation_backward, activation
-from mtrain_kernels.grouped_gemm import reference
+from mtrain_kernels.grouped_gemm import cpu, reference
 from mtrain_kernels.grouped_gemm.products import _add_dw, _bias_rows, _gated, _grouped, _grouped_dx
 from mtrain_kernels.registry import (
+    CPU,
     REFERENCE,
     TRITON,
     Case,
@@ -27,6 +28,9 @@ from mtrain_kernels.registry import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED = ("swiglu", "geglu", "geglu_tanh")  # activations that the kernel knows
+
+PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
+"""Implementations in plain torch, which read the counts on the host."""
 
 Weights = Tensor | Sequence[Tensor]
 MainGrads = Callable[[], Sequence[Tensor]]
@@ -53,25 +57,19 @@ def grouped_gemm(
     weights, that their gradients are added to there and then; autograd gets memory that nobody
     wrote, as with megatron-core's gradient_accumulation_fusion.
 
-    `impl` is `reference`, `triton`, `torch` (its grouped product: bf16, rows of a multiple of 16
-    bytes, which copies a list of weights, and is wrong for groups without rows on sm_100, pytorch
-    issue 172439; never chosen by `auto`) or `auto`. Raises `ValueError` where shapes do not fit,
-    `Unavailable` where the named one cannot run.
+    `impl` is `reference`, `cpu`, `triton`, `torch` (its grouped product: bf16, rows of a multiple
+    of 16 bytes, which copies a list of weights, and is wrong for groups without rows on sm_100,
+    pytorch issue 172439; never chosen by `auto`) or `auto`. Raises `ValueError` where shapes do
+    not fit, `Unavailable` where the named one cannot run.
     """
     reference.require_grouped(x, weight, counts, bias)
     _require_list(weight, main_grads)
     name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
-    if name == "reference" and main_grads is None:
-        return reference.grouped_gemm(x, weight, counts, bias)
-    if name == "reference":
-        y = _added(
-            x,
-            weight,
-            counts,
-            reference.grouped_gemm(x, _detached(weight), counts),
-            name,
-            main_grads,
-        )
+    if name in PLAIN and main_grads is None:
+        return PLAIN[name].grouped_gemm(x, weight, counts, bias)  # type: ignore[no-any-return]
+    if name in PLAIN:
+        y = PLAIN[name].grouped_gemm(x, _detached(weight), counts)
+        y = _added(x, weight, counts, y, name, main_grads)
         return y if bias is None else y + reference.bias_rows(bias, counts, x.shape[0])
     ends = counts.cumsum(0).to(torch.int32)
     if main_grads is None:
@@ -98,7 +96,7 @@ def grouped_gated(
 
     `kind` is `swiglu`, `geglu` or `geglu_tanh`; `share` [r] weighs rows and gets a gradient. The
     product is kept for the backward, rounded as it would be between the two. `impl` is `reference`,
-    `triton` or `auto`; the rest is as in `grouped_gemm`.
+    `cpu`, `triton` or `auto`; the rest is as in `grouped_gemm`.
     """
     reference.require_grouped(x, weight, counts, None)
     _require_list(weight, main_grads)
@@ -112,8 +110,11 @@ def grouped_gated(
         raise ValueError(
             f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}"
         )
-    if pick("grouped_gemm", impl, x.device, _triton_obstacle(x)) != "triton":
-        y = grouped_gemm(x, weight, counts, impl="reference", main_grads=main_grads)
+    name = pick("grouped_gemm", impl, x.device, _triton_obstacle(x))
+    if name != "triton":
+        # torch's grouped product has no gated form, and the definition takes its place
+        name = "cpu" if name == "cpu" else "reference"
+        y = grouped_gemm(x, weight, counts, impl=name, main_grads=main_grads)
         return activation(y, kind, weight=share, impl="reference")
     ends = counts.cumsum(0).to(torch.int32)
     if main_grads is None:
@@ -128,7 +129,7 @@ def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> T
     [rows, n].
     """
     name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
-    if name == "reference":
+    if name in PLAIN:
         return reference.bias_rows(bias, counts, rows)
     return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
 
@@ -192,8 +193,8 @@ class _Added(torch.autograd.Function):
         x, ends, *weights = ctx.saved_tensors
         d_x = None
         if ctx.needs_input_grad[0]:
-            if ctx.name == "reference":
-                d_x = reference.grouped_gemm(d_y, [w.t() for w in weights], ends)
+            if ctx.name in PLAIN:
+                d_x = PLAIN[ctx.name].grouped_gemm(d_y, [w.t() for w in weights], ends)
             else:
                 d_x = _grouped_dx(d_y, weights, ends, ctx.name)
         if any(ctx.needs_input_grad[5:]):
@@ -284,6 +285,7 @@ OPS = (
         aot_models=("qwen3_30b_a3b",),
         implementations={
             "triton": TRITON,
+            "cpu": CPU,
             "reference": REFERENCE,
             "torch": Implementation("torch", lambda d: None),
         },

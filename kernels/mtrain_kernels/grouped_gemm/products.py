@@ -88,7 +88,8 @@ def _add_dw(
         else:
             assert rows is not None
             mine = slice(sum(rows[:g]), sum(rows[: g + 1]))
-            add_weight_gradient(buffer, d_y[mine].to(buffer.dtype), x[mine].to(buffer.dtype))
+            rows_of = (d_y[mine].to(buffer.dtype), x[mine].to(buffer.dtype))
+            add_weight_gradient(buffer, *rows_of, plain=implementation == "reference")
 
 
 @_add_dw.register_fake

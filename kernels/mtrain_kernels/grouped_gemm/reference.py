@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from mtrain_kernels.linear import linear
+from torch.nn import functional as F
 
 
 def grouped_linear(
@@ -15,14 +14,16 @@ def grouped_linear(
     weights: Sequence[Tensor],
     rows: Sequence[int],
     biases: Sequence[Tensor] | None = None,
+    *,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> Tensor:
     """Return rows of `x` in consecutive groups, each through its own layer: `y_g = x_g W_g^T +
     b_g`.
 
     `x` [r, k], `weights` one [n, k] per group, `rows` how many rows each group has (zero is
     allowed, sum r), `biases` one [n] per group; the result is [r, n] in x's dtype. A group without
-    rows gets zero gradients, so that every rank of a reduction takes part in it. Raises
-    `ValueError` where counts or shapes do not fit.
+    rows gets zero gradients, so that every rank of a reduction takes part in it. `linear` makes the
+    products. Raises `ValueError` where counts or shapes do not fit.
     """
     if (
         len(weights) != len(rows)
@@ -44,7 +45,12 @@ def grouped_linear(
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor | Sequence[Tensor], counts: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    counts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> Tensor:
     """`grouped_linear` with the counts on the device: `y_r = W_g x_r + b_g` for the group g of row
     r.
@@ -59,7 +65,8 @@ def grouped_gemm(
     held = sum(rows)
     if held > x.shape[0] or min(rows, default=0) < 0:
         raise ValueError(f"groups of {rows} rows do not fit x {tuple(x.shape)}")
-    y = grouped_linear(x[:held], list(weight), rows, None if bias is None else list(bias))
+    biases = None if bias is None else list(bias)
+    y = grouped_linear(x[:held], list(weight), rows, biases, linear=linear)
     return y if held == x.shape[0] else torch.cat([y, y.new_zeros(x.shape[0] - held, y.shape[1])])
 
 

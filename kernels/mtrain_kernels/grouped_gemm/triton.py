@@ -382,11 +382,14 @@ def rows_product(
     places = Places.of(weights)
     x = x.contiguous()
     ends = ends.contiguous()
-    (rows, k), groups = x.shape, ends.shape[0]
+    rows, k = x.shape
+    groups = ends.shape[0]
     if transposed:
-        n, strides = (places.shape[1], (1, places.shape[1]))
+        n = places.shape[1]
+        strides = (1, places.shape[1])
     else:
-        n, strides = (places.shape[0], (places.shape[1], 1))
+        n = places.shape[0]
+        strides = (places.shape[1], 1)
     y = x.new_empty(rows, n)
     if y.numel() == 0:
         return y

@@ -109,8 +109,9 @@ def run(
     added up.
     """
     vocabulary = Vocabulary(group)
+    plain = backend == "reference"
     rows = chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device, logits)
-    if not (chunk or need_hidden or need_weight or backend == "reference") and isinstance(
+    if not (chunk or need_hidden or need_weight or backend != "triton") and isinstance(
         tiles.way_for(hidden, weight.shape[0], False), tiles.Tile
     ):
         rows *= LONGER
@@ -124,10 +125,11 @@ def run(
         rows=rows,
         need_hidden=need_hidden,
         need_weight=need_weight,
-        chunks=ReferenceChunks() if backend == "reference" else TritonChunks(),
+        chunks=TritonChunks() if backend == "triton" else ReferenceChunks(plain=plain),
         class_weights=class_weights,
         ranked=ranked,
         wide=wide,
+        plain=plain,
     )
     if need_hidden:
         if sequence_parallel:

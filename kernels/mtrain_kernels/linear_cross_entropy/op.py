@@ -16,7 +16,7 @@ from mtrain_kernels.linear import WeightGradient
 from mtrain_kernels.linear_cross_entropy import tiles
 from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows, run
 from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS
-from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
 
@@ -465,5 +465,6 @@ OPS = (
             ),
         ),
         launch=_launch,
+        implementations=WITH_CPU,
     ),
 )

@@ -117,6 +117,7 @@ def chunked(
     class_weights: Tensor | None = None,
     ranked: bool = False,
     wide: bool = False,
+    plain: bool = False,
 ) -> Gradients:
     """Return losses and gradients of the weighted sum, `rows` tokens at a time; see
     `linear_cross_entropy` and `Gradients`.
@@ -125,7 +126,7 @@ def chunked(
     gradient, divided by the largest of them: masks of zeros and ones are exact, and nothing
     underflows in fp16. Rows of the weight that are padding are left out of every product, and their
     gradient stays 0. `wide`: it is added up in fp32 and left so. `ranked`: it is told whose label
-    has the largest logit.
+    has the largest logit. `plain`: products are by torch's BLAS, see `mtrain_kernels.linear`.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
@@ -136,7 +137,8 @@ def chunked(
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
     many = wide or len(labels) > MOST_PARTS * rows
     kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
-    dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
+    taught = weight if need_weight else weight[:0]
+    dweight = zero_gradient(taught, kept, min(rows, len(labels)), plain=plain)
     first = vocabulary.rank * weight.shape[0]
     padded = weight.shape[0]
     weight = weight[: real_columns(weight.shape[0], first, terms)]
@@ -160,10 +162,10 @@ def chunked(
             continue
         dlogits = finish(statistics[0], counted[part])
         if need_hidden:
-            torch.mul(product(dlogits, weight.T), factors[part], out=dhidden[part])
+            torch.mul(product(dlogits, weight.T, plain=plain), factors[part], out=dhidden[part])
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
-            add_weight_gradient(real, dlogits, weighted)
+            add_weight_gradient(real, dlogits, weighted, plain=plain)
     return Gradients(
         losses,
         z_losses,
@@ -190,7 +192,8 @@ class ReferenceChunks:
     CPU's sake.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, plain: bool = True) -> None:
+        self._plain = plain
         self._space: Tensor | None = None
 
     def open(
@@ -208,7 +211,7 @@ class ReferenceChunks:
     ) -> tuple[Tensor, Finish]:
         """See `Chunks`."""
         return self(
-            product(hidden, weight, out=room(len(labels))),
+            product(hidden, weight, out=room(len(labels)), plain=self._plain),
             labels,
             first,
             terms,

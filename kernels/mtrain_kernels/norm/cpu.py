@@ -1,5 +1,6 @@
-"""RMSNorm on a CPU: the definition with its gradient written out, in fewer passes over memory than
-autograd's.
+"""Norms on a CPU: RMSNorm with its gradient written out, in fewer passes than autograd's.
+
+torch's LayerNorm is one kernel on a CPU, so the other norms are the definition.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain_kernels.norm import reference
+from mtrain_kernels.norm.reference import layer_norm as layer_norm
+from mtrain_kernels.norm.reference import layer_norm_residual as layer_norm_residual
+from mtrain_kernels.norm.reference import rms_norm_residual as rms_norm_residual
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a norm of `x` is what this is made for."""
-    on_cpu = x.device.type == weight.device.type == "cpu" and x.shape[-1] > 0
-    return on_cpu and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+def obstacle(x: Tensor) -> str | None:
+    """Return why norms of `x` are left to the definition, or None."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{x.dtype} is not fp32, fp16 or bf16, and sums here are fp32"
+    return None if x.shape[-1] else "rows have no elements"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """`reference.rms_norm`: `x` [..., h], `weight` [h], fp32 inside."""
+    # a compiler fuses the definition, and its gradient, better than this fixed sequence
+    if torch.compiler.is_compiling():
+        return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
     y: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)
     return y
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.norm import cpu, reference
-from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
 # A row lives in the registers of one program. Behind 16,384 columns the backward spills some: of
 # 20,480 24 bytes a thread on sm_90 and 80 on sm_100, of 32,768 more than 300.
 WIDEST = 20480
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
+"""Implementations in plain torch."""
 
 
 def rms_norm(
@@ -26,14 +28,14 @@ def rms_norm(
     zero-centered.
 
     `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype.
-    `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit,
+    `impl` is `reference`, `cpu`, `triton` or `auto`. Raises `ValueError` where shapes do not fit,
     `Unavailable` where the named implementation cannot run. Source: Zhang and Sennrich 2019,
     arXiv:1910.07467.
     """
     require(x, weight, None, None)
-    if pick("norm", impl, x.device, obstacle(x, weight)) == "reference":
-        form = cpu if cpu.fits(x, weight) and not torch.compiler.is_compiling() else reference
-        return form.rms_norm(x, weight, eps, zero_centered=zero_centered)
+    name = pick("norm", impl, x.device, obstacle(x, weight), cpu.obstacle(x))
+    if name != "triton":
+        return PLAIN[name].rms_norm(x, weight, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, None, eps, zero_centered, False)[0]
 
 
@@ -52,8 +54,9 @@ def rms_norm_residual(
     rounded to it before it is normalised. The rest is as in `rms_norm`.
     """
     require(x, weight, None, residual)
-    if pick("norm", impl, x.device, obstacle(x, residual, weight)) == "reference":
-        return reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
+    name = pick("norm", impl, x.device, obstacle(x, residual, weight), cpu.obstacle(x))
+    if name != "triton":
+        return PLAIN[name].rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
     return _norm(x, residual, weight, None, eps, zero_centered, False)[:2]
 
 
@@ -73,8 +76,9 @@ def layer_norm(
     is as in `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
     """
     require(x, weight, bias, None)
-    if pick("norm", impl, x.device, obstacle(x, weight, bias)) == "reference":
-        return reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
+    name = pick("norm", impl, x.device, obstacle(x, weight, bias), cpu.obstacle(x))
+    if name != "triton":
+        return PLAIN[name].layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, bias, eps, zero_centered, True)[0]
 
 
@@ -92,8 +96,9 @@ def layer_norm_residual(
     `rms_norm_residual`.
     """
     require(x, weight, bias, residual)
-    if pick("norm", impl, x.device, obstacle(x, residual, weight, bias)) == "reference":
-        return reference.layer_norm_residual(
+    name = pick("norm", impl, x.device, obstacle(x, residual, weight, bias), cpu.obstacle(x))
+    if name != "triton":
+        return PLAIN[name].layer_norm_residual(
             x, residual, weight, bias, eps, zero_centered=zero_centered
         )
     return _norm(x, residual, weight, bias, eps, zero_centered, True)[:2]
@@ -355,5 +360,6 @@ OPS = (
         ),
         launch=_launch,
         aot_models=("llama3_405b", "llama3_70b"),  # rows of 16,384 have a backward of their own
+        implementations=WITH_CPU,
     ),
 )

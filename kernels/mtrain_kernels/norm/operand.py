@@ -64,7 +64,7 @@ def norm_quantized(
             )
         require_multiplier(multiplier, x)
     given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
-    if pick("norm", impl, x.device, op.obstacle(x, residual, weight, bias)) == "reference":
+    if pick("norm", impl, x.device, op.obstacle(x, residual, weight, bias)) != "triton":
         return _defined(*given, format, layout, share, multiplier)
     if layout is not None:
         how = "blocks"

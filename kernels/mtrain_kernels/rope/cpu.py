@@ -1,6 +1,4 @@
-"""Rotation of halves in fp32 on a CPU: the definition with its gradient written out, without
-concatenations.
-"""
+"""Rotation on a CPU: of whole heads in fp32 without concatenations, else the definition."""
 
 from __future__ import annotations
 
@@ -9,18 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain_kernels.rope import reference
+
 
 def fits(x: Tensor, cos: Tensor) -> bool:
-    """Return whether a rotation of whole heads `x` [..., s, n, d] by tables [s, d / 2] is what this
-    is made for.
-    """
+    """Return whether whole heads `x` [..., s, n, d] are turned by tables [s, d / 2] in fp32."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and 2 * cos.shape[-1] == x.shape[-1]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`reference.rotate` of `x` [..., s, n, d] by `cos` and `sin` [p, d / 2], p >= s: no weight,
-    not interleaved.
-    """
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> Tensor:
+    """Turn `x` as `reference.rotate` does."""
+    plain = positions is None and weight is None and not interleaved
+    # a compiler fuses the definition, and its gradient, better than this fixed sequence
+    if not plain or not fits(x, cos) or torch.compiler.is_compiling():
+        more: dict[str, Any] = {"weight": weight, "eps": eps, "zero_centered": zero_centered}
+        return reference.rotate(x, cos, sin, positions=positions, interleaved=interleaved, **more)
     c, s = (t.float()[: x.shape[-3], None] for t in (cos, sin))
     y: Tensor = _Rotate.apply(x, torch.cat((c, c), -1), s)
     return y

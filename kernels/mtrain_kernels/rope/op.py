@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.rope import cpu, reference
 from mtrain_kernels.runtime import GRID
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 1024
+PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
+"""Implementations in plain torch."""
 
 
 def rope(
@@ -62,8 +64,8 @@ def rotate(
     `sin` [p, r/2]; `positions` int [s] or [b, s]; `weight` [d] normalises each head first; all as
     in `reference.rotate`, in fp32, fp16 or bf16 each. x and weight get gradients, the tables do
     not. A position outside of the table is an error of the reference and gives no number under
-    triton. `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit
-    or a table wants a gradient, `Unavailable` where the named implementation cannot run.
+    triton. `impl` is `reference`, `cpu`, `triton` or `auto`. Raises `ValueError` where shapes do
+    not fit or a table wants a gradient, `Unavailable` where the named implementation cannot run.
     """
     reference.require(x, cos, sin, positions, weight)
     if cos.requires_grad or sin.requires_grad:
@@ -73,16 +75,9 @@ def rotate(
             raise ValueError(
                 f"x is on {x.device}, but a table, the positions or the weight on {other.device}"
             )
-    if pick("rope", impl, x.device, _obstacle(x, cos, sin, weight)) == "reference":
-        plain = (
-            positions is None
-            and weight is None
-            and not interleaved
-            and not torch.compiler.is_compiling()
-        )
-        if plain and cpu.fits(x, cos):
-            return cpu.rotate(x, cos, sin)
-        return reference.rotate(
+    name = pick("rope", impl, x.device, _obstacle(x, cos, sin, weight))
+    if name != "triton":
+        return PLAIN[name].rotate(
             x, cos, sin, positions=positions, interleaved=interleaved, weight=weight, eps=eps,
             zero_centered=zero_centered,
         )  # fmt: skip
@@ -299,4 +294,4 @@ def _packed_case() -> Case:
 
 
 _CASES = (_case("rope", False), _case("rope_qk_norm", True))
-OPS = (Op("rope", cases=(*_CASES, _packed_case()), launch=_launch),)
+OPS = (Op("rope", cases=(*_CASES, _packed_case()), launch=_launch, implementations=WITH_CPU),)

@@ -46,10 +46,8 @@ def rotate_packed(
         if other is not None and other.device != qkv.device:
             raise ValueError(f"qkv is on {qkv.device}, but a table or a weight on {other.device}")
     width = qkv.shape[-1] // (heads + 2 * groups)
-    if (
-        pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight))
-        == "reference"
-    ):
+    obstacle = _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight)
+    if pick("rope", impl, qkv.device, obstacle) != "triton":
         return reference.rotate_packed(
             qkv, cos, sin, heads=heads, groups=groups, grouped=grouped, interleaved=interleaved,
             q_weight=q_weight,

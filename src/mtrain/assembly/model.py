@@ -18,11 +18,11 @@ from mtrain.devices.base import Device
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
-from mtrain.mcore import low_rank
-from mtrain.mcore.fsdp2 import FullySharded
-from mtrain.mcore.language_model import AuxiliaryOutputs, SummedLosses
-from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
-from mtrain.mcore.shard_specs import shard_specs_of
+from mtrain.mcore.layers import low_rank
+from mtrain.mcore.models.language_model import AuxiliaryOutputs, SummedLosses
+from mtrain.mcore.state.fsdp2 import FullySharded
+from mtrain.mcore.state.megatron_fsdp import FullyShardedBuffers, communication_elements
+from mtrain.mcore.state.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
 from mtrain.models.registry import family_of, imported
 from mtrain.plan.count import adapter_parameters

@@ -15,7 +15,7 @@ from mtrain.config.schema.optimizer import ParamGroup
 from mtrain.config.schema.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.mcore import api as mcore
-from mtrain.mcore.optimizer_state import distribute, name_states
+from mtrain.mcore.state.optimizer_state import distribute, name_states
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:

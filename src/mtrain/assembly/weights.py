@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mtrain.assembly import philox
 from mtrain.assembly.philox import Stream
-from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
+from mtrain.mcore.state.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
 
 ON_HOST = 1 << 17

@@ -17,10 +17,10 @@ import torch
 from mtrain.ckpt import folder, shards
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.dump import run_yaml
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore.merging import Whole, is_adapter, merged, names_beside, one_hot_of
+from mtrain.mcore.layers.merging import Whole, is_adapter, merged, names_beside, one_hot_of
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -55,7 +55,8 @@ def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
     held = checkpoint.manifest["tensors"]
     if names is None or names.a not in held:
         return weight
-    adapter = Whole(*(checkpoint.whole(name) if name in held else None for name in names))  # type: ignore[arg-type]
+    parts = (checkpoint.whole(name) if name in held else None for name in names)
+    adapter = Whole(*parts)  # type: ignore[arg-type]
     return merged(weight, adapter, one_hot_of(key, adapter, run.model), run.peft.scale)
 
 

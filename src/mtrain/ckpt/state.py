@@ -20,8 +20,9 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
-from mtrain.mcore import low_rank, optimizer_state, sharding
-from mtrain.mcore.merging import is_adapter
+from mtrain.mcore.layers import low_rank
+from mtrain.mcore.layers.merging import is_adapter
+from mtrain.mcore.state import optimizer_state, sharding
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World

@@ -26,7 +26,7 @@ from mtrain.ckpt import folder, hashes, shards
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, TrainingError
-from mtrain.mcore.sharding import TensorShard
+from mtrain.mcore.state.sharding import TensorShard
 from mtrain.world.heartbeat import tick
 
 READ_BYTES = 16 << 20

@@ -16,13 +16,13 @@ from mtrain.config.compose.paths import recipe_names
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import NO_RAMP
 from mtrain.config.resolve.resolution import Machine, resolve
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 from mtrain.units import GIB, bytes_
 
 AXES = ("model", "parallel", "precision", "cluster")
@@ -122,7 +122,7 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
 FORMAT = ("precision", "cluster.sm")
 """What a combination has of a number format and of a generation of devices."""
 _OF_FORMATS = {
-    of: [rule for rule in RULES if rule.reads_any(*FORMAT) is of] for of in (False, True)
+    of: [rule for rule in all_rules() if rule.reads_any(*FORMAT) is of] for of in (False, True)
 }
 
 

@@ -14,19 +14,21 @@ from mtrain.cli.export import newest
 from mtrain.cli.resume import quoted, target_of
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
+from mtrain.config.schema.checkpoint import CheckpointConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import CheckpointConfig, DataConfig, LogConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import as_text, import_config, kind_of, read_json
-from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.hf_write import config_json, same_model
+from mtrain.recipes.huggingface.exporter import config_json, same_model
+from mtrain.recipes.huggingface.importer import as_text, import_config, kind_of, read_json
+from mtrain.recipes.huggingface.kinds import KINDS
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
@@ -37,7 +39,7 @@ ENDS = ("bos_token_id", "eos_token_id")
 IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
+def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
     """Run a subverb; returns the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.
@@ -74,9 +76,9 @@ def import_(argv: list[str]) -> int:
     """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
     source, out, extra = source_and_new(argv, "import HF_DIR RUN [overrides]")
     from mtrain.convert import certificate
-    from mtrain.convert.folder import CONFIG, is_folder, open_folder
-    from mtrain.convert.hugging_face import take
-    from mtrain.convert.torch_dist import is_torch_dist
+    from mtrain.convert.huggingface.folder import CONFIG, is_folder, open_folder
+    from mtrain.convert.huggingface.model import take
+    from mtrain.convert.megatron.torch_dist import is_torch_dist
 
     if is_torch_dist(source) and not is_folder(source):
         rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
@@ -124,10 +126,10 @@ def export(argv: list[str]) -> int:
     path = newest(target)
     from mtrain.convert import certificate
     from mtrain.convert.boxes import model_boxes
-    from mtrain.convert.hugging_face import tables
-    from mtrain.convert.out import Weights, export_weights
-    from mtrain.convert.saved import Saved
-    from mtrain.convert.words import IN_TORCH
+    from mtrain.convert.checkpoint_reader import Saved
+    from mtrain.convert.exporter import Weights, export_weights
+    from mtrain.convert.huggingface.model import tables
+    from mtrain.convert.raw_arrays import IN_TORCH
 
     run = read_run_file(path / RUN_FILE)
     home = path.parent.parent if path.parent.name == CHECKPOINTS else path
@@ -155,7 +157,7 @@ def export(argv: list[str]) -> int:
 
 
 def _peft_version(options: dict[str, str]) -> str | None:
-    from mtrain.convert.folder import PEFT_VERSIONS
+    from mtrain.convert.huggingface.folder import PEFT_VERSIONS
 
     word = options.get("peft")
     if word is not None and word not in PEFT_VERSIONS:
@@ -169,9 +171,9 @@ def _peft_version(options: dict[str, str]) -> str | None:
 def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Path) -> int:
     """Return a folder that `peft` loads."""
     from mtrain.convert import certificate
-    from mtrain.convert.adapter_folder import write_adapters
-    from mtrain.convert.hugging_face import layers
-    from mtrain.convert.tokenizer_files import keep_tokenizer
+    from mtrain.convert.huggingface.model import layers
+    from mtrain.convert.huggingface.tokenizer_files import keep_tokenizer
+    from mtrain.convert.peft.folder import write_adapters
 
     with drafted(out, "exporting") as draft:
         record = write_adapters(
@@ -248,8 +250,8 @@ def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
     """
-    from mtrain.convert.folder import CONFIG
-    from mtrain.convert.hugging_face import configuration
+    from mtrain.convert.huggingface.folder import CONFIG
+    from mtrain.convert.huggingface.model import configuration
 
     _, imported = configuration(config, extra)
     machine = Machine.here()
@@ -266,7 +268,7 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     """What an export's `config.json` says: what came with the weights, where the model is still the
     same.
     """
-    from mtrain.convert.hugging_face import KEPT
+    from mtrain.convert.huggingface.model import KEPT
 
     kept = home / KEPT / "config.json"
     if kept.is_file() and kind is None:
@@ -276,7 +278,7 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     body = config_json(run.model, "float32", kind)
     # the end of T5's sequences is the model's own
     unsaid = [key for key in ENDS if key not in body]
-    from mtrain.convert.tokenizer_files import special_ids
+    from mtrain.convert.huggingface.tokenizer_files import special_ids
 
     said = special_ids(home)
     ends = {key: said.get(key, said.get("eos_token_id", _end_of_document(home))) for key in unsaid}
@@ -310,9 +312,9 @@ def _end_of_document(home: Path) -> int | None:
 
 
 def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
-    from mtrain.convert.folder import CONFIG, GENERATION
-    from mtrain.convert.hugging_face import KEPT, keep
-    from mtrain.convert.tokenizer_files import also_ending, keep_tokenizer
+    from mtrain.convert.huggingface.folder import CONFIG, GENERATION
+    from mtrain.convert.huggingface.model import KEPT, keep
+    from mtrain.convert.huggingface.tokenizer_files import also_ending, keep_tokenizer
 
     (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
     keep_tokenizer(home, draft)
@@ -327,13 +329,13 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     """How far our logits are from transformers' on some tokens, or why that was not computed."""
     import numpy as np
 
-    from mtrain.convert import theirs
+    from mtrain.convert.huggingface import hf_reference
     from mtrain.launching import local
-    from mtrain.launching.beside import Beside
+    from mtrain.launching.child_process import ChildProcess
 
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
-    if not theirs.installed():
+    if not hf_reference.installed():
         return {"left_out": "transformers is not installed"}
     if need > here // 2:
         return {
@@ -357,7 +359,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         other = scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            Beside(
+            ChildProcess(
                 "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
             ).result()
         except MtrainError as error:
@@ -413,13 +415,13 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     `copies`.
     """
     from mtrain.convert.boxes import model_boxes
+    from mtrain.convert.checkpoint_reader import Saved
     from mtrain.convert.compare import OfCheckpoint
-    from mtrain.convert.folder import is_folder, open_folder
-    from mtrain.convert.hugging_face import tables
+    from mtrain.convert.exporter import Weights
+    from mtrain.convert.huggingface.folder import is_folder, open_folder
+    from mtrain.convert.huggingface.model import tables
+    from mtrain.convert.huggingface.reader import Reader
     from mtrain.convert.match import held_twice
-    from mtrain.convert.out import Weights
-    from mtrain.convert.read import Reader
-    from mtrain.convert.saved import Saved
 
     if is_folder(path) and not (path / RUN_FILE).is_file():
         folder = open_folder(path)

@@ -10,8 +10,8 @@ from mtrain.cli.export import newest
 from mtrain.cli.resume import beneath, target_of
 from mtrain.cli.setup import load
 from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.models.registry import family_of
@@ -19,7 +19,7 @@ from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
 
 if TYPE_CHECKING:
-    from mtrain.convert.megatron_apart import Apart
+    from mtrain.convert.megatron.arguments import Apart
 
 IMPORT = "import --megatron DIR RUN model=NAME [overrides]"
 EXPORT = "export --megatron RUN DIR"
@@ -32,9 +32,9 @@ def import_megatron(argv: list[str]) -> int:
     """
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
-    from mtrain.convert.megatron import KIND, open_weights, take_megatron
-    from mtrain.convert.megatron_args import COMMON, kept_in, read_arguments
-    from mtrain.convert.megatron_compared import differing
+    from mtrain.convert.megatron.arguments import COMMON, kept_in, read_arguments
+    from mtrain.convert.megatron.arguments_compared import differing
+    from mtrain.convert.megatron.checkpoint import KIND, open_weights, take_megatron
 
     if not any(
         word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra
@@ -103,7 +103,7 @@ def export_megatron(argv: list[str]) -> int:
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
         raise ConfigError([Problem("MT002", "", None, said, usage)])
-    from mtrain.convert.megatron import KIND, LAYOUTS, give_megatron
+    from mtrain.convert.megatron.checkpoint import KIND, LAYOUTS, give_megatron
 
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
         fix = " or ".join(f"layers={word}" for word in LAYOUTS)
@@ -116,7 +116,7 @@ def export_megatron(argv: list[str]) -> int:
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
     from mtrain.convert import certificate
-    from mtrain.convert.saved import Saved
+    from mtrain.convert.checkpoint_reader import Saved
 
     with drafted(out, "exporting") as draft:
         record = give_megatron(Saved.open(path), run, draft, dtype, options.get("layers"))
@@ -173,22 +173,22 @@ def of_megatron(paths: list[Path]) -> list[Any]:
         ConfigError: the other one is neither such a checkpoint nor a run.
         CorruptData: one cannot be read.
     """
-    from mtrain.convert.folder import is_folder
-    from mtrain.convert.torch_dist import is_torch_dist
+    from mtrain.convert.huggingface.folder import is_folder
+    from mtrain.convert.megatron.torch_dist import is_torch_dist
 
     theirs = [path for path in paths if is_torch_dist(path) and not is_folder(path)]
     if not theirs:
         return []
-    from mtrain.convert.megatron import open_weights
-    from mtrain.convert.torch_dist_read import TorchDistReader
+    from mtrain.convert.megatron.checkpoint import open_weights
+    from mtrain.convert.megatron.reader import TorchDistReader
 
     readers = [TorchDistReader(open_weights(path)) for path in theirs]
     if len(readers) > 1:
         return readers
     others = [str(path) for path in paths if path not in theirs]
     target, _ = target_of(others, "convert verify", f"{program()} convert verify DIR RUN")
-    from mtrain.convert.saved import Saved
-    from mtrain.convert.torch_dist_table import beside
+    from mtrain.convert.checkpoint_reader import Saved
+    from mtrain.convert.megatron.table import beside
 
     path = newest(target)
     return beside(readers[0], Saved.open(path), read_run_file(path / RUN_FILE))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mtrain import locks
 from mtrain.config.compose.paths import program
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import download_of
 from mtrain.durable import sync
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 from mtrain.units import bytes_

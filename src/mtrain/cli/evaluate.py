@@ -34,7 +34,7 @@ WORDS = {
 }
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
+def run(argv: list[str], *, as_json: bool = False) -> int:
     """Print the cross entropy of a checkpoint on a validation split, or its results in tasks."""
     target, rest = target_of(argv, "evaluate", USAGE)
     words, overrides = read_words(rest, WORDS)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli import weights
-from mtrain.cli.options import read_options
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
+from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.describe import (
     EFFECTS,
     default_of,
@@ -38,7 +37,7 @@ from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.table import flags_of
+from mtrain.recipes.megatron.table import flags_of
 
 if TYPE_CHECKING:
     from mtrain.config.rules.rule import Code
@@ -53,24 +52,21 @@ MAX_KEYS = 12
 """Keys that a page shows of one code."""
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(words: list[str], *, as_json: bool) -> int:
     """Explains the first word, for the configuration that the others describe; returns the exit
     code.
 
     Raises:
         ConfigError: there is no such key and no such code, or the overrides are refused.
     """
-    options = read_options(argv)
-    if not options.words:
+    if not words:
         say_page(
-            strict_json.dumps(_contents(), indent=2)
-            if options.as_json
-            else _contents_page(_contents())
+            strict_json.dumps(_contents(), indent=2) if as_json else _contents_page(_contents())
         )
         return 0
-    word = options.words[0].partition("=")[0]
-    rest = options.words[1:]
-    if _CODE.match(word):
+    word = words[0].partition("=")[0]
+    rest = words[1:]
+    if _CODE.match(word) or _is_code(word):
         facts = _code(word.upper())
     elif field_of(word) is None:
         raise ConfigError([_unknown(word)])
@@ -78,8 +74,15 @@ def run(argv: list[str], *, debug: bool) -> int:
         facts = _section(word)
     else:
         facts = _key(word, weights.composed(overrides_of(rest)))
-    say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
+    say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
+
+
+def _is_code(word: str) -> bool:
+    """Return whether a word is a code, also of a plug-in."""
+    from mtrain.config.messages.codes import codes
+
+    return field_of(word) is None and word.upper() in codes()
 
 
 def _unknown(word: str) -> Problem:
@@ -91,13 +94,13 @@ def _unknown(word: str) -> Problem:
 
 def _contents() -> dict[str, Any]:
     """What can be explained."""
-    from mtrain.config.messages.codes import FAMILIES, codes
+    from mtrain.config.messages.codes import codes, kinds
 
     return {
         "groups": groups(),
         "codes": {
             words: [code for code in codes() if code.startswith(begin)]
-            for begin, words in FAMILIES.items()
+            for begin, words in kinds().items()
         },
     }
 
@@ -118,7 +121,8 @@ def _code(code: str) -> dict[str, Any]:
     from mtrain.config.messages.codes import codes, family, rules_of
 
     if code not in codes():
-        near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
+        shipped = [known for known in codes() if known.startswith("MT")]
+        near = sorted(shipped, key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
     known = codes()[code]

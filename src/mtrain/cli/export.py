@@ -15,7 +15,7 @@ from mtrain.units import bytes_, count
 USAGE = f"{program()} export runs/<name> OUT_FOLDER"
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(argv: list[str]) -> int:
     """Write the newest checkpoint of a run, or the checkpoint named, to a new folder; returns the
     exit code.
     """

@@ -85,7 +85,7 @@ MAX_BYTES = 64 << 20
 LINES_OF_JSON = (".jsonl", ".json")
 
 
-def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
+def run(argv: list[str], *, as_json: bool = False) -> int:
     """Print what the newest checkpoint of a run, or the checkpoint named, writes after
     each prompt.
     """

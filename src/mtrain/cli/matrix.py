@@ -17,7 +17,7 @@ from mtrain.config.compose.sweep import jobs
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page
-from mtrain.recipes.write import section
+from mtrain.recipes.delta import section
 
 MOST_ROWS = 100
 """Models times layouts of which each is shown in a row."""

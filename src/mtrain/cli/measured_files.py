@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from mtrain.cli.setup import load
-from mtrain.config.compose.run_file import read_run_file
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.disk.files import read_bytes
 from mtrain.config.engine.formats import Format
 from mtrain.errors import ConfigError, Problem

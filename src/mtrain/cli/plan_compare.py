@@ -7,8 +7,8 @@ from os.path import expanduser
 from pathlib import Path
 
 from mtrain import strict_json
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, say_page
 from mtrain.plan.compare import BOUNDS, Row, lines_of_run, peaks_in, planned, rows, saved_in

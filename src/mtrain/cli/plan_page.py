@@ -9,8 +9,7 @@ from typing import Any
 from mtrain.cli.plan_pictures import share
 from mtrain.cli.svg import COLOURS, Svg, bar, hue, legend
 from mtrain.errors import in_a_line, visible
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.machines import Machines, machines
+from mtrain.layout.grid import Machines, RankGrid, machines
 from mtrain.plan.rank import StageMemory
 from mtrain.plan.report import alike, headline
 from mtrain.plan.time.report import no_time

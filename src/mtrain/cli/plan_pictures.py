@@ -9,8 +9,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from mtrain.errors import Styled
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.machines import machines
+from mtrain.layout.grid import RankGrid, machines
 from mtrain.plan.rank import StageMemory
 from mtrain.plan.report import alike
 from mtrain.plan.timeline import Timeline

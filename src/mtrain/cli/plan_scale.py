@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli.tables import table
-from mtrain.collecting import without_collecting
 from mtrain.config.compose.composer import Composed, Rejected, compose
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.sweep import jobs
@@ -22,10 +21,11 @@ from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.scale import BATCH, Point, Scale, batches, misfit, on, point
 from mtrain.plan.time.accuracy import accuracy_of
 from mtrain.plan.tune.choose import cleared, said_of
+from mtrain.processes import without_collecting
 from mtrain.units import GIB, duration, short
 
 if TYPE_CHECKING:
-    from mtrain.cli.main import Call
+    pass
 
 SCALE = "--scale"
 WEAK = "--weak"
@@ -34,7 +34,6 @@ EXAMPLE = f"plan {SCALE} 96,192,{DOTS},4608"
 MOST = 64
 """Numbers of devices at most."""
 LARGEST = 1 << 20
-OTHERS = ("--compare", "--trace", "--calibrate")
 BAR = 40
 """Cells of a bar on a terminal."""
 
@@ -51,56 +50,56 @@ class Asked:
     """Of what is swept; None: it follows from the first."""
 
 
-def run(call: Call) -> int:
-    """Print the table, or draws it; the exit code.
+def run(
+    argv: Sequence[str],
+    scale: str | None,
+    *,
+    weak: bool,
+    others: Sequence[str],
+    as_json: bool,
+    draw: bool,
+    html: str | None,
+) -> int:
+    """Print the table of the device counts in `scale`, or draw it; return the exit code.
+
+    `others` are the flags of the command line that ask for another answer.
 
     Raises:
-        ConfigError: with everything that is wrong with the list and the configuration; or nothing
-            fits on any number.
+        ConfigError: with every problem of the counts and the configuration; or nothing fits on any
+            count.
     """
-    counts, problems = _counts(call)
-    words, more = _zipped(call.arguments, counts)
+    counts, problems = _counts(scale, others)
+    words, more = _zipped(argv, counts)
     if problems or more:
-        raise ConfigError([*problems, *more, *_rejected(call.arguments)])
-    html = call.values.get("--html")
+        raise ConfigError([*problems, *more, *_rejected(argv)])
     to = None
     if html is not None:
         from mtrain.cli.plan import new_page
 
         to = new_page(Path(html).expanduser())
     with without_collecting():
-        found = scaled(words, counts, weak=WEAK in call.flags)
+        found = scaled(words, counts, weak=weak)
     if not any(one.layout for one in found.points):
         _refuse(found)
-    if "--json" in call.flags:
+    if as_json:
         say_page(strict_json.dumps(report(found), indent=2))
     elif to is None:
-        say_page(
-            "\n".join(
-                map(visible, [*page(found), *(_bars(found) if "--draw" in call.flags else ())])
-            )
-        )
+        lines = [*page(found), *(_bars(found) if draw else ())]
+        say_page("\n".join(map(visible, lines)))
     if to is not None:
         from mtrain.cli.plan import write_page
         from mtrain.cli.scale_page import page_of
 
         write_page(to, page_of(found, title(found), cells(found), report(found)))
-        say_page(f"{title(found)}: {to}", error="--json" in call.flags)
+        say_page(f"{title(found)}: {to}", error=as_json)
     return 0
 
 
-def _counts(call: Call) -> tuple[list[int], list[Problem]]:
-    """Return the numbers of devices that `--scale` lists, and everything that is wrong with the
-    list.
-    """
-    text = call.values.get(SCALE)
+def _counts(text: str | None, others: Sequence[str]) -> tuple[list[int], list[Problem]]:
+    """Return the numbers of devices that `--scale` lists, and every problem of the list."""
     if text is None:
         return [], [_bad(f"{WEAK}: says how {SCALE} counts, which is missing", f"{EXAMPLE} {WEAK}")]
-    problems = [
-        _bad(f"{SCALE} and {flag}: plan answers one of them", EXAMPLE)
-        for flag in OTHERS
-        if flag in call.flags or flag in call.values
-    ]
+    problems = [_bad(f"{SCALE} and {flag}: plan answers one of them", EXAMPLE) for flag in others]
     counts: list[int] = []
     parts = [part.strip().replace("_", "") for part in text.split(",")]
     for place, part in enumerate(parts):

@@ -69,7 +69,7 @@ FAULT = 5
 """The exit code of a layout that is not equal: a training fault."""
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(argv: list[str]) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit
     code.
 

@@ -25,7 +25,7 @@ STEPS = 6
 SAVED = 3
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(argv: list[str]) -> int:
     """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit
     code.
     """

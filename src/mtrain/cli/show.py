@@ -96,4 +96,4 @@ def _environment(run: RunConfig) -> Mapping[str, Setting]:
     ranks = run.parallel.ranks or 1
     nodes = run.cluster.nodes
     here = -(-ranks // nodes)
-    return environment.environment(run, Place.here(here, alone=nodes == 1), os.environ)
+    return environment.environment(run, Place.here(here, on_one_machine=nodes == 1), os.environ)

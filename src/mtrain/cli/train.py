@@ -32,7 +32,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     composed = load(argv)
     preflight.check(composed.run, argv)
     _warn(composed)
-    if stray := torchrun.stray():
+    if stray := torchrun.unused_variable():
         warn(stray)
     folder = local.launch(composed.run, argv)
     if not argv:  # somebody's first run
@@ -102,13 +102,13 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
         return composed.run
 
     try:
-        chosen = torchrun.agreed(argv, compose)
+        chosen = torchrun.shared_config(argv, compose)
         if torchrun.is_first_here():
             preflight.check(chosen, argv, machine, ranks_here=torchrun.ranks_here())
         return torchrun.train(chosen, argv)
     except BaseException as error:
         expected = isinstance(error, MtrainError | KeyboardInterrupt)
-        if torchrun.is_for_this_rank(error, known=torchrun.tell_others(error)):
+        if torchrun.is_for_this_rank(error, known=torchrun.report_to_others(error)):
             if debug or not expected:
                 traceback.print_exc()
             text = message(error) if isinstance(error, MtrainError) else str(error)

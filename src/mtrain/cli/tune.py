@@ -12,64 +12,49 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli import weights
-from mtrain.cli.options import read_options
 from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
-from mtrain.collecting import without_collecting
 from mtrain.config.compose.composer import Rejected
 from mtrain.config.compose.dump import override, spell
-from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import program
 from mtrain.config.messages.problem import plain, value_at
 from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.errors import ConfigError, say_page, visible
 from mtrain.plan.time.accuracy import Accuracy, accuracy_of
 from mtrain.plan.time.report import mfu_by_peak
 from mtrain.plan.tune.choose import cleared, refuse, said_of, search
 from mtrain.plan.tune.search import BEST, Found, Layout, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.plan.tune.words import reason
+from mtrain.processes import without_collecting
 from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB, devices
 
 PLAINEST = "single"
 """The choice of `parallel` that layouts are said on."""
-WHY_NOT = "--why-not"
 
 
-def run(argv: list[str], *, debug: bool) -> int:
-    """Print the best layouts of the configuration that `argv` describes; the exit code.
+def run(argv: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
+    """Print the best layouts of the configuration that `argv` describes; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors, nothing fits, too little is known of the devices,
-            or the file of `--out` is there already.
+            or the file `out` exists already.
         BadEnvironment: that file cannot be written.
     """
-    if argv and argv[-1] == WHY_NOT:
-        fix = f"{WHY_NOT} tp8pp6, or {WHY_NOT} 'tp8pp6 trainer.micro_batch_size=2'"
-        raise ConfigError(
-            [Problem("MT010", "", None, f"{WHY_NOT}: needs a layout", fix, COMMAND_LINE)]
-        )
-    options = read_options(argv, valued={"--out": "--out", "-o": "--out", WHY_NOT: WHY_NOT})
-    words = overrides_of(options.words)
-    out = options.values.get("--out")
-    if out is None:
-        path = None
-    else:
-        if out.endswith((".yaml", ".yml")):
-            path = Path(out)
-        else:
-            path = Path(f"{out}.yaml")
-    if path is not None:
+    words = overrides_of(argv)
+    path: Path | None = None
+    if out is not None:
+        path = Path(out if out.endswith((".yaml", ".yml")) else f"{out}.yaml")
         require_new(path)
     with without_collecting():
         found, task = tuned(words)
-        asked = Asked(*_asked(words, options.values.get(WHY_NOT), found, task))
+        asked = Asked(*_asked(words, why_not, found, task))
     if path is not None:
         write_new(path, choice(found.best[0]))
-    if options.as_json:
+    if as_json:
         say_page(strict_json.dumps({**report(found, task, words), **asked.data(found)}, indent=2))
         return 0
     say_page("\n".join(map(visible, [*page(found, task, words), *asked.lines(found)])))

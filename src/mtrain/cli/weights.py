@@ -49,7 +49,7 @@ def model_of(start: str) -> Document | None:
         return _of_run(file)
     if not (path / HF_CONFIG).is_file():
         return None
-    from mtrain.convert.hugging_face import configuration
+    from mtrain.convert.huggingface.model import configuration
 
     _, found = configuration(path / HF_CONFIG)
     return Document(_said(found.run.model), {}, display(path / HF_CONFIG))
@@ -113,7 +113,7 @@ def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
 
             weights_of(run)
         elif (path / HF_CONFIG).is_file():
-            from mtrain.convert.hugging_face import fitting
+            from mtrain.convert.huggingface.model import fitting
 
             fitting(run, path)
     except ConfigError as error:

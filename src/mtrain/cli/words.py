@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.messages.intended import readings
+from mtrain.config.messages.keys import readings
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 

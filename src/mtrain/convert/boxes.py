@@ -21,7 +21,7 @@ from mtrain.models.registry import family_of
 from mtrain.plan.shrink import alone
 
 if TYPE_CHECKING:
-    from mtrain.mcore.shard_specs import ShardSpec
+    from mtrain.mcore.state.shard_specs import ShardSpec
 
 _COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
 
@@ -65,7 +65,7 @@ def model_boxes(run: RunConfig) -> dict[str, Box]:
 
 def adapter_boxes(run: RunConfig) -> dict[str, Box]:
     """Those of the adapters of a run by name; imports megatron-core."""
-    from mtrain.mcore.merging import is_adapter
+    from mtrain.mcore.layers.merging import is_adapter
 
     return {name: box for name, box in asked(run).items() if is_adapter(name)}
 
@@ -100,7 +100,7 @@ def asked(run: RunConfig) -> dict[str, Box]:
     """
     adapt()
     from mtrain.assembly.model import blank_model
-    from mtrain.mcore.shard_specs import shard_specs_of
+    from mtrain.mcore.state.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
 
     one = alone(run)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from mtrain.ckpt.folder import MODEL, read_manifest
 from mtrain.config.compose.paths import MANIFEST
-from mtrain.convert.folder import ADAPTERS, is_folder, open_folder
-from mtrain.convert.tensor_file import BYTES, read_header
-from mtrain.convert.torch_dist import is_torch_dist, open_torch_dist
-from mtrain.convert.words import IN_SAFETENSORS
+from mtrain.convert.huggingface.folder import ADAPTERS, is_folder, open_folder
+from mtrain.convert.megatron.torch_dist import is_torch_dist, open_torch_dist
+from mtrain.convert.raw_arrays import IN_SAFETENSORS
+from mtrain.convert.safetensors_file import BYTES, read_header
 from mtrain.models.gpt.torch_dist import is_weight
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.resolve.model_tokenizer import sha256_of
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import chat_samples, chats, image_text, mock, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples

@@ -71,7 +71,7 @@ class Packing:
     """Documents are padded to a multiple of this many tokens."""
 
 
-Form = Callable[[torch.Tensor, np.ndarray], MicroBatch]
+Collator = Callable[[torch.Tensor, np.ndarray], MicroBatch]
 """What is learned from samples: their micro-batch, from their tokens, int64 [n, seq_length + 1],
 and their global numbers, int64 [n]. A function of these alone, random numbers included, so that
 every rank and a resumed run make the same.
@@ -82,7 +82,7 @@ def next_token(
     masked_eod: int | None = None,
     packing: Packing | None = None,
     moved: FillInTheMiddle | None = None,
-) -> Form:
+) -> Collator:
     """Return each token is predicted from those before it.
 
     With `masked_eod` no loss counts for the prediction that follows this token. With `packing`,
@@ -130,7 +130,7 @@ class GlobalBatches:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        form: Form | None = None,
+        form: Collator | None = None,
         limit: int | None = None,
         average: str = "token",
         balanced: bool = False,

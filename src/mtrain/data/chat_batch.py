@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mtrain.data.batch import Form, MicroBatch
+from mtrain.data.batch import Collator, MicroBatch
 from mtrain.data.chat_samples import NOTHING, ChatSamples, Sample
 from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 
 
-def of_chats(source: ChatSamples) -> Form:
+def of_chats(source: ChatSamples) -> Collator:
     """Return each token that is learned is predicted from those before it in its chat.
 
     Packed chats do not see each other, each from position 0, and what pads a sample is a document
@@ -25,7 +25,9 @@ def of_chats(source: ChatSamples) -> Form:
     return form
 
 
-def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None) -> Form:
+def of_documents(
+    source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None
+) -> Collator:
     """Return each token of a document is predicted from those before it, which begin at position 0.
 
     What pads a sample is a document of its own. No loss counts for the prediction that follows

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import cache
 from mtrain.data.cache import writing
 from mtrain.data.chats import COLUMNS, LEARNED, META, TABLE

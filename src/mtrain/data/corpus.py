@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mtrain import units
 from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, files_below
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.errors import ConfigError, Problem
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import strict_json
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.first_fit import first_fits
 from mtrain.data.orders import SMALL, Arrays, made_once
 from mtrain.errors import ConfigError, Problem

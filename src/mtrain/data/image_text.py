@@ -21,8 +21,8 @@ import numpy as np
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.image_files import WHICH, records_of
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.disk.files import WHICH, records_of
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import cache, records
 from mtrain.data.cache import writing
 from mtrain.data.images import inside, load, require_pillow

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.document_fit import Fit
 from mtrain.data.permute import keys, mix64
 from mtrain.data.samples import SHARES

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import megatron_order
 from mtrain.data.blend import Blend, Plan, by_sizes, read_once, used_up
 from mtrain.data.document_fit import Fit

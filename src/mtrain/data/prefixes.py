@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtrain import units
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data.corpus import near_paths
 from mtrain.data.indexed import with_suffix
 from mtrain.data.remote import is_remote, mirrored

@@ -27,7 +27,7 @@ from mtrain import durable, strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.write_paths import TAG, TAG_FILE
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES, writing
 from mtrain.data.corpus import TextCorpus, near_paths, open_corpus

@@ -6,7 +6,7 @@ import difflib
 from importlib import import_module
 from typing import cast
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 from mtrain.config.machine.devices import AUTO, CPU, CUDA, GROUP, names
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -34,10 +34,10 @@ def _load(name: str) -> Device:
     if name in _SHIPPED:
         module, attribute = _SHIPPED[name]
         return cast(Device, getattr(import_module(module), attribute))
-    entry = plug_ins.found(GROUP).get(name)
+    entry = installed.found(GROUP).get(name)
     if entry is None:
         raise ConfigError([_unknown(name)])
-    return plug_ins.load(entry, f"device {name!r}", Device)
+    return installed.load(entry, f"device {name!r}", Device)
 
 
 def _unknown(name: str) -> Problem:

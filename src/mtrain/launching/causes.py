@@ -1,6 +1,4 @@
-"""The causes of errors: one may be the consequence of another rank's failure, or a fault of the
-environment.
-"""
+"""The cause of an error: another rank's failure, a fault of the environment, or the rank itself."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank, whatever else the error says: NCCL repeats what the device or the
-disk reports.
+"""Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the
+device or disk.
 """
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
@@ -85,10 +83,9 @@ def describe(error: BaseException) -> dict[str, Any]:
     A fault of the environment becomes a BadEnvironment.
     """
     if not isinstance(error, MtrainError):
-        # EAGAIN stands for a lock that another process holds, and for a process that cannot be
-        # started.
+        # EAGAIN means a lock that another process holds, or a process that cannot be started.
         of_place = None if isinstance(error, BlockingIOError) else of_the_place(error)
-        fault = of_environment(error) or of_place
+        fault = environment_fault(error) or of_place
         if fault is not None:
             return describe(fault)
     expected = isinstance(error, MtrainError)
@@ -104,10 +101,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def of_environment(error: BaseException) -> BadEnvironment | None:
-    """Return the fault of the environment behind an error, with what to do; None: it is something
-    else.
-    """
+def environment_fault(error: BaseException) -> BadEnvironment | None:
+    """Return the fault of the environment behind an error, with its fix, or None."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
@@ -130,14 +125,13 @@ def of_environment(error: BaseException) -> BadEnvironment | None:
             f"the system gives no more memory: {text}",
             "fewer ranks on this machine, or a larger limit",
         )
-    if number is None and NO_THREAD.search(
-        text
-    ):  # an OSError with this text may be about a lock that is held
+    # An OSError with this text may be about a lock that another process holds.
+    if number is None and NO_THREAD.search(text):
         return _fault(
             "no more threads can be started", "ulimit -u 4096, or a higher limit of the container"
         )
-    if found := NO_ADDRESS.search(text):
-        what = f"there is no network interface {found[1]} with an address"
+    if match := NO_ADDRESS.search(text):
+        what = f"there is no network interface {match[1]} with an address"
         return _fault(what, "set GLOO_SOCKET_IFNAME to one that has, or unset it")
     if isinstance(error, socket.gaierror) or NO_HOST.search(text):
         what = text.strip().splitlines()[-1] if text.strip() else "its name is not known"
@@ -150,10 +144,10 @@ def of_environment(error: BaseException) -> BadEnvironment | None:
             "there is no room in /dev/shm for NCCL",
             "a larger /dev/shm (docker: --shm-size or --ipc=host)",
         )
-    if found := BAD_VALUE.search(text):
+    if match := BAD_VALUE.search(text):
         return _fault(
-            f"the environment variable {found[1]} has a value that torch cannot read",
-            f"unset {found[1]}",
+            f"the environment variable {match[1]} has a value that torch cannot read",
+            f"unset {match[1]}",
         )
     return None
 

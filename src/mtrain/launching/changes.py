@@ -11,7 +11,7 @@ from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 
 Differences = dict[str, tuple[object, object]]
-"""Key -> its value there, and here."""
+"""Key -> its value in the other configuration, and in this one."""
 PATHS = {
     "data": (
         "path",
@@ -25,7 +25,7 @@ PATHS = {
     "peft": ("init_from",),
     "checkpoint": ("init_from",),
 }
-"""Section -> its keys that name what a run reads."""
+"""Section -> its keys with paths of input files."""
 
 
 def anchored(run: RunConfig) -> RunConfig:
@@ -40,26 +40,31 @@ def anchored(run: RunConfig) -> RunConfig:
 
 
 def _absolute(path: Any) -> Any:
-    """Return a path, or each of several; what an object store has is named in full."""
+    """Return a path, or each of several, as absolute; URLs of object stores stay."""
     if isinstance(path, tuple):
         return tuple(_absolute(one) for one in path)
     return path if path is None or "://" in path else os.path.abspath(Path(path).expanduser())
 
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:
-    """Return keys whose values differ, of the given effects (default: those that change the weights
-    that come out).
+    """Return keys of the given effects whose values differ.
+
+    The default is every effect that changes the resulting weights.
     """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
-    mine = anchored(run).recorded().flat()
-    theirs = anchored(other).recorded().flat()
-    keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
-    return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}
+    left_values = anchored(run).recorded().flat()
+    right_values = anchored(other).recorded().flat()
+    keys = [k for k in {**left_values, **right_values} if effect_of(k) in wanted]
+    return {
+        k: (right_values.get(k), left_values.get(k))
+        for k in keys
+        if right_values.get(k) != left_values.get(k)
+    }
 
 
 def without_adapters(differences: Differences, other: RunConfig) -> Differences:
-    """Differences that count where adapters begin over the weights of `other`, which
-    may have none.
+    """Return the differences that matter where adapters start on the weights of `other`, which may
+    have no adapters.
     """
     return {
         key: pair

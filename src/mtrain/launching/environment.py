@@ -1,9 +1,9 @@
 """The environment of a rank: every variable that a run needs or profits from, with its value and
 the reason.
 
-Libraries read many of them only once, when they are imported or make their first context. The
+Libraries read many variables only once, when they are imported or create their first context. The
 launcher therefore sets them before the interpreter of a rank starts, and the rank verifies them. A
-value that the user set wins and is reported; `verify` names those with which the run would be
+value that the user set wins and is reported; `verify` names the values with which the run would be
 wrong.
 """
 
@@ -35,20 +35,19 @@ NETWORK = (
     "panfs",
     "fuse.juicefs",
 )
-"""Filesystems on which a cache of many small files is slow, and shared by machines that differ."""
+"""Filesystems on which a cache of many small files is slow, and which different machines share."""
 DATA_CENTER_BLACKWELL = 100
-"""The compute capability from which a device itself keeps the kernels of several queues in order.
-"""
+"""The compute capability from which the device itself orders the kernels of several queues."""
 RECORDED = 2000
 """The number of collectives that the flight recorder holds, at some hundred bytes each."""
 MONITOR_SLACK_S = 120
-"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may write
-for another one.
+"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may then
+write its records for another minute.
 """
 LEAST_MONITOR_S = 480
-"""torch's own timeout of its heartbeat."""
+"""torch's default timeout of its heartbeat."""
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
-"""Values of NCCL_ALGO whose sums have the same order every time."""
+"""Values of NCCL_ALGO whose sums always have the same order."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,13 @@ class Setting:
     value: str
     reason: str
     by_user: bool = False
-    """True where the variable was set already; `value` is then its value."""
+    """Whether the variable was set already; `value` is then its value."""
     allowed: tuple[str, ...] = ()
     """The values that the run accepts; empty: any."""
 
     @property
     def is_right(self) -> bool:
-        """Return true where the run accepts this value."""
+        """Return whether the run accepts this value."""
         return not self.allowed or self.value in self.allowed
 
     @property
@@ -75,18 +74,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Place:
-    """The facts beside its run that the environment of a rank depends on."""
+    """The facts, other than its run, that the environment of a rank depends on."""
 
     ranks_here: int = 1
     """Ranks on this machine."""
     cores: int = field(default_factory=cpu_cores)
     """Cores that these ranks share."""
-    alone: bool = True
-    """True where all ranks of the run are on this machine."""
+    on_one_machine: bool = True
+    """Whether all ranks of the run are on this machine."""
     home_filesystem: str = ""
-    """The type of the filesystem that holds the home folder, as /proc/mounts names it; empty: not
-    known.
-    """
+    """The type of the home folder's filesystem, as /proc/mounts names it; empty if unknown."""
     scratch: Path = field(
         default_factory=lambda: Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
     )
@@ -95,10 +92,17 @@ class Place:
     """The folder in which failed ranks leave their records."""
 
     @classmethod
-    def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
+    def here(
+        cls, ranks_here: int, *, on_one_machine: bool = True, errors: Path | None = None
+    ) -> Place:
         """Return the place of ranks on this machine."""
         home = Path(os.path.expanduser("~"))  # Path.home raises for a user without a home
-        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(home), errors=errors)
+        return cls(
+            ranks_here,
+            on_one_machine=on_one_machine,
+            home_filesystem=filesystem_of(home),
+            errors=errors,
+        )
 
 
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
@@ -112,11 +116,11 @@ def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[
     }
     settings = {}
     for name, (value, reason, allowed) in wanted.items():
-        found = next((alias for alias in (name, *_ALIASES.get(name, ())) if alias in given), None)
-        if found is None:
+        spelling = next((a for a in (name, *_ALIASES.get(name, ())) if a in given), None)
+        if spelling is None:
             settings[name] = Setting(value, reason, allowed=allowed)
         else:
-            settings[found] = Setting(given[found], reason, by_user=True, allowed=allowed)
+            settings[spelling] = Setting(given[spelling], reason, by_user=True, allowed=allowed)
     return settings
 
 
@@ -127,9 +131,7 @@ def apply(settings: Mapping[str, Setting], environ: MutableMapping[str, str]) ->
 
 
 def conflicts(settings: Mapping[str, Setting]) -> list[str]:
-    """Return, for each variable with which the user would make the run another, what is wrong and
-    what to do.
-    """
+    """Return a problem, with its fix, for each variable whose value would change the run."""
     wrong = ((name, setting) for name, setting in settings.items() if not setting.is_right)
     return [
         f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it"
@@ -138,9 +140,7 @@ def conflicts(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the environment of a rank that has started: conflicts, and missing
-    variables.
-    """
+    """Return the problems of a started rank's environment: conflicts, and missing variables."""
     settings = environment(run, place, environ)
     missing = (
         (name, setting)
@@ -169,13 +169,13 @@ def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Return the type of the filesystem that holds `path`; empty where the system does not say."""
+    """Return the type of the filesystem that holds `path`; empty if unknown."""
     try:
         rows = [line.split(" ") for line in mounts.read_text(errors="replace").splitlines()]
     except OSError:
         return ""
     inside = [row for row in rows if len(row) > 2 and path.is_relative_to(_unescaped(row[1]))]
-    # the last mount at a place counts
+    # max() keeps the first of equal lengths
     return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
@@ -184,14 +184,12 @@ _ALIASES = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
 }
-"""Other names of a variable. One that the user sets counts as the variable."""
+"""Other names of a variable. Setting one of them sets the variable."""
 Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
 def _wanted(run: RunConfig, place: Place) -> Wanted:
-    """Yield the name, the value, the reason and the accepted values (empty: any) of
-    each variable.
-    """
+    """Yield name, value, reason and accepted values (empty: any) of each variable."""
     device = facts_of(run.cluster.device)
     threads = str(max(1, place.cores // max(1, place.ranks_here)))
     share = (
@@ -206,7 +204,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
         "torch would print a C++ stack whenever another rank ends",
         (),
     )
-    if device.on_host and place.alone:
+    if device.on_host and place.on_one_machine:
         yield "GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine", ()
     if device.triton and place.home_filesystem in NETWORK:
         reason = (
@@ -291,7 +289,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
     reason = (
-        "the pipes, up to the rank, by which torch is told in a stall to write the flight recorder"
+        "the pipes, up to the rank, on which mtrain requests torch's flight recorder in a stall"
     )
     yield "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", pipe, reason, ()
     seconds = max(LEAST_MONITOR_S, math.ceil(run.trainer.timeout_s) + MONITOR_SLACK_S)
@@ -303,7 +301,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of /proc/mounts with its blanks, which stand there as octal numbers."""
+    """Return a path of /proc/mounts with its blanks, which that file writes as octal numbers."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, letter)
     return text

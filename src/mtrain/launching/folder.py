@@ -1,6 +1,4 @@
-"""The run folder: its owner, the files written before the first rank starts, and the checkpoint to
-resume.
-"""
+"""The run folder: its owner, the files before the first rank, the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -47,54 +45,45 @@ PREAMBLE = (
     METRICS,
 )
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
-"""Packages whose versions are recorded, beside megatron-core, whose version is that of the module
-that is loaded.
-"""
+"""Packages whose versions are recorded. megatron-core's is that of the loaded module."""
 RESTART_S = 20.0
-"""Seconds that a restarted run waits for the processes of the start before it to end."""
+"""Seconds that a restarted run waits for the processes of its previous start to end."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The folder that a run will write and the checkpoint that it goes on from; nothing is on disk
-    yet.
-    """
+    """The folder that a run will write, and the checkpoint that it resumes."""
 
     folder: Path
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
     """Keys that differ from the checkpoint's configuration, for the record."""
     new: bool = True
-    """False where the folder is that of an earlier run, which goes on."""
+    """Whether the folder is new; False: an earlier run made it, and this run continues it."""
     notes: tuple[str, ...] = ()
     """Remarks on the choice, for the user."""
     weights: Path | None = None
-    """The checkpoint, or Hugging Face folder, from which a new run takes its weights and nothing
-    else.
-    """
+    """The checkpoint, or Hugging Face folder, from which a new run takes only its weights."""
 
 
 def resume_of(run: RunConfig, launch: str | None) -> str | None:
-    """Return the `checkpoint.resume` that applies to a run: null means auto where a `launch` may
-    restart the run.
-    """
+    """Return the `checkpoint.resume` of a run: null means auto if `launch` may restart it."""
     if run.checkpoint.resume is None and launch is not None:
         return resume.AUTO
     return run.checkpoint.resume
 
 
 def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
-    """Decide the run folder, and what to resume from.
+    """Decide the run folder and the checkpoint to resume.
 
     `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a
-    failure; None: there is no such launcher. A run does not go on in a named folder that another
-    launch has begun, unless `checkpoint.resume=auto` asks for it.
+    failure; None: there is no such launcher. A run does not continue in a named folder that another
+    launch has begun, unless `checkpoint.resume=auto` requests it.
 
     Raises:
-        ConfigError: the folder is taken, there is nothing to resume from, or it was made by a
-            configuration that this one cannot continue.
-        CorruptData: what was named is a checkpoint that was never committed, or whose `run.yaml`
-            was altered.
+        ConfigError: the folder is taken, there is nothing to resume, or this configuration cannot
+            continue that of the folder.
+        CorruptData: the named checkpoint was never committed, or its `run.yaml` was altered.
         BadEnvironment: a folder may not be read.
     """
     try:
@@ -109,23 +98,23 @@ def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
 def _plan(run: RunConfig, launch: str | None) -> Plan:
     how = resume_of(run, launch)
     notes: list[str] = []
-    found: Path | None = None
+    earlier: Path | None = None
     checkpoint: Path | None = None
     if how == resume.AUTO:
-        found = resume.same_start(run, launch, _begun)
-        checkpoint = resume.newest(found, notes) if found is not None else None
+        earlier = resume.same_start(run, launch, _begun)
+        checkpoint = resume.newest(earlier, notes) if earlier is not None else None
     elif how == "latest":
-        found, checkpoint = resume.latest(run, notes)
+        earlier, checkpoint = resume.latest(run, notes)
     elif how is not None:
-        found, checkpoint = resume.named(run, notes)
-    home = found or _new_folder(run, launch)
+        earlier, checkpoint = resume.named(run, notes)
+    home = earlier or _new_folder(run, launch)
     refuse_links(home)
-    if found is None and checkpoint is None:
+    if earlier is None and checkpoint is None:
         return Plan(home, weights=resume.weights_of(run))
     try:
         changes = resume.changes_since(run, home, checkpoint)
     except ConfigError:
-        if checkpoint is not None:  # what is refused may not be what was written
+        if checkpoint is not None:  # a damaged run.yaml is the more likely reason
             ckpt_folder.read_manifest(checkpoint, verify=False)
         raise
     branches = checkpoint is not None and checkpoint.parent.parent != home
@@ -137,10 +126,10 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
 def opened(
     run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None = None
 ) -> Iterator[Plan]:
-    """Make the run folder and own it until the end: no second run may write to it.
+    """Make the run folder and own it until the end, so that no second run writes to it.
 
-    Yields the plan as it is once the folder is owned. Checkpoints later than the one that the run
-    goes on from are set aside. `launch` is recorded; see `plan`.
+    Yields the plan as it is once the folder is owned. Checkpoints later than the resumed one are
+    set aside. `launch` is recorded; see `plan`.
 
     Raises:
         ConfigError: another process owns it, or made it in the meantime.
@@ -167,7 +156,7 @@ def opened(
             _check_checkpoints(chosen.folder / CHECKPOINTS)
             ckpt_folder.sweep(chosen.folder / CHECKPOINTS)
         if not chosen.new:
-            # what was the newest may have changed before the folder was owned
+            # the newest checkpoint may have changed before this process owned the folder
             chosen = plan(run, launch=launch)
         with _writing(chosen.folder):
             _set_aside(chosen)
@@ -196,11 +185,10 @@ def _check_checkpoints(root: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a run folder that is a symbolic link or holds one: what is written would land
-    elsewhere.
+    """Refuse a run folder that is or holds a symbolic link: a run would write into another folder.
 
     Raises:
-        ConfigError: with the link.
+        ConfigError: names the link.
     """
     entries = [folder, *(folder.iterdir() if folder.is_dir() else ())]
     link = next((entry for entry in entries if entry.is_symlink()), None)
@@ -229,7 +217,7 @@ class _Held:
 
 
 def _claim(folder: Path, patience_s: float) -> _Held | str:
-    """Own a folder, or return in words which process owns it, after waiting `patience_s` for that
+    """Own a folder, or return in words which process owns it after waiting `patience_s` for that
     process to end.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,8 +249,8 @@ def _owner(folder: Path) -> str:
 
 
 def _begun(folder: Path) -> bool:
-    """Return whether a run made a step or saved anything in a folder; one that failed before may be
-    used again.
+    """Return whether a run made a step or saved a file in a folder; a run that failed earlier may
+    be repeated there.
     """
     if not folder.exists():
         return False
@@ -274,9 +262,7 @@ def _begun(folder: Path) -> bool:
 
 
 def _set_aside(chosen: Plan) -> None:
-    """Take checkpoints behind the chosen one out of the way: the run takes another course from
-    there.
-    """
+    """Rename checkpoints later than the resumed one: the run takes another course from there."""
     if chosen.checkpoint is None:
         return
     for later in ckpt_folder.committed(chosen.folder / CHECKPOINTS):
@@ -310,21 +296,19 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None)
     }
     (folder / ENVIRONMENT).write_text(strict_json.dumps(facts, indent=1))
     (folder / PLAN).write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
-    # of the processes before, whose layout may have been another
+    # the peaks of an earlier start, whose layout may differ
     (folder / PEAKS).unlink(missing_ok=True)
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Keep a file that is about to be replaced under another name."""
+    """Keep a file under another name before it is replaced."""
     if not durable.linked(file, name):
         shutil.copyfile(file, name)
         durable.sync(name)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that a run is made of; None for a package without
-    metadata.
-    """
+    """Return the versions of the packages of a run; None for a package without metadata."""
     return {name: version_of(name) for name in PACKAGES} | {"megatron-core": engine.version()}
 
 

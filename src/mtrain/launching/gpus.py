@@ -1,6 +1,4 @@
-"""Shortages of the GPUs of this machine for a run, from what their driver says before anything is
-started.
-"""
+"""Shortages of this machine's GPUs for a run, as their driver reports them."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from mtrain.plan.fits import over
 
 @dataclass(frozen=True)
 class Shortage:
-    """Something that a run needs and this machine does not have, or a warning about it."""
+    """A resource that a run needs and this machine lacks, or a warning about one."""
 
     text: str
     fix: str = ""
@@ -32,17 +30,16 @@ class Shortage:
     warning: bool = False
 
     def lines(self) -> list[str]:
-        """Return the shortage as an item of a list, with what to do below it."""
+        """Return the shortage as an item of a list, with its fix on the next line."""
         head = f"[{self.code}] {self.text}" if self.code else self.text
         return [f"  - {head}", *([f"      fix: {self.fix}"] if self.fix else [])]
 
 
 def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield everything that is wrong with the GPUs for a run that starts `here` ranks on this
-    machine.
+    """Yield every problem of the GPUs for a run that starts `here` ranks on this machine.
 
-    `siblings`: a launcher started other ranks beside this process, which may use their GPUs
-        already.
+    `siblings`: a launcher has started other ranks next to this process, which may already use their
+    GPUs.
     """
     if not facts_of(run.cluster.device).counted:
         return
@@ -71,9 +68,7 @@ def number(machine: Machine) -> str:
 
 
 def described(run: RunConfig, machine: Machine) -> str:
-    """Return a line about the GPUs that `cluster=local` found and the source of its figures; empty:
-    it found none.
-    """
+    """Return a line about the GPUs that `cluster=local` found; empty if it found none."""
     seen = machine.nvidia
     if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
         return ""
@@ -89,13 +84,13 @@ def described(run: RunConfig, machine: Machine) -> str:
             f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time;"
             " show those of one kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
         )
-    found = known(seen.kind.name)
+    sheet = known(seen.kind.name)
     head = (
         f"this machine: {seen.count} x {seen.kind.name},"
         f" {units.bytes_(seen.kind.memory_bytes)}{_driver(seen)}"
     )
-    if found is not None:
-        return f"{head}; peaks and rates of {found.source}"
+    if sheet is not None:
+        return f"{head}; peaks and rates of {sheet.source}"
     return (
         f"{head}; no file of conf/cluster has this name, so there is no MFU and no planned time:"
         " write mine/cluster/box.yaml as conf/cluster/h100.yaml is, with the figures of its data"
@@ -113,7 +108,7 @@ def _driver(seen: Seen) -> str:
 def _fewer(run: RunConfig, machine: Machine) -> str:
     ranks = f"{machine.gpus} rank{'' if machine.gpus == 1 else 's'}"
     fits = f"a layout of {ranks}, more machines" if machine.gpus else "a machine with GPUs"
-    # the user wrote one of the two
+    # each spelling works where the user wrote its key
     cpu = "cluster.device=cpu" if run.cluster.name == LOCAL else "cluster=cpu"
     return f"{fits}, or {cpu} for the cores of this one"
 
@@ -143,9 +138,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank
-    fits beside it.
-    """
+    """Yield a shortage, or a warning, for each GPU whose memory other processes hold."""
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
@@ -179,7 +172,7 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
 
 
 def _held(processes: Sequence[int]) -> str:
-    """Return in words which process computes on a GPU, and how many more do; empty: none does."""
+    """Return in words which process computes on a GPU, and how many more do; empty: no process."""
     if not processes:
         return ""
     first = f", and process {processes[0]}{_command(processes[0])}"
@@ -198,7 +191,7 @@ def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
             f" {', '.join(others)}"
         )
         yield Shortage(
-            f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True
+            f"{text}: plan and MFU are for other GPUs", "cluster=local", "MT056", warning=True
         )
 
 
@@ -207,9 +200,7 @@ def _named(gpu: Gpu) -> str:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Return whether a process has the same parent as this one, as the ranks of one
-    launcher have.
-    """
+    """Return whether a process has the same parent as this one, as ranks of one launcher have."""
     return _field(pid, "PPid") in (str(os.getppid()), str(os.getpid())) or pid == os.getpid()
 
 
@@ -219,7 +210,7 @@ def _command(pid: int) -> str:
 
 
 def _field(pid: int, name: str) -> str:
-    """Return a field of /proc/PID/status; empty where there is none."""
+    """Return a field of /proc/PID/status; empty if it is missing."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""The work of a rank, by name: a rank that was forked and one that was executed do the same."""
+"""The jobs of a rank, by name: forked and executed ranks run the same function."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from mtrain.world.rank_env import End
 
 @dataclass(frozen=True)
 class Job:
-    """The work of the ranks of a run, as values that JSON can hold."""
+    """The job of the ranks of a run, as values that JSON can hold."""
 
     name: str
     """A key of `JOBS`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def perform(self, run: RunConfig, home: Path, end: End) -> None:
-        """Do the work on this rank; `home` is the folder of the run, and `end` ends a process that
-        hangs.
-        """
+        """Do the job in the run's folder `home`; `end` ends a process that hangs."""
         JOBS[self.name](run, home, end, **self.arguments)
 
 
 def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
-    """Return the job that trains from a checkpoint, from the weights of one, or from the start."""
+    """Return the job that trains from a checkpoint, from its weights, or from the start."""
     places = {"checkpoint": _text(checkpoint), "weights": _text(weights)}
     return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
-    """Return the job that trains a small run and leaves what `prove` compares; see
+    """Return the job that trains a small run and writes the files that `prove` compares; see
     `train.verify.prove.observe`.
     """
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
@@ -48,13 +46,13 @@ def generate_job(checkpoint: Path, tokenizer: Path, request: Request) -> Job:
 
 
 def evaluate_job(checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> Job:
-    """Return the job that prints how well a checkpoint predicts a validation split."""
+    """Return the job that prints the losses of a checkpoint on a validation split."""
     places = {"checkpoint": str(checkpoint), "tokenizer": _text(tokenizer)}
     return Job("evaluate", {**places, "limit": limit, "as_json": as_json})
 
 
 def answer_job(checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool) -> Job:
-    """Return the job that prints the results of a checkpoint in tasks."""
+    """Return the job that prints the results of a checkpoint on tasks."""
     places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
     return Job("answer", {**places, "questions": asdict(questions), "as_json": as_json})
 
@@ -65,7 +63,7 @@ def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
 
 
 MASKS = Job("observe_masks")
-"""The job that trains one step and leaves what `verify.dropout_compare.wrong_masks` reads."""
+"""The job that trains one step and writes what `dropout_compare.wrong_masks` reads."""
 
 
 def _train(
@@ -112,8 +110,10 @@ def _generate(
     from mtrain.train.generate.write import write
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
-    asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
-    write(run, Path(checkpoint), Path(tokenizer), asked)
+    sampling = Sampling(**request["sampling"])
+    values = {**request, **texts, "sampling": sampling}
+    rebuilt = Request(**values)
+    write(run, Path(checkpoint), Path(tokenizer), rebuilt)
 
 
 def _evaluate(
@@ -143,8 +143,9 @@ def _answer(
     enter(run, end)
     from mtrain.train.generate import harness
 
-    asked = Questions(**{**questions, "tasks": tuple(questions["tasks"])})
-    harness.answer(run, Path(checkpoint), Path(tokenizer), asked, as_json)
+    values = {**questions, "tasks": tuple(questions["tasks"])}
+    rebuilt = Questions(**values)
+    harness.answer(run, Path(checkpoint), Path(tokenizer), rebuilt, as_json)
 
 
 def _logits(
@@ -173,6 +174,6 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
 }
-"""Name -> the work of a rank, given the run, its folder, the function that ends the process, and
-the arguments.
+"""Name -> the function that a rank runs, called with the run, its folder, the function that ends
+the process, and the arguments.
 """

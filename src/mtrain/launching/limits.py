@@ -1,6 +1,4 @@
-"""Faults of the environment that a rank would meet in the middle of C++, found before any rank
-starts.
-"""
+"""Faults of the environment that would end a rank deep inside C++, found before any rank starts."""
 
 from __future__ import annotations
 
@@ -15,17 +13,11 @@ from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
 FILES_PER_RANK = 100
-"""Descriptors that a rank needs beside one for each peer: data, the log, the store, the files of a
-checkpoint.
-"""
+"""Descriptors that a rank needs for data, log, store and checkpoints, without its peers."""
 THREADS_PER_RANK = 32
-"""The least number of threads of a rank: those of torch, of each process group, of the watchdog and
-of the data.
-"""
+"""The least number of threads of a rank: torch, process groups, watchdog and data."""
 ADDRESSES_PER_RANK = 2 << 30
-"""Bytes of address space that the import of torch and megatron-core takes; most of them are never
-touched.
-"""
+"""Bytes of address space that importing torch and megatron-core reserves."""
 TRUE = ("1", "y", "yes", "t", "true")
 FALSE = ("0", "n", "no", "f", "false")
 
@@ -52,7 +44,8 @@ class Limits:
 
 
 def raise_files(world: int) -> None:
-    """Let this rank of a world open the files that it needs, as far as its hard limit allows.
+    """Raise this process's limit of open files for a rank of a `world`, as far as the hard limit
+    allows.
 
     The usual soft limit of 1,024 is too low for a rank that has connections to a thousand others.
     """
@@ -73,15 +66,15 @@ def faults(
     interfaces: Path = INTERFACES,
 ) -> list[str]:
     """Return each fault of the environment of `ranks` ranks on this machine, of `world` in all,
-    with what to do.
+    with its fix.
 
-    Ranks `on_host` talk over gloo, others over NCCL. Only faults that would end a run are named.
+    Ranks `on_host` use gloo, others NCCL. Only faults that would end a run are named.
     """
-    found = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
+    problems = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
     names = sorted(entry.name for entry in interfaces.iterdir()) if interfaces.is_dir() else []
     if names:
-        found += _interfaces(environ, names, on_host)
-    return [*found, *_limits(limits, ranks, world or ranks)]
+        problems += _interfaces(environ, names, on_host)
+    return [*problems, *_limits(limits, ranks, world or ranks)]
 
 
 def _variables(
@@ -94,19 +87,19 @@ def _variables(
 
 
 def _interfaces(environ: Mapping[str, str], here: list[str], on_host: bool) -> Iterator[str]:
-    there = f"this machine has {', '.join(here)}"
+    present = f"this machine has {', '.join(here)}"
     if on_host:
         for name in filter(None, environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
             if name not in here:
                 yield (
-                    f"GLOO_SOCKET_IFNAME names the interface {name!r}; {there}: set it to one of"
+                    f"GLOO_SOCKET_IFNAME names the interface {name!r}; {present}: set it to one of"
                     " them, or unset it"
                 )
         return
     text = environ.get("NCCL_SOCKET_IFNAME", "")
     if text and not any(_nccl_takes(text, name) for name in here):
         yield (
-            f"NCCL_SOCKET_IFNAME={text!r} leaves no interface; {there}: name prefixes of theirs,"
+            f"NCCL_SOCKET_IFNAME={text!r} leaves no interface; {present}: name prefixes of theirs,"
             " =NAME for exactly one, ^PREFIX for all but those, or unset it"
         )
 
@@ -114,8 +107,8 @@ def _interfaces(environ: Mapping[str, str], here: list[str], on_host: bool) -> I
 def _nccl_takes(text: str, interface: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME admits an interface.
 
-    It lists prefixes with commas between them; `=` makes them whole names, and `^` excludes those
-    that it lists.
+    It lists prefixes separated by commas; `=` makes them whole names, and `^` excludes the listed
+    ones.
     """
     inverted = text.startswith("^")
     exact = text.lstrip("^").startswith("=")
@@ -167,7 +160,7 @@ def _truth(text: str) -> str:
     return "" if text.lower() in (*TRUE, *FALSE) else "it is 1 or 0; unset it or correct it"
 
 
-def _insisted(text: str) -> str:
+def _must_be_one(text: str) -> str:
     if text == "1":
         return ""
     return "megatron-core refuses anything but 1; unset it, and choose with kernels.attention"
@@ -181,11 +174,11 @@ _CHECKS: dict[str, Callable[[str], str]] = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": _number(0),
     "TORCH_FR_CPP_STACK": _truth,
     "TORCH_NCCL_TRACE_CPP_STACK": _truth,
-    "NVTE_FLASH_ATTN": _insisted,
-    "NVTE_FUSED_ATTN": _insisted,
+    "NVTE_FLASH_ATTN": _must_be_one,
+    "NVTE_FUSED_ATTN": _must_be_one,
 }
-"""Variable -> a function that returns what is wrong with a value on which torch, gloo or
-megatron-core end a run.
+"""Variable -> a function that returns the problem of a value with which torch, gloo or
+megatron-core would end a run.
 """
 _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_BLOCKING_WAIT",
@@ -208,5 +201,5 @@ _CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
 """The same for variables that only torch's NCCL process groups read."""
 
 
-def _limit(said: int) -> int | None:
-    return None if said == resource.RLIM_INFINITY else said
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value

@@ -1,8 +1,8 @@
 """Runs on this machine: each verb that needs ranks starts them here, in the environment that
 torchrun would set.
 
-Where the device allows it, this process imports torch and megatron-core once, which takes seconds,
-and ranks are forked from it. On other devices this process imports neither, and each rank is
+If the device allows it, this process imports torch and megatron-core once, which takes seconds, and
+the ranks are forked from it. On other devices this process imports neither, and each rank is
 executed.
 """
 
@@ -19,7 +19,7 @@ from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.launching import environment, folder, jobs, matmul
-from mtrain.launching.beside import Beside
+from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
 from mtrain.launching.signals import scratch_folder
@@ -28,7 +28,7 @@ from mtrain.train.generate.request import Questions, Request
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
 
-ADVICE = "go on with checkpoint.resume=latest"
+ADVICE = "resume with checkpoint.resume=latest"
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Source:
 
 
 def launch(run: RunConfig, argv: list[str]) -> Path:
-    """Train `run` in local processes; returns the run folder.
+    """Train `run` in local processes; return the run folder.
 
     `preflight.check` has found no shortage.
 
     Raises:
         ConfigError, BadEnvironment, CorruptData: before any rank is started.
-        MtrainError: what the first failing rank ended with.
+        MtrainError: the error of the first failing rank.
     """
     launch = launchers.identity(os.environ)
     chosen = folder.plan(run, launch=launchers.restarted(os.environ))
     say(run, "starting: data, torch, megatron-core")
-    prepared = Beside("prepare", run, checkpoint=_text(chosen.checkpoint))
+    prepared = ChildProcess("prepare", run, checkpoint=_text(chosen.checkpoint))
     try:
         warm(run)
     except BaseException:
@@ -65,7 +65,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         say(run, f"run folder: {owned.folder}")
         if owned.weights is not None and not is_checkpoint(owned.weights):
             say(run, f"importing the weights of {owned.weights}")
-            Beside("import", run, source=str(owned.weights), home=str(owned.folder)).result()
+            ChildProcess("import", run, source=str(owned.weights), home=str(owned.folder)).result()
             owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
         job = jobs.train_job(run, owned.checkpoint, owned.weights)
         run_ranks(
@@ -82,7 +82,7 @@ def observe(
     resumed: bool = False,
     traced: bool = False,
 ) -> None:
-    """Train a small run in local processes and leave in `home` what `verify.prove.compare` reads.
+    """Train a small run in local processes and write to `home` what `verify.prove` compares.
 
     `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
     with what passes each module; see `train.verify.prove.observe`.
@@ -91,9 +91,7 @@ def observe(
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
-    """Train one step in local processes and leave in `home` what
-    `train.dropped.wrong_masks` reads.
-    """
+    """Train one step and write the files that `train.dropped.wrong_masks` reads to `home`."""
     _run(run, home, jobs.MASKS)
 
 
@@ -105,39 +103,37 @@ def generate(run: RunConfig, source: Source, request: Request) -> None:
 def evaluate(
     run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
 ) -> None:
-    """Print how well a checkpoint predicts the validation split of `run`'s data, in local processes
-    of its layout.
-    """
-    Beside("validation", run, tokenizer=_text(tokenizer)).result()
+    """Print the losses of a checkpoint on a validation split, in local processes."""
+    ChildProcess("validation", run, tokenizer=_text(tokenizer)).result()
     _in_scratch(run, jobs.evaluate_job(checkpoint, tokenizer, limit, as_json))
 
 
 def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
-    """Print the results of a checkpoint in tasks of lm-evaluation-harness, in local processes of
+    """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes of
     `run`'s layout.
     """
     _in_scratch(run, jobs.answer_job(source.checkpoint, source.tokenizer, questions, as_json))
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
-    """Write what `train.run.logits` computes to `out`; `run` has one rank."""
+    """Write the result of `train.run.logits` to `out`; `run` has one rank."""
     warm(run)
     with scratch_folder() as scratch:
         run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))
 
 
 def say(run: RunConfig, text: str) -> None:
-    """Print a line, unless the run is to be silent or nobody reads any more."""
+    """Print a line, unless the run is silent or standard output is closed."""
     if run.log.progress != "none":
         with suppress(OSError):
             say_page(text)
 
 
 def import_for(run: RunConfig) -> None:
-    """Import what every run on `run`'s device needs, before several of them are forked from this
-    process.
+    """Import everything that runs on `run`'s device need, before several of them are forked from
+    this process.
 
-    The environment stays as it was: how many threads a run takes is its own.
+    The environment stays unchanged, because each run sets its own number of threads.
     """
     before = dict(os.environ)
     warm(run)
@@ -146,9 +142,7 @@ def import_for(run: RunConfig) -> None:
 
 
 def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
-    """Return the environment of each rank of a local run in `home`, without the variables of its
-    place.
-    """
+    """Return the environment that all ranks of a local run in `home` share."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     place = Place.here(run.parallel.ranks or 1, errors=errors)
@@ -157,9 +151,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
 
 
 def warm(run: RunConfig) -> None:
-    """Import everything a rank needs where ranks are forked from this process, and nothing where
-    they are not.
-    """
+    """Import everything that a rank needs, if ranks are forked from this process."""
     if not may_fork(run):
         return
     os.environ.update(environment_of(run))  # libraries read it when they are imported
@@ -171,9 +163,7 @@ def warm(run: RunConfig) -> None:
 
 
 def install_reader() -> None:
-    """Import what this process needs to read the files of ranks: for the CPU, whatever device the
-    ranks had.
-    """
+    """Import the CPU modules that read the files of ranks, whatever device the ranks used."""
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
@@ -195,9 +185,9 @@ def _in_scratch(run: RunConfig, job: Job) -> None:
 def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
     """Return `run` with the library of its products.
 
-    A child process measures it, for tensor work starts threads.
+    A child process measures it, because tensor work starts threads.
     """
-    measured = None if matmul.is_known(run) else Beside("products", run).result()
+    measured = None if matmul.is_known(run) else ChildProcess("products", run).result()
     return matmul.chosen(run, checkpoint, measured)
 
 

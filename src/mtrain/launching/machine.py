@@ -1,8 +1,8 @@
-"""One process on each machine, as `srun --ntasks-per-node=1` starts it; it starts the ranks of its
-machine itself.
+"""The process of one machine, as `srun --ntasks-per-node=1` starts it, which starts the machine's
+ranks itself.
 
 The process of the first machine composes the configuration and serves the store of all ranks; the
-others learn from the store how many ranks to start.
+others read from the store how many ranks to start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 SHARE = "mtrain/share"
-"""The key of the number of ranks, or of the reason that there are none."""
+"""The key of the number of ranks, or of the reason why there are no ranks."""
 READ = "mtrain/share read"
 """The key of the number of machines that have read it."""
 FAREWELL_S = 5.0
@@ -40,15 +40,14 @@ FAREWELL_S = 5.0
 
 
 def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:
-    """Start the ranks of this machine and watch them to the end; returns the exit code of the first
+    """Start the ranks of this machine and watch them to the end; return the exit code of the first
     that failed.
 
     `compose`, given the number of machines, returns a configuration whose share this machine can
     run.
 
     Raises:
-        MtrainError: there is no configuration that can be run, or the first machine does not
-            answer.
+        MtrainError: no configuration can be run, or the first machine does not answer.
     """
     if place.rank:
         return _start(place, argv, None, _share(place), None)
@@ -70,10 +69,10 @@ def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]
 
 
 def _divide(run: RunConfig, machines: int) -> None:
-    """Refuse a number of ranks that does not divide by the number of machines.
+    """Refuse a number of ranks that the number of machines does not divide.
 
     Raises:
-        BadEnvironment: with both numbers.
+        BadEnvironment: names both numbers.
     """
     ranks = run.parallel.ranks or 1
     if ranks % machines:
@@ -87,7 +86,7 @@ def _divide(run: RunConfig, machines: int) -> None:
 def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) -> TCPStore:
     from torch.distributed import TCPStore
 
-    told = {
+    share = {
         "ranks": run.parallel.ranks or 1 if run is not None else 0,
         "failure": str(failure or ""),
     }
@@ -99,15 +98,15 @@ def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) 
             f" {str(error).splitlines()[0]}",
             "  fix: MASTER_PORT=PORT, one that is free, on every machine",
         ) from None
-    store.set(SHARE, strict_json.dumps(told))
+    store.set(SHARE, strict_json.dumps(share))
     return store
 
 
 def _share(place: Launched) -> int:
-    """Ask the first machine for the number of all ranks.
+    """Read the number of all ranks from the first machine.
 
     Raises:
-        BadEnvironment: it does not answer, or has no configuration that can be run.
+        BadEnvironment: the machine does not answer, or has no configuration to run.
     """
     from torch.distributed import TCPStore
 
@@ -119,7 +118,7 @@ def _share(place: Launched) -> int:
             socket.create_connection((place.host, place.port), timeout=1.0).close()
             store = TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)
             store.wait([SHARE], timedelta(seconds=patience_s))
-            told = json.loads(store.get(SHARE))
+            share = json.loads(store.get(SHARE))
             store.add(READ, 1)
             break
         except (OSError, RuntimeError) as error:
@@ -131,10 +130,10 @@ def _share(place: Launched) -> int:
             f" {patience_s:g} s: {why}",
             "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
         )
-    if told["failure"]:
-        text = f"the first machine has no configuration to run: {told['failure']}"
+    if share["failure"]:
+        text = f"the first machine has no configuration to run: {share['failure']}"
         raise BadEnvironment(*text.split("\n"))
-    ranks: int = told["ranks"]
+    ranks: int = share["ranks"]
     return ranks
 
 
@@ -165,7 +164,7 @@ def _start(
             supervisor.wait()
         except Preempted as stop:
             return stop.exit_code
-        except MtrainError:  # each rank has said for itself what is wrong
+        except MtrainError:  # each rank has printed its own error
             pass
     codes = [ended.code for ended in supervisor.ended if ended.code]
     del store  # it served the ranks to their end

@@ -1,6 +1,4 @@
-"""Which library makes the fp32 products of a CPU: measured once per machine, the same
-on all ranks.
-"""
+"""The library of a CPU's fp32 GEMMs, measured once per machine, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.installed import cache_folder, version_of
 from mtrain.config.schema.run import RunConfig
@@ -21,18 +19,18 @@ from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
 _MEASURED: dict[str, Any] = {}
-"""Results that this process or a child of it measured, whether or not the cache can be written."""
+"""Results that this process or a child of it measured, in addition to those of the cache."""
 
 
 def chosen(
     run: RunConfig, checkpoint: Path | None = None, measured: dict[str, Any] | None = None
 ) -> RunConfig:
-    """Return `run` with `kernels.cpu_matmul` filled in where it is null: from the checkpoint, else
+    """Return `run` with `kernels.cpu_matmul` filled in if it is null: from the checkpoint, or else
     the faster one.
 
-    A run goes on with the library that it began with, so that it ends bitwise where it would have
-    ended. `measured` is what `measure` returned in another process, for a launcher that must not
-    start threads. Where it is None and the cache has nothing, this process measures.
+    A resumed run keeps its library, so that it ends bitwise where it would have ended. `measured`
+    is the result of `measure` in another process, for a launcher that must not start threads. Where
+    it is missing, and the cache has no result, this process measures.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run
@@ -43,25 +41,23 @@ def chosen(
 
 
 def reason(run: RunConfig) -> str | None:
-    """Return why a run has its library; None where it has no fp32 products on a CPU."""
+    """Return why a run has its library; None if it makes no fp32 products on a CPU."""
     word = run.kernels.cpu_matmul
     if word in (None, "auto"):
         return None
-    found = _known().get(_here(run), {})
-    if found.get("library") != word:
+    result = _known().get(_here(run), {})
+    if result.get("library") != word:
         return "named, or taken from the checkpoint"
-    return (
-        f"measured on {processor()}: oneDNN's fp32 products have {found['onednn_over_blas']:.2f} of"
-        " the BLAS' rate"
-    )
+    ratio = result["onednn_over_blas"]
+    return f"measured on {processor()}: oneDNN's fp32 products have {ratio:.2f} of the BLAS' rate"
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
-    """Return `library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by
-    this process.
+    """Return `library` and `onednn_over_blas`, a ratio of rates, from the cache or measured by this
+    process.
 
-    The result is kept in the cache where that can be written. Measuring starts threads, so a
-    process that is to fork ranks leaves it to a child, and hands the result of that to `chosen`.
+    The result is written to the cache if possible. Measuring starts threads, so a process that will
+    fork ranks lets a child measure, and passes the child's result to `chosen`.
     """
     known = _known()
     key = _here(run)
@@ -80,7 +76,7 @@ def measure(run: RunConfig) -> dict[str, Any]:
 
 
 def is_known(run: RunConfig) -> bool:
-    """Return whether nothing has to be measured for `run`."""
+    """Return whether `run` needs no measurement."""
     return (
         run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()
     )
@@ -113,13 +109,13 @@ def _file() -> Path | None:
 
 
 def _known() -> dict[str, Any]:
-    """Return the results of this machine, measured by this process or before."""
+    """Return the results of this machine, measured by this process or earlier."""
     path = _file()
     try:
-        found = json.loads(path.read_text()) if path is not None else {}
+        cached = json.loads(path.read_text()) if path is not None else {}
     except (OSError, ValueError):
-        found = {}
-    kept = {k: v for k, v in found.items() if _is_entry(v)} if isinstance(found, dict) else {}
+        cached = {}
+    kept = {k: v for k, v in cached.items() if _is_entry(v)} if isinstance(cached, dict) else {}
     return kept | _MEASURED
 
 
@@ -130,7 +126,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _keep(known: dict[str, Any]) -> None:
-    """Write the results into the cache; where that is impossible, the next run measures again."""
+    """Write the results to the cache; where that is impossible, the next run measures again."""
     path = _file()
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Checks of this machine against a configuration, before anything is started."""
+"""Checks of this machine against a configuration, before any process is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mtrain.plan.memory import activation_bytes, bytes_here
 from mtrain.plan.shrink import shrink
 
 MOST_REHEARSED = 16
-"""Ranks that `rehearse` starts at most."""
+"""The most ranks that `rehearse` starts."""
 
 
 def check(
@@ -40,22 +40,22 @@ def check(
     *,
     ranks_here: int | None = None,
 ) -> None:
-    """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands
-    that do work.
+    """Compare the needs of a run with this machine; `argv` are the user's words, for the suggested
+    commands.
 
     Where the run can start, warnings and the kind of GPU that `cluster=local` found are printed on
-    stderr. `ranks_here` is how many ranks another launcher started on this machine; None: all are
-    to be started here.
+    stderr. `ranks_here` is how many ranks another launcher started on this machine; None: this
+    command starts them all.
 
     Raises:
-        BadEnvironment: every shortage at once, and which commands work here.
+        BadEnvironment: lists every shortage, and the commands that work here.
     """
     machine = machine or Machine.here()
-    found = shortages(run, machine, ranks_here)
-    if any(not shortage.warning for shortage in found):
+    lacking = shortages(run, machine, ranks_here)
+    if any(not shortage.warning for shortage in lacking):
         works = (f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv))
-        raise BadEnvironment(*_refusal(run, machine, found), "what works here:", *works)
-    for shortage in found:
+        raise BadEnvironment(*_refusal(run, machine, lacking), "what works here:", *works)
+    for shortage in lacking:
         warn(f"[{shortage.code}] {shortage.text}; fix: {shortage.fix}")
     if run.log.progress != "none" and (line := gpus.described(run, machine)):
         with suppress(OSError):
@@ -63,33 +63,33 @@ def check(
 
 
 def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -> list[Shortage]:
-    """Return what a run needs and this machine does not have, and warnings; see `check`."""
+    """Return the resources that a run needs and this machine lacks, and warnings; see `check`."""
     grid = RankGrid.of(run)
-    found: list[Shortage] = []
+    lacking: list[Shortage] = []
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
-        found.append(
+        lacking.append(
             Shortage("needs torch and megatron-core, which are not installed: pip install mtrain")
         )
     elif not engine.is_supported(engine.release() or (0, 0, 0)):
-        lies = engine.folder()
-        if lies:
-            there = f"not what is in {lies}"
+        present = engine.folder()
+        if present:
+            reason = f"not what is in {present}"
         else:
-            there = "and there is no module megatron.core: pip install mtrain"
-        found.append(Shortage(f"needs megatron-core {engine.supported_words()}, {there}"))
+            reason = "and there is no module megatron.core: pip install mtrain"
+        lacking.append(Shortage(f"needs megatron-core {engine.supported_words()}, {reason}"))
     if run.cluster.nodes > 1 and ranks_here is None:
-        found.append(
+        lacking.append(
             Shortage(
                 f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts"
                 " ranks on one: start it on each machine with torchrun"
             )
         )
-    found += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
+    lacking += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
     if facts_of(run.cluster.device).on_host:
-        found += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
-    found += map(Shortage, _disk_shortages(run))
-    return [*found, *map(Shortage, _faults(run, here or grid.world, grid.world))]
+        lacking += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
+    lacking += map(Shortage, _disk_shortages(run))
+    return [*lacking, *map(Shortage, _faults(run, here or grid.world, grid.world))]
 
 
 def _cpu_shortages(
@@ -112,11 +112,10 @@ def _cpu_shortages(
 
 
 def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str]:
-    """Return, as lines, what is wrong with the GPUs of this machine where it has too few; empty: it
-    has enough.
+    """Return, as lines, the shortage of GPUs on this machine; empty: it has enough.
 
     `run` may break the rules that count devices; its ranks, or the fewest that its layout needs,
-    are to start on so many `machines`.
+    are to start on this number of `machines`.
     """
     ranks = max(run.parallel.ranks or 1, smallest_world(run.parallel))
     here = -(-ranks // machines)
@@ -127,10 +126,10 @@ def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str
 
 
 def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
-    """Return what is wrong with the variables and limits of `ranks` ranks on this machine."""
+    """Return the problems of the variables and limits of `ranks` ranks on this machine."""
     on_host = facts_of(run.cluster.device).on_host
-    found = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
-    return found + conflicts(environment(run, Place(ranks), os.environ))
+    problems = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
+    return problems + conflicts(environment(run, Place(ranks), os.environ))
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:
@@ -142,7 +141,7 @@ def _disk_shortages(run: RunConfig) -> list[str]:
         place = next(p for p in (folder, *folder.parents) if p.is_dir())
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
-        return []  # whether the folder can be written is asked when it is made
+        return []  # the error of making the folder says more
     needed = parameters(run.model) * bytes_of(run.precision.format)
     if needed <= free:
         return []
@@ -152,14 +151,14 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     ]
 
 
-def _refusal(run: RunConfig, machine: Machine, found: Sequence[Shortage]) -> list[str]:
+def _refusal(run: RunConfig, machine: Machine, lacking: Sequence[Shortage]) -> list[str]:
     seen = (
         f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)}"
         " GPUs"
     )
     return [
         f"{run.model.name} with {RankGrid.of(run)} cannot run here:",
-        *(line for shortage in found for line in shortage.lines()),
+        *(line for shortage in lacking for line in shortage.lines()),
         f"this machine: {seen}",
     ]
 
@@ -168,17 +167,17 @@ def _working(
     run: RunConfig, machine: Machine, argv: Sequence[str]
 ) -> Iterator[tuple[list[str], str]]:
     """Yield the commands that this machine can run, as words, each with what it does."""
-    said = [shlex.join(argv)] if argv else []
-    yield [program(), "check", *said], "validate this configuration without running it"
-    yield [program(), "show", *said], "see every value and who set it"
+    words = [shlex.join(argv)] if argv else []
+    yield [program(), "check", *words], "validate this configuration without running it"
+    yield [program(), "show", *words], "see every value and who set it"
     if _runs(lambda: _rehearsed(run, machine), machine):
-        yield [program(), "rehearse", *said], "run this layout here, shrunk"
+        yield [program(), "rehearse", *words], "run this layout here, shrunk"
     if _runs(lambda: _default(machine), machine):
         yield [program()], "train a small model on this machine"
 
 
 def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
-    """Return whether a run can be made and preflight finds no shortage for it."""
+    """Return whether a run can be made, and preflight finds no shortage for it."""
     try:
         run = made()
         return not any(not shortage.warning for shortage in shortages(run, machine))
@@ -190,7 +189,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
     """Return the run that `rehearse` would make of a configuration.
 
     Raises:
-        ConfigError: nothing that keeps the rules is left of it.
+        ConfigError: no shrunk configuration keeps the rules.
     """
     dtype = "bf16" if run.precision.dtype == "bf16" else "fp32"
     small = shrink(
@@ -203,7 +202,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
 
 
 def _default(machine: Machine) -> RunConfig:
-    """Return the run of a command without words.
+    """Return the run of a command without overrides.
 
     Raises:
         ConfigError: it breaks a rule on this machine.

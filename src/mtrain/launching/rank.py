@@ -1,7 +1,6 @@
-"""One rank of a run folder, in an interpreter of its own: `python -m mtrain.launching.rank
-RUN_FOLDER`.
+"""One rank of a run folder, in its own interpreter: `python -m mtrain.launching.rank RUN_FOLDER`.
 
-The environment says which rank it is. The configuration is read from `run.yaml`, and nothing is
+The environment has the number of the rank. The configuration is read from `run.yaml`, and is not
 composed again.
 """
 
@@ -13,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching.environment import verify
 from mtrain.launching.start import PARENT, read_start
@@ -27,9 +26,9 @@ def perform(home: Path, errors: Path, rank: int) -> None:
     """Do the job of the start file in `home` on this rank.
 
     Raises:
-        BadEnvironment: there is no start file, `run.yaml` is not the one that it was written for,
-            or a variable that the run needs is not set.
-        MtrainError: what the job ends with.
+        BadEnvironment: the start file is missing, it is for another `run.yaml`, or a variable that
+            the run needs is not set.
+        MtrainError: the error of the job.
     """
     job, digest = read_start(home)
     run = read_run_file(home / RUN_FILE)
@@ -52,9 +51,7 @@ def perform(home: Path, errors: Path, rank: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Be the rank that the environment names, in the folder that `words` holds; ends
-    the process.
-    """
+    """Run the rank that the environment names, in the folder `words[0]`, and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher forwards a stop as SIGTERM
     parent = os.environ.pop(PARENT, "")
     if parent.isdigit():
@@ -65,9 +62,8 @@ def main(words: list[str]) -> None:
     errors = home / ERRORS
     code = run_rank(lambda: perform(home, errors, rank), errors, rank)
     record = errors / record_name(rank)
-    if (
-        code and not parent and record.is_file()
-    ):  # another launcher started this rank, and does not read the record
+    # A launcher other than mtrain's started this rank, and does not read the record.
+    if code and not parent and record.is_file():
         say_page(f"rank {rank}: {json.loads(record.read_text())['message']}", error=True)
     leave(code)
 

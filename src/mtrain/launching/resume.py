@@ -1,4 +1,4 @@
-"""The run folder and checkpoint that a run goes on from, and the differences that are allowed."""
+"""The run folder and checkpoint that a run resumes, and the differences that are allowed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.messages.keys import effect_of
 from mtrain.config.resolve.rates import LENGTH, goes_on_alike, new_curve
 from mtrain.config.schema.base import Effect
@@ -17,15 +17,15 @@ from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import differences_of, without_adapters
 
 AUTO = "auto"
-"""The value of `checkpoint.resume` that begins a run or goes on with it, whichever applies."""
+"""The value of `checkpoint.resume` that starts a run or resumes it, whichever applies."""
 
 
 def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
-    """Return the run folder that the same command began before; None: it began none, so a new one
-    is due.
+    """Return the run folder that the same command began earlier; None: it began no run, so a new
+    folder is due.
 
     With `log.name` it is the folder of that name, if the same launch began it or
-    `checkpoint.resume=auto` asks for it. Without, it is the newest run of the same launch and
+    `checkpoint.resume=auto` requests it. Without, it is the newest run of the same launch and
     configuration.
     """
     root = Path(run.log.runs_dir).expanduser()
@@ -42,27 +42,23 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
 
 
 def launch_of(folder: Path) -> str | None:
-    """Return the launch that started the run of a folder, from its env.json; None: a user did, or
-    it is not known.
-    """
+    """Return the launch that started a folder's run, from its env.json; None if unknown."""
     try:
-        found = json.loads((folder / ENVIRONMENT).read_text())["launch"]
+        launch = json.loads((folder / ENVIRONMENT).read_text())["launch"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return launch if isinstance(launch, str) else None
 
 
 def _is_same(run: RunConfig, folder: Path) -> bool:
     try:
         return _differs_nowhere(run, read_run_file(folder / RUN_FILE))
-    except ConfigError:  # of another version
+    except ConfigError:  # another version wrote it
         return False
 
 
 def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
-    """Return whether two runs compute the same; a library of products that nobody named is that of
-    `other`.
-    """
+    """Return whether two runs compute the same; an unset `cpu_matmul` is that of `other`."""
     if run.kernels.cpu_matmul in (None, "auto"):
         kernels = run.kernels.model_copy(update={"cpu_matmul": other.kernels.cpu_matmul})
         run = run.model_copy(update={"kernels": kernels})
@@ -70,9 +66,7 @@ def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
 
 
 def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
-    """Return the newest run of this configuration, else the newest whose checkpoints this model can
-    continue.
-    """
+    """Return the newest run of this configuration, or of this model, with its checkpoint."""
     root = Path(run.log.runs_dir).expanduser()
     names = (
         [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
@@ -134,9 +128,7 @@ def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
 
 
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """Return the newest committed checkpoint of a run; None: it stopped before the first, and
-    starts again.
-    """
+    """Return the newest committed checkpoint of a run; None if it stopped before the first."""
     root = folder / CHECKPOINTS
     saved = ckpt_folder.committed(root)
     broken = [
@@ -153,11 +145,11 @@ def newest(folder: Path, notes: list[str]) -> Path | None:
 
 
 def weights_of(run: RunConfig) -> Path | None:
-    """Return the source of a new run's weights: the newest checkpoint of the named folder, or a
-    Hugging Face folder.
+    """Return the source of a new run's weights: a folder's newest checkpoint, or a Hugging Face
+    folder.
 
     Raises:
-        ConfigError: it has no checkpoint, or its model is another one.
+        ConfigError: the folder has no checkpoint, or its model differs.
     """
     start = run.checkpoint.init_from
     path = Path(start).expanduser() if start is not None else None
@@ -165,40 +157,40 @@ def weights_of(run: RunConfig) -> Path | None:
         (path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST)
     )
     if run.peft.init_from is not None and (path is None or known):
-        raise _adapters_alone(run)
+        raise _adapters_without_model(run)
     if path is None or not known:
         return path
-    found = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
-    if found is None:
+    checkpoint = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
+    if checkpoint is None:
         rule = f"{path} has no checkpoint yet"
         fix = "wait until it has saved one, or name another run or checkpoint"
         raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, fix)])
-    other = read_run_file(found / RUN_FILE)
+    other = read_run_file(checkpoint / RUN_FILE)
     if other.peft.kind is not None and run.peft.kind is None:
-        raise _adapters_left_out(found, start)
+        raise _adapters_left_out(checkpoint, start)
     differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     if differences:
-        where = f"the weights in {found} are of another model: there it is"
+        where = f"the weights in {checkpoint} are of another model: there it is"
         raise ConfigError(
             Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
             for key, (old, new) in differences.items()
         )
-    return found
+    return checkpoint
 
 
-def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
+def _adapters_left_out(checkpoint: Path, start: str | None) -> ConfigError:
     rule = (
-        f"the weights in {found} have adapters, and peft.kind is null: what they have learned would"
-        " be lost"
+        f"the weights in {checkpoint} have adapters, and peft.kind is null: what they have"
+        " learned would be lost"
     )
     fix = (
-        f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR,"
-        " which is merged"
+        f"peft=lora, or {program()} convert export {checkpoint} HF_DIR and"
+        " checkpoint.init_from=HF_DIR, which is merged"
     )
     return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
 
 
-def _adapters_alone(run: RunConfig) -> ConfigError:
+def _adapters_without_model(run: RunConfig) -> ConfigError:
     rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
     fix = "checkpoint.init_from=HF_DIR"
     return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
@@ -210,7 +202,7 @@ def _nothing(given: str, what: str) -> ConfigError:
 
 
 def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
-    """Refuse what cannot be continued; return the other differences as `key: old -> new`."""
+    """Refuse differences that cannot be continued; return the others as `key: old -> new`."""
     source = (checkpoint or folder) / RUN_FILE
     if not source.is_file():
         return ()
@@ -245,11 +237,12 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
             rule = (
                 f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
             )
-            fix = f"checkpoint.accept_changes=true to go on with that curve, or {key}={old}"
+            fix = f"checkpoint.accept_changes=true to continue with that curve, or {key}={old}"
             problems.append(Problem("MT504", key, new, rule, fix))
         elif effect is Effect.NUMERICS and key not in free and not run.checkpoint.accept_changes:
             fix = (
-                f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
+                f"{key}={show(old)}, or checkpoint.accept_changes=true to continue with the new"
+                " value"
             )
             problems.append(
                 Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix)

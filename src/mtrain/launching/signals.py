@@ -1,6 +1,4 @@
-"""Signals that ask a run to stop, and how a launcher handles them before and after its
-ranks exist.
-"""
+"""Signals that ask a run to stop, and how a launcher handles them."""
 
 from __future__ import annotations
 
@@ -16,14 +14,12 @@ from typing import Any
 from mtrain.errors import Preempted
 
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Ctrl-C, the end that a scheduler sends, a closed terminal, and the warnings of SLURM's
-`--signal`.
-"""
+"""Ctrl-C, the signal of a scheduler, a closed terminal, and the warnings of SLURM's `--signal`."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A request to stop while no rank can save anything: what the command has made is removed on
-    the way out.
+    """A request to stop before any rank can save a checkpoint; the command removes its temporary
+    files on the way out.
     """
 
     exit_code = Preempted.exit_code
@@ -32,23 +28,23 @@ class Stopped(KeyboardInterrupt):
 class _Postponed:
     """Requests to stop that wait.
 
-    A mask of signals would not do: a thread that has another mask would take them.
+    A mask of signals would not suffice: a thread with another mask would take them.
     """
 
     def __init__(self) -> None:
         self.depth = 0
-        self.came: list[int] = []
+        self.pending: list[int] = []
 
     def hold(self) -> None:
-        """Let requests wait until `release` is called."""
+        """Hold requests back until `release` is called."""
         self.depth += 1
 
     def release(self) -> None:
-        """Let requests through again, and make the first of those that came."""
+        """Let requests through again, and raise the first pending one."""
         self.depth -= 1
-        if self.depth == 0 and self.came:
-            number = self.came[0]
-            self.came.clear()
+        if self.depth == 0 and self.pending:
+            number = self.pending[0]
+            self.pending.clear()
             signal.raise_signal(number)
 
 
@@ -57,8 +53,8 @@ _postponed = _Postponed()
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn a request to stop into `Stopped`, so that temporary folders and processes go with the
-    command.
+    """Turn a request to stop into `Stopped`, so that the command removes its temporary folders and
+    processes.
 
     A signal that is ignored stays ignored, as under nohup. Ctrl-C stays a KeyboardInterrupt.
     """
@@ -68,7 +64,7 @@ def stoppable() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         if _postponed.depth:
-            _postponed.came.append(number)
+            _postponed.pending.append(number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
@@ -84,9 +80,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block requests to stop in this thread, and in a process that it forks, until the block is
-    over.
-    """
+    """Block requests to stop in this thread, and in a process that it forks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -113,29 +107,25 @@ def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
 
 
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:
-    """Install a handler for the signals that are not ignored; return the handlers before it, for
-    `restore`.
-    """
+    """Handle the signals that are not ignored; return the old handlers for `restore`."""
     replaced: dict[int, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
-        # A shell ignores SIGINT in its background jobs, and a launcher there still forwards one
-        # that it is sent.
+        # A shell ignores SIGINT in its background jobs; a launcher there still has to forward one.
         ours = before is not signal.SIG_IGN or number == signal.SIGINT
-        if (
-            ours and before is not None
-        ):  # a handler that was not installed from Python cannot be put back
+        # A handler from outside Python reads as None and could not be restored.
+        if ours and before is not None:
             replaced[number] = before
             signal.signal(number, handler)
     return replaced
 
 
 def forget() -> None:
-    """Give up the launcher's signal handlers in a process that was forked from it, so that signals
-    end the process.
+    """Reset the launcher's signal handlers in a process forked from it, so that signals end the
+    process.
 
     As after an exec, an ignored signal stays ignored, except SIGTERM, with which the launcher stops
-    its processes. Ctrl-C is for the launcher alone, which forwards it.
+    its processes. Only the launcher handles Ctrl-C, and forwards it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOPS - {signal.SIGINT}:
@@ -144,6 +134,6 @@ def forget() -> None:
 
 
 def restore(replaced: dict[int, Any]) -> None:
-    """Put handlers back."""
+    """Restore handlers that `replace` returned."""
     for number, handler in replaced.items():
         signal.signal(number, handler)

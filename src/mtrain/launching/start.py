@@ -1,5 +1,4 @@
-"""The start of the processes of a local run: forked where the device allows it, executed everywhere
-else.
+"""The start of the processes of a local run: forked where the device allows it, executed elsewhere.
 
 The launching process never calls a driver: a driver that was called once does not work in a process
 that is forked afterwards, and it would hold memory of a device that belongs to the ranks.
@@ -35,16 +34,24 @@ from mtrain.world.stacks import ERRORS
 HOST = "127.0.0.1"
 BACKLOG = 2048
 START_FILE = "start.json"
-"""The file beside `run.yaml` with the job of the ranks, and the digest of the configuration that it
-is for.
-"""
+"""The file next to `run.yaml` with the job of the ranks, and the digest of its configuration."""
 PARENT = "MTRAIN_LAUNCHER_PID"
-"""The variable that holds the id of the launcher; a rank ends when that process ends."""
-OF_A_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LISTEN_FD),
+"""The variable with the process id of the launcher; a rank ends when that process ends."""
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    LISTEN_FD,
 )
-"""Variables by which a launcher tells a process its rank and how to find the others."""
+"""Variables by which a launcher gives a process its rank and the address of the store."""
 
 
 def run_ranks(
@@ -53,10 +60,10 @@ def run_ranks(
     """Start one process per rank, each with `job`, and watch them to the end.
 
     Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is
-    that of each rank without its place; `advice` is added to the text of a failure.
+    that of each rank without the rank's own variables; `advice` is added to the text of a failure.
 
     Raises:
-        MtrainError: what the first failing rank ended with.
+        MtrainError: the error of the first failing rank.
     """
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
@@ -70,7 +77,7 @@ def run_ranks(
     with _listening() as listener:
         port = listener.getsockname()[1]
         frozen = gc.get_freeze_count()
-        gc.freeze()  # a collection in a forked rank would copy every page that it looks through
+        gc.freeze()  # a collection in a forked rank would copy every page that it visits
 
         def start(rank: int) -> int:
             place = placed(rank, ranks, HOST, port)
@@ -81,7 +88,7 @@ def run_ranks(
         try:
             supervisor.start(start, ranks)
         finally:
-            if not frozen:  # else a caller froze before, and unfreezes itself
+            if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
     supervisor.wait()
 
@@ -89,18 +96,17 @@ def run_ranks(
 def may_fork(run: RunConfig) -> bool:
     """Return whether processes forked from this one can work on the run's device.
 
-    The device has to survive a fork, and this process may have no threads: see `has_threads`.
+    The device has to survive a fork, and this process must not have threads: see `has_threads`.
     """
     return facts_of(run.cluster.device).fork_safe and not has_threads()
 
 
 def has_threads() -> bool:
-    """Return whether this process has threads for which a process forked from it would wait for
-    ever.
+    """Return whether this process has threads for which a forked process would wait for ever.
 
-    They are threads of Python, and the pool that torch starts with its first large product, unless
-    it works with one thread. The pool of numpy's BLAS survives a fork; it has at most one thread
-    for each core.
+    These are threads of Python, and the pool that torch starts with its first large product, unless
+    it uses one thread. The pool of numpy's BLAS survives a fork; it has at most one thread per
+    core.
     """
     python_threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     if len(python_threads) > 1:
@@ -121,7 +127,7 @@ def placed(
 ) -> dict[str, str]:
     """Return the variables of a rank.
 
-    This machine has `here` ranks from number `first` on; None: it has them all.
+    This machine has `here` ranks, from number `first` on; None: it has all ranks.
     """
     return {
         "RANK": str(rank),
@@ -134,13 +140,13 @@ def placed(
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which another launcher places a process and
+    """Return an environment without the variables by which another launcher numbers processes and
     serves a store.
     """
     return {
         name: value
         for name, value in environment.items()
-        if name not in OF_A_LAUNCHER and not name.startswith("TORCHELASTIC_")
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
 
 
@@ -152,17 +158,15 @@ def python(module: str, *words: str) -> list[str]:
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with a PYTHONPATH by which a new interpreter finds the modules that this
-    one finds.
-    """
+    """Return `environment` with a PYTHONPATH that gives a child this process's modules."""
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def execute(command: list[str], environment: Mapping[str, str], *inherited: int) -> int:
     """Start a command that inherits some descriptors; return the process id.
 
-    The process leads a group of its own: a terminal's Ctrl-C reaches the launcher alone, which
-    forwards it. Signals that the launcher ignores, as SIGHUP under nohup, the process ignores too,
+    The process leads its own group: a terminal's Ctrl-C reaches only the launcher, which forwards
+    it. The process also ignores signals that the launcher ignores, such as SIGHUP under nohup,
     except SIGTERM.
 
     Raises:
@@ -180,16 +184,15 @@ def execute(command: list[str], environment: Mapping[str, str], *inherited: int)
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Fork a process that exits with what `work` returns, and ends when this process ends; return
+    """Fork a process that exits with the result of `work`, and ends when this process ends; return
     its id.
 
     Raises:
         OSError: no process can be started.
     """
     parent = os.getpid()
-    with (
-        signals.blocked()
-    ):  # a signal that came before `forget` would run the launcher's handler, and be lost
+    # A signal that arrived before `forget` would run the launcher's handler, and be lost.
+    with signals.blocked():
         pid = os.fork()
         if pid == 0:
             signals.forget()
@@ -198,15 +201,15 @@ def fork(work: Callable[[], int]) -> int:
     try:
         die_with(parent)
         leave(work())
-    finally:  # nothing that is raised here may unwind the stack of the process that forked
+    finally:  # no exception may unwind the stack of the process that forked
         os._exit(1)
 
 
 def _describe(run: RunConfig, home: Path, job: Job) -> None:
-    """Write what `mtrain.launching.rank` reads."""
+    """Write the files that `mtrain.launching.rank` reads."""
     body = {"job": job.name, "arguments": dict(job.arguments), "digest": run.digest()}
     try:
-        if not (home / RUN_FILE).exists():  # a run folder has its own, with remarks
+        if not (home / RUN_FILE).exists():  # a run folder already has one, with remarks
             (home / RUN_FILE).write_text(run_yaml(run))
         (home / START_FILE).write_text(strict_json.dumps(body, indent=1))
     except OSError as error:
@@ -214,11 +217,11 @@ def _describe(run: RunConfig, home: Path, job: Job) -> None:
 
 
 def read_start(home: Path) -> tuple[Job, str]:
-    """Return the job of the ranks of a folder, and the digest of the configuration that it is for.
+    """Return the job of the ranks of a folder, and the digest of its configuration.
 
     Raises:
-        BadEnvironment: there is no start file: the folder is not shared by all machines, or no
-            launcher made it.
+        BadEnvironment: the start file is missing, because the machines do not share the folder or
+            no launcher made it.
     """
     path = home / START_FILE
     try:

@@ -1,4 +1,4 @@
-"""Watching the ranks of a local run: the first failure is named, and nothing is left running."""
+"""The supervisor of a local run's ranks: it names the first failure and ends the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
-"""Seconds that the peers of the first rank that ended have to record what they saw."""
+"""Seconds that the peers of the first ended rank have to record their errors."""
 END_S = 3.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
 
@@ -34,7 +34,7 @@ class Ended:
 
     @property
     def signal(self) -> int | None:
-        """Return the signal that ended it; None: it exited."""
+        """Return the signal that ended it; None: it exited by itself."""
         return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
 
     @property
@@ -47,11 +47,9 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
-        """`errors` is a folder of the run's; `advice` goes with a failure once that run has saved a
-        checkpoint.
-        """
+        """`errors` is a folder of the run; `advice` follows a failure after a checkpoint."""
         self.ranks: dict[int, int] = {}
-        """Process id -> rank, of those that still run."""
+        """Process id -> rank, of the running ranks."""
         self.errors = errors
         self.advice = advice
         self.ended: list[Ended] = []
@@ -59,17 +57,16 @@ class Supervisor:
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Start every rank; a stop that is asked in between reaches those that exist, and ends the
-        others early.
+        """Start every rank; a stop in between reaches the started ones, and prevents the others.
 
         Raises:
-            BadEnvironment: a rank could not be started; those that were are ended.
+            BadEnvironment: a rank could not be started; the started ones are ended.
         """
         self.previous = signals.replace(self._on_stop)
         try:
             for rank in range(ranks):
                 self.ranks[fork(rank)] = rank
-                if self.stops:  # one that came while this rank was started has not reached it
+                if self.stops:  # a stop during this rank's start has not reached it
                     self._forward_stop()
         except BaseException as error:
             self._end_all()
@@ -83,12 +80,12 @@ class Supervisor:
             ) from None
 
     def wait(self) -> None:
-        """Until every rank has ended.
+        """Wait until every rank has ended.
 
         Raises:
-            MtrainError: of the kind that the first failing rank ended with, naming that rank.
+            MtrainError: the error of the first failing rank, which it names.
             Preempted: the ranks stopped on request.
-            KeyboardInterrupt: a stop was asked twice.
+            KeyboardInterrupt: the user requested a stop twice.
         """
         try:
             while self.ranks and not self._failed():
@@ -113,14 +110,12 @@ class Supervisor:
         signals.restore(self.previous)
 
     def _stopped_early(self, ended: Ended) -> bool:
-        """Return whether a rank ended because a stop came before it could listen, or because
-        its peer did.
-        """
+        """Return whether a rank ended because of a stop that it or its peer got."""
         record = self._record(ended.rank)
         return ended.signal == signal.SIGTERM or (record is not None and record["peer_lost"])
 
     def _end_all(self) -> None:
-        """Ask every rank that still runs to end, then make it."""
+        """Send SIGTERM to every running rank, then SIGKILL."""
         self._signal(signal.SIGTERM)
         self._reap_for(END_S)
         self._signal(signal.SIGKILL)
@@ -143,7 +138,7 @@ class Supervisor:
                 os.kill(pid, number)
 
     def _reap(self, *, block: bool) -> bool:
-        """Collect one rank that has ended; False if none has."""
+        """Collect one ended rank; return False if every rank still runs."""
         try:
             pid, status = os.waitpid(-1, 0 if block else os.WNOHANG)
         except ChildProcessError:
@@ -160,11 +155,11 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _cause(self, failed: list[Ended]) -> MtrainError:
-        """Return the first failing rank: the earliest error of its own, or a process that was
-        killed from outside.
+        """Return the error of the first failing rank: the earliest of its own, or the death of a
+        killed process.
 
-        torch aborts a process whose collective fails or does not end: a cause only where there is
-        no other.
+        torch aborts a process whose collective fails or does not end, so an abort counts only if
+        there is no other cause.
         """
         records = {e.rank: self._record(e.rank) for e in failed}
         own = [r for r in records.values() if r and not r["peer_lost"]]
@@ -182,11 +177,11 @@ class Supervisor:
                         " what it printed"
                     )
                 return TrainingError(self._advised(text))
-        seen = own or [r for r in records.values() if r]
-        if not seen:
+        candidates = own or [r for r in records.values() if r]
+        if not candidates:
             text = f"rank {first.rank} ended with exit code {first.code} and left no record"
             return TrainingError(self._advised(text))
-        cause = min(seen, key=lambda r: r["time"])
+        cause = min(candidates, key=lambda r: r["time"])
         if cause["expected"]:
             return revive(cause, f"rank {cause['rank']}: ")
         summary = (cause["message"].strip().splitlines() or [""])[0]

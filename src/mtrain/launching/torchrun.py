@@ -1,8 +1,7 @@
-"""The part of one rank under another launcher: torchrun, srun, mpirun, or whatever sets their
-variables.
+"""One rank under another launcher: torchrun, srun, mpirun, or any that sets their variables.
 
-Rank 0 composes and validates the configuration and offers it over the store; the other ranks read
-it there.
+Rank 0 composes and validates the configuration and offers it in the store, where the other ranks
+read it.
 """
 
 from __future__ import annotations
@@ -15,45 +14,43 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.ckpt.folder import is_checkpoint
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
-from mtrain.config.compose.run_file import read_run_file
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say
 from mtrain.launching import folder, matmul
-from mtrain.launching.beside import prepare
-from mtrain.launching.causes import of_environment
+from mtrain.launching.causes import environment_fault
+from mtrain.launching.child_process import prepare
 from mtrain.launching.worker import describe, enter, leave, revive
 from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
 
 SEEN_S = 30.0
-"""Seconds until another machine of a shared filesystem has to see a file that rank 0 wrote."""
+"""Seconds in which another machine of a shared filesystem has to see a file that rank 0 wrote."""
 RUN_GIVEN = "MTRAIN_RUN"
-"""The variable that names the file with the configuration, where the launcher of a machine composed
-it for rank 0.
-"""
+"""The variable with the configuration's file, if a machine's launcher composed it."""
 
 
 def here() -> launchers.Launched | None:
     """Return the place that a launcher gave this process, after setting torchrun's variables to it.
 
     Raises:
-        BadEnvironment: it is one of several processes that were not told how to find each other, or
+        BadEnvironment: it is one of several processes without the address of the others, or
             variables contradict each other.
     """
-    found = launchers.launched(os.environ)
-    if found is not None and found.launcher != "torchrun" and not found.one_a_machine:
-        os.environ.update({**found.variables(), LAUNCHER: found.launcher})
-    return found
+    place = launchers.launched(os.environ)
+    if place is not None and place.launcher != "torchrun" and not place.one_a_machine:
+        os.environ.update({**place.variables(), LAUNCHER: place.launcher})
+    return place
 
 
-def stray() -> str:
-    """Return a warning where only one of RANK and WORLD_SIZE is set, and is therefore unused; else
-    an empty text.
+def unused_variable() -> str:
+    """Return a warning if only one of RANK and WORLD_SIZE is set, and therefore unused; otherwise
+    "".
 
-    A scheduler, or a user for a job, sets some of a launcher's variables: the run starts its own
-    ranks then.
+    A scheduler, or a user for a job, sets some of a launcher's variables; the run then starts its
+    own ranks.
     """
     here = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
     if len(here) != 1 or here.get("WORLD_SIZE") == "1":
@@ -66,15 +63,15 @@ def stray() -> str:
     )
 
 
-def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
-    """Return the configuration of all ranks: rank 0 alone composes it, and the others read its
+def shared_config(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
+    """Return the configuration of all ranks: only rank 0 composes it, and the others read its
     offer.
 
-    A rank that was called with other words, or with another number of ranks, composes for itself,
-    so that the ranks can name each difference.
+    A rank that was started with other words, or with another number of ranks, composes its own, so
+    that the ranks can name each difference.
 
     Raises:
-        MtrainError: the configuration is refused, or rank 0 says that its own is.
+        MtrainError: the configuration of this rank, or of rank 0, is refused.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     from mtrain.world import join
@@ -101,8 +98,8 @@ def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
 def train(run: RunConfig, argv: list[str]) -> int:
     """Train as the rank that the environment names; return the exit code.
 
-    Rank 0 makes the run folder and tells the others. After a failure the process ends at once, so
-    that no destructor waits for a rank that is gone.
+    Rank 0 makes the run folder and broadcasts its plan. After a failure the process ends at once,
+    so that no destructor waits for a rank that has ended.
     """
     run = folder.anchored(run)
     enter(run, _end)
@@ -112,17 +109,16 @@ def train(run: RunConfig, argv: list[str]) -> int:
     from mtrain.world.join import working
 
     if is_first_here():
-        with (
-            working()
-        ):  # a corpus is tokenized once per machine, while the others wait for this rank
+        # A corpus is tokenized once per machine, while the others wait for this rank.
+        with working():
             prepare(run, None)
     with ExitStack() as stack:
 
         def locate(world: World) -> Paths:
-            told = ""
+            decision = ""
             if world.is_rank0:
-                told = _decide(run, argv, stack)
-            body = json.loads(world.tell(told))
+                decision = _decide(run, argv, stack)
+            body = json.loads(world.tell(decision))
             if "kind" in body:
                 raise revive(body)
             checkpoint, weights = (
@@ -138,7 +134,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
         try:
             together = train_rank(run, locate, _end)
         except Exception as error:
-            fault = None if isinstance(error, MtrainError) else of_environment(error)
+            fault = None if isinstance(error, MtrainError) else environment_fault(error)
             if fault is not None:
                 raise fault from error
             if not describe(error)["peer_lost"]:
@@ -151,13 +147,11 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
 
 def _join_timeout_s(argv: Sequence[str]) -> float:
-    """Return the seconds to wait for rank 0 while there is no configuration: from `argv`, else the
-    default.
-    """
+    """Return how long to wait for rank 0 without a configuration, from `argv` or by default."""
     key = "trainer.join_timeout_s="
-    said = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
+    given = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
     try:
-        return max(0.0, float(said))
+        return max(0.0, float(given))
     except ValueError:
         size, local = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         machines = int(size) // max(1, int(local)) if size.isdigit() and local.isdigit() else 1
@@ -165,7 +159,7 @@ def _join_timeout_s(argv: Sequence[str]) -> float:
 
 
 def _unseen(home: Path, digest: str) -> str:
-    """Return why this machine does not see the run folder that rank 0 made; empty where it does."""
+    """Return why this machine does not see the run folder that rank 0 made; empty if it sees it."""
     path = home / RUN_FILE
     deadline = time.monotonic() + SEEN_S
     while True:
@@ -185,25 +179,23 @@ def _unseen(home: Path, digest: str) -> str:
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
-    """End this process from any thread; one rank of each machine says why, past locks that may hold
-    sys.stderr.
+    """End this process from any thread; one rank per machine writes the reason, past locks that may
+    hold sys.stderr.
     """
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
 
 
-def tell_others(error: BaseException) -> bool:
-    """Tell the ranks that wait for this one why it ends; return whether they know."""
+def report_to_others(error: BaseException) -> bool:
+    """Report to the ranks that wait for this one why it ends; return whether they know."""
     from mtrain.world import join
 
     return join.give_up(error)
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
-    """Return whether this rank prints an error: one that all ranks know is printed by one rank of
-    each machine.
-    """
+    """Return whether this rank prints an error; a shared error is printed once per machine."""
     from mtrain.world.rank_info import Refused
 
     shared = known and (
@@ -218,9 +210,7 @@ def is_first_here() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks that the launcher started on this machine; 1 where it does not
-    say.
-    """
+    """Return the number of ranks that the launcher started on this machine, 1 if unset."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 

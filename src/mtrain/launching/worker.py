@@ -37,7 +37,7 @@ def enter(run: RunConfig, end: End) -> None:
     `end` ends the process if the others refuse it meanwhile.
 
     Raises:
-        BadEnvironment: a variable of the user makes the run another.
+        BadEnvironment: a variable that the user set would change the run.
     """
     ready_environment(run)
     raise_files(RankEnv.here().size)
@@ -55,7 +55,7 @@ def ready_environment(run: RunConfig) -> None:
     imported.
 
     Raises:
-        BadEnvironment: a variable of the user makes the run another.
+        BadEnvironment: a variable that the user set would change the run.
     """
     settings = environment(run, place_here(), os.environ)
     apply(settings, os.environ)
@@ -65,9 +65,9 @@ def ready_environment(run: RunConfig) -> None:
 
 
 def place_here() -> Place:
-    """Return the place of this rank, as its launcher says."""
+    """Return the place of this rank, as its launcher set it."""
     env = RankEnv.here()
-    return Place.here(env.local_size, alone=env.size == env.local_size)
+    return Place.here(env.local_size, on_one_machine=env.size == env.local_size)
 
 
 def record_name(rank: int) -> str:
@@ -76,12 +76,12 @@ def record_name(rank: int) -> str:
 
 
 def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
-    """Run `job`; return the exit code, after writing what went wrong to `errors`."""
+    """Run `job`; return the exit code, after writing a failure to `errors`."""
     try:
         job()
     except Preempted as stop:
         return stop.exit_code
-    except BaseException as error:  # the process ends here, whatever it was
+    except BaseException as error:  # the process ends here, whatever the error
         record(error, errors, rank)
         code: int = describe(error)["exit_code"]
         return code
@@ -89,7 +89,7 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
 
 
 def record(error: BaseException, errors: Path, rank: int) -> None:
-    """Write how this rank failed, so that the launcher can tell the cause from its consequences."""
+    """Record how this rank failed, so that the launcher can find the cause."""
     body = describe(error) | {
         "rank": rank,
         "time": time.monotonic(),
@@ -106,32 +106,29 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:
-    """End this process from any thread, leaving a record; its main thread may hang and hold locks
-    of Python.
+    """End this process from any thread, leaving a record; its main thread may hang and hold
+    Python's locks.
     """
     record(error, errors, rank)
     os._exit(error.exit_code)
 
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
-    """Return the error that `describe` described; one that mtrain did not raise on purpose is a
-    training fault.
-    """
+    """Return the error that `describe` described; an unexpected one becomes a training fault."""
     if body["kind"] == "ConfigError":
-        related = ([Related(**key) for key in p["related"]] for p in body["problems"])
-        return ConfigError(
-            [
-                Problem(**{**p, "related": tuple(keys)})
-                for p, keys in zip(body["problems"], related, strict=True)
-            ]
-        )
+        return ConfigError([_problem(values) for values in body["problems"]])
     kinds = {error.exit_code: error for error in (BadEnvironment, CorruptData, TrainingError)}
     return kinds.get(body["exit_code"], TrainingError)(*f"{prefix}{body['message']}".split("\n"))
 
 
+def _problem(values: dict[str, Any]) -> Problem:
+    fields = {**values, "related": tuple(Related(**key) for key in values["related"])}
+    return Problem(**fields)
+
+
 def leave(code: int) -> None:
-    """End this process now: no destructor may wait for a rank that is gone."""
+    """End this process now: no destructor may wait for a rank that has ended."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody may be reading any more
+        with suppress(OSError, ValueError):  # the reader may have closed the stream
             stream.flush()
     os._exit(code)

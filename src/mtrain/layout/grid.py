@@ -58,22 +58,22 @@ class RankGrid:
 
     @property
     def dp(self) -> int:
-        """Return data-parallel size of the dense layers."""
+        """Return the data-parallel size of the dense layers."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def model_ranks(self) -> int:
-        """Return ranks that hold one copy of the model."""
+        """Return the ranks that hold one copy of the model."""
         return self.tp * self.cp * self.pp
 
     @property
     def edp(self) -> int:
-        """Return data-parallel size of the experts."""
+        """Return the data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Return size of every axis of both views."""
+        """Return the size of every axis of both views."""
         return {
             "tp": self.tp,
             "cp": self.cp,
@@ -121,8 +121,8 @@ class RankGrid:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
-        """Return ranks that hold word embeddings: of each pipeline those at `stages`, by default
-        the first and the last.
+        """Return the ranks that hold word embeddings: of each pipeline those at `stages`, by
+        default the first and the last.
         """
         return [sorted({ranks[stage] for stage in stages}) for ranks in self.groups("pp")]
 
@@ -138,3 +138,42 @@ class RankGrid:
     def __str__(self) -> str:
         names = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
         return " ".join(f"{k}{v}" for k, v in names.items() if v > 1) or "one rank"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Neighbours whose ranks are of the same pipeline stages."""
+
+    first: int
+    """Of the machines."""
+    number: int
+    stages: tuple[int, ...]
+    """Pipeline stage of each of its ranks."""
+
+
+def machines(grid: RankGrid, devices: int) -> list[Machines]:
+    """Return the machines of a world that have so many devices each; ranks fill one machine after
+    the other.
+    """
+    each = grid.world // grid.pp  # ranks are numbered by pipeline stage last
+    out: list[Machines] = []
+    for machine, begin in enumerate(range(0, grid.world, devices)):
+        stages = tuple(rank // each for rank in range(begin, min(begin + devices, grid.world)))
+        if out and out[-1].stages == stages:
+            out[-1] = Machines(out[-1].first, out[-1].number + 1, stages)
+        else:
+            out.append(Machines(machine, 1, stages))
+    return out
+
+
+def owners(works: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each piece of work: the one that takes the longest goes to the rank that
+    has the least so far.
+    """
+    loads = [0] * ranks
+    found = [0] * len(works)
+    # The sort is stable, so all ranks come to the same assignment.
+    for place in sorted(range(len(works)), key=lambda i: -works[i]):
+        found[place] = loads.index(min(loads))
+        loads[found[place]] += works[place]
+    return found

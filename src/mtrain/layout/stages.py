@@ -1,4 +1,4 @@
-"""Which transformer layers each pipeline stage holds."""
+"""The transformer layers of each pipeline stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The adapter to megatron.core: install it once per process, then import `mtrain.mcore.api`.
 
 Nothing else in mtrain imports megatron. Installing adapts megatron-core to the device while it
-loads (not on CUDA), imports it and applies the patches of `mtrain.mcore.patches`.
+loads (not on CUDA), imports it and applies the patches of `mtrain.mcore.patches.apply`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from mtrain.config.engine import release as engine
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
-from mtrain.mcore.installed import NotInstalled, installed
-from mtrain.mcore.installed import require_installed as require_installed
+from mtrain.mcore.adapter.installed import NotInstalled, installed
+from mtrain.mcore.adapter.installed import require_installed as require_installed
 
 _EXPECTED_WARNINGS = (
     r"Transformer Engine and Apex are not installed",
@@ -76,7 +76,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
             warnings.filterwarnings("ignore", message=message)
         warnings.filterwarnings("ignore", category=UserWarning, module=_OF_THE_ENGINE)
         import_core(device)
-        importlib.import_module("mtrain.mcore.patches").apply_patches(device, left_out)
+        importlib.import_module("mtrain.mcore.patches.apply").apply_patches(device, left_out)
         installed.without = left_out
         importlib.import_module("mtrain.mcore.api")
     # since 0.19 said by each rank of each run; its successor has no key yet
@@ -108,7 +108,7 @@ def import_core(device: Device) -> None:
 
 def rewrites() -> dict[str, dict[str, int]]:
     """How often each kind of rewrite was made in each module imported so far; empty on CUDA."""
-    return importlib.import_module("mtrain.mcore.hook").rewrites()
+    return importlib.import_module("mtrain.mcore.adapter.hook").rewrites()
 
 
 def _require_version() -> None:
@@ -135,7 +135,7 @@ def _require_unloaded(device: Device) -> None:
 
 
 def _adapt(device: Device) -> None:
-    importlib.import_module("mtrain.mcore.hook").install(device)
+    importlib.import_module("mtrain.mcore.adapter.hook").install(device)
     import torch
 
     # jit_fuser compiles some thirty small functions at their first call: five seconds, for nothing

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.engine import release
-from mtrain.mcore.installed import require_installed
+from mtrain.mcore.adapter.installed import require_installed
 
 require_installed()  # nothing of megatron may be imported before this line
 
@@ -82,15 +82,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank as _part_of_context
 
 # Text
-from mtrain.mcore.cache import Cache
-from mtrain.mcore.cache import obstacle as cache_obstacle
-from mtrain.mcore.layers import gelu_tanh
-
-# Which class those optimizers are built of
-from mtrain.mcore.optimizers import OwnOptimizerConfig, use_own, use_te, use_torch
+from mtrain.mcore.layers.cache import Cache
+from mtrain.mcore.layers.cache import obstacle as cache_obstacle
+from mtrain.mcore.layers.portable import gelu_tanh
 
 # How experts are routed to
-from mtrain.mcore.router import Sparse
+from mtrain.mcore.layers.router import Sparse
+
+# Which class those optimizers are built of
+from mtrain.mcore.state.optimizers import OwnOptimizerConfig, use_own, use_te, use_torch
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:

@@ -9,7 +9,7 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""As in `mtrain_kernels.attention.short`: so many scores are written out in half precision on a
+"""As in `mtrain_kernels.attention.cpu`: so many scores are written out in half precision on a
 CPU.
 """
 
@@ -29,14 +29,14 @@ class Heads:
     """Of a head of queries and keys."""
     v_width: int
     window: bool = False
-    """A token sees some of the keys before it alone."""
+    """A token sees only some of the keys before it."""
     causal: bool = True
     chosen: bool = False
     """A query sees keys that a mask of every pair of a sample names."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What has gradients."""
+        """Return the tensors that have gradients."""
         return self.q, self.k, self.v
 
 
@@ -46,7 +46,7 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
         ring = r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p")
         if ring and r.words["attention"] == "triton":
             return _fused_ring(g, r, h)
-        if r.words["attention"] != "reference":
+        if not r.plain("attention"):
             return _fused(g, r, h)
         if ring:
             return _ring(g, r, h)
@@ -56,7 +56,7 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
 def _products(
     r: Rank, h: Heads, queries: int, keys: int, n: int, documents: float = 1.0
 ) -> list[Product]:
-    """Of all queries and keys of a sequence, or of those of each of its documents."""
+    """Return the products of all queries and keys of a sequence, or of those of each document."""
     each = round(r.samples * n * documents)
     queries = max(1, round(queries / documents))
     keys = max(1, round(keys / documents))
@@ -85,8 +85,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Return one block of keys after another by a kernel that holds no scores; results of parts are
-    in fp32.
+    """Add ring attention by a kernel that holds no scores, one block of keys after another; partial
+    results are in fp32.
     """
     inner, steps = _around(r)
     n = h.n // inner
@@ -134,7 +134,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _around(r: Rank) -> tuple[int, int]:
-    """Return ranks that exchange a sequence for heads, and those that pass keys on."""
+    """Return the ranks that exchange a sequence for heads, and those that pass keys on."""
     if r.layout.cp_comm_type == "a2a+p2p":
         inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
         return inner, outer
@@ -142,7 +142,7 @@ def _around(r: Rank) -> tuple[int, int]:
 
 
 def seen(r: Rank, h: Heads) -> float:
-    """Return share of the pairs of queries and keys of a document that are not hidden."""
+    """Return the share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
     window = r.model.window_size
@@ -153,7 +153,7 @@ def seen(r: Rank, h: Heads) -> float:
 
 
 def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
-    """What ranks of one sequence need of each other."""
+    """Return the exchanges between the ranks of one sequence."""
     cp = r.layout.cp
     a = r.element
     tokens = r.tokens
@@ -202,6 +202,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
     products = _products(r, h, s, t, n)
     works = 0
     needs = 0
+    short = r.words["attention"] == "cpu" and not r.wide and scores <= MOST_SCORES
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
         needs = scores * FP32
@@ -210,7 +211,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         keeps, out = scores_in_fp32(r, h, s, t)
         needs = scores * FP32
         works = 2 * scores * FP32
-    elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
+    elif short and h.causal and not masked:
         out = Tensor(b * s * n * h.v_width * a)
         keeps = [q, k, v, Tensor(scores * a)]
         # shares, their gradients and those of the scores
@@ -266,8 +267,9 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Return scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
-    learnt, and for values that are wider than keys.
+    """Add attention with unfused scores, as torch computes it with dropout on a CPU, with a sink,
+    whose logit is learned, and for values that are wider than keys; return its saved tensors and
+    its output.
     """
     b = r.samples
     m = r.model
@@ -297,8 +299,9 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Return one block of keys after another, written out, in fp32."""
-    b, (inner, steps) = r.samples, _around(r)
+    """Add unfused ring attention in fp32, one block of keys after another."""
+    b = r.samples
+    inner, steps = _around(r)
     n = h.n // inner
     s = r.length * inner
     rows = b * n * s

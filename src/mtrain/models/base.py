@@ -1,4 +1,4 @@
-"""What mtrain asks of a family of models, and nothing more."""
+"""The interface of a family of models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BuildChunk = Callable[[RunConfig, Any, int | None], Any]
 """This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage
 (None: one chunk).
 
-A module that is called as megatron-core's GPTModel is, and with what the family's form adds to a
-micro-batch, by its names; it gives the sum of its losses where there are labels.
+A module that is called as megatron-core's GPTModel is, and with the tensors that the family's
+collator adds to a micro-batch, by name; it returns the sum of its losses where there are labels.
 """
 
 
@@ -49,20 +49,18 @@ class Family:
     Nothing of it imports torch but the modules that are named as texts.
 
     A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt`
-    for a complete example.
+    for a complete example, and `mtrain.config.families` for its keys.
     """
 
     name: str
-    """What a user writes as `model.family`."""
-    section: str | None
-    """Section of `model` that holds keys of this family's own, which it cannot do without; None: it
-    has none.
-    """
+    """The value of `model.family`."""
+    section: str | None = None
+    """A section of `model` that the family cannot do without, next to one of its own."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
-    form: str = "mtrain.models.gpt.form:form"
-    """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that
-    gives a `mtrain.data.batch.Form`, as `package.module:function`. By default the next token.
+    collator: str = "mtrain.models.gpt.data:collator"
+    """Its objective: a function of (RunConfig, Splits, "train" or "validation") that returns a
+    `mtrain.data.batch.Collator`, as `package.module:function`. By default the next token.
     """
     files: str = "mtrain.models.gpt.hf_files:files"
     """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section)
@@ -79,9 +77,9 @@ class Family:
     for, if there is one, as `package.module:function`. None: nothing is left open.
     """
     probe: str = ""
-    """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the
-    `model` section and ids it gives the ids with what else stands among them, our tensors and
-    theirs by name. Empty: nothing.
+    """The inputs of that class and of our chunk next to tokens, as `package.module:function`: from
+    the `model` section and ids it returns the ids with what else stands among them, our tensors and
+    theirs by name. Empty: none.
     """
     megatron_names: bool = False
     """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert
@@ -93,8 +91,8 @@ class Family:
     """
 
     reads_between: bool = True
-    """Whether its chunks read samples, beside where packed documents begin, on pipeline stages that
-    neither embed tokens nor make losses. If not, such stages read none.
+    """Whether its chunks read samples, and not only where packed documents begin, on pipeline
+    stages that neither embed tokens nor make losses. If not, such stages read none.
     """
     predicts_all: bool = True
     """Whether each token of a sample is predicted, up to those that `data` says to leave out."""
@@ -108,9 +106,9 @@ class Family:
     once.
     """
     active_parameters: Callable[[ModelConfig], int]
-    """Those that one token visits."""
+    """The parameters that one token visits."""
     expert_parameters: Callable[[ModelConfig], int]
-    """Those of routed experts, which expert parallelism shards."""
+    """The parameters of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink
     fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
@@ -118,32 +116,32 @@ class Family:
     equal.
     """
     frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
-    """Those of `parameters` that are not trained: they have neither gradient nor optimizer state.
-    """
+    """The part of `parameters` that is not trained: it has neither gradient nor optimizer state."""
     weights: Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]] | None = None
     """The weights of a (virtual) stage on one rank, in the order in which the builder makes them.
 
-    None: nobody says, and the plan divides `parameters` evenly.
+    None: unknown, and the plan divides `parameters` evenly.
     """
     buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
-    """What checkpoints hold of the whole model beside `weights`."""
+    """Tensors of the whole model that checkpoints hold next to `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
-    """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers.
+    """The name in checkpoints of one of `weights` or `buffers` of the whole model, with all its
+    numbers.
     """
     apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
-    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows:
-    itself, or each part of a fused one. Tables of other names speak of the parts.
+    """The tensors as which checkpoints hold one of `weights` of the whole model, in the order of
+    its rows: itself, or each part of a fused one. Tables of other names list the parts.
     """
     stage: Callable[[Rank, Stage], list[Graph]] | None = None
-    """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind
-    them. None: nobody says, and the plan counts no activations.
+    """The graphs of a (virtual) stage on one micro-batch: before its layers, each layer, after
+    them. None: unknown, and the plan counts no activations.
     """
     adapted: Callable[[Iterable[Weight], RunConfig], Iterable[Weight]] | None = None
-    """`weights` frozen, with those of low-rank adapters among them. None: nobody says."""
+    """`weights` frozen, with those of low-rank adapters among them. None: unknown."""
     adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (
         0,
         0,
     )
-    """Those of low-rank adapters, which come on top: of layers that every token visits, and of
-    routed experts.
+    """The parameters of low-rank adapters, on top of the model's: of layers that every token
+    visits, and of routed experts.
     """

@@ -1,4 +1,4 @@
-"""What a part of a model computes on one rank: its operations in order, with their shapes and what
+"""The operations of a part of a model on one rank, in order, with their shapes and the tensors that
 autograd keeps.
 
 A family describes its layers with it. Memory is counted from the tensors that are kept, products
@@ -46,12 +46,14 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of its forward: an addition and a multiplication for each pair of elements."""
+        """Return the FLOPs of its forward: an addition and a multiplication for each pair of
+        elements.
+        """
         return 2 * self.m * self.n * self.k * self.batch
 
 
 class Exchange(NamedTuple):
-    """What the ranks of a group send each other."""
+    """A message between the ranks of a group."""
 
     axis: Literal["tp", "cp", "ep", "etp"]
     kind: Literal["gather", "scatter", "reduce", "all_to_all", "ring"]
@@ -80,7 +82,7 @@ class Op(NamedTuple):
     """What autograd keeps of it for the backward, without weights."""
     products: tuple[Product, ...] = ()
     moved: int = 0
-    """Bytes that its forward reads and writes beside products."""
+    """Bytes that its forward reads and writes, without those of products."""
     exchanges: tuple[Exchange, ...] = ()
     """Of its forward; its backward has as many the other way."""
     low: bool = False
@@ -97,10 +99,9 @@ class Op(NamedTuple):
     gives: tuple[Tensor, ...] = ()
     """What its forward makes, and of which its backward needs the gradients."""
     needs: int = 0
-    """Bytes that its forward has beside what it reads, gives and keeps."""
+    """Transient bytes of its forward, on top of its inputs, outputs and saved tensors."""
     works: int = 0
-    """Bytes that its backward has beside what is kept and the gradients of what it reads and gives.
-    """
+    """Transient bytes of its backward, on top of saved tensors and gradients."""
     passes: bool = False
     """Its backward hands on the gradient of what it gives, as of a sum."""
     spent: bool = False
@@ -152,7 +153,7 @@ class Graph:
         passes: bool = False,
         spent: bool = False,
     ) -> None:
-        """One operation more."""
+        """Append an operation."""
         keeps = tuple(map(memory, keeps))
         products = tuple(products)
         exchanges = tuple(exchanges)
@@ -172,9 +173,10 @@ class Graph:
     def recomputed(
         self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False
     ) -> Iterator[None]:
-        """What is added inside is done once more in the backward, from `inputs`, which are kept.
+        """Recompute the operations that are added inside in the backward, from `inputs`, which are
+        kept.
 
-        With `discarded`, `discard` says what of it is not kept for those who use it either.
+        With `discarded`, `discard` names the outputs that are not kept for their readers either.
         """
         if not when or self._again:
             yield
@@ -191,8 +193,8 @@ class Graph:
 
     @contextmanager
     def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
-        """What is added inside is done once more in the backward of this one operation, which keeps
-        its `inputs`.
+        """Recompute the operations that are added inside in the backward of this one operation,
+        which keeps its `inputs`.
         """
         self.add(name, inputs)
         begin = len(self.ops)
@@ -214,27 +216,27 @@ class Graph:
             block.when = len(self.ops)
 
     def kept(self) -> set[Tensor]:
-        """What autograd keeps from the forward to the backward."""
+        """Return the tensors that autograd keeps from the forward to the backward."""
         discarded = {tensor for block in self.blocks for tensor in block.gives}
         return {tensor for op in self.ops if not op.again for tensor in op.keeps} - discarded
 
     def flops(self) -> int:
-        """Of the products of the forward."""
+        """Return the FLOPs of the products of the forward."""
         return sum(product.flops for op in self.ops for product in op.products)
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """What is allocated for it."""
+    """Return the tensor whose memory a view uses."""
     return tensor.of or tensor
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of all of them."""
+    """Return the bytes of all of them."""
     return sum(tensor.bytes for tensor in tensors)
 
 
 def kept(graphs: Iterable[Graph]) -> int:
-    """Return bytes that autograd keeps of several graphs; one that is there several times stands
+    """Return the bytes that autograd keeps of several graphs; one that occurs several times stands
     for as many layers.
     """
     numbers = Counter(map(id, graphs := list(graphs)))
@@ -243,5 +245,5 @@ def kept(graphs: Iterable[Graph]) -> int:
 
 
 def shared(graphs: Iterable[Graph]) -> int:
-    """Return bytes of that which are the same for all micro-batches."""
+    """Return the bytes of saved tensors that all micro-batches share."""
     return size(tensor for graph in graphs for tensor in graph.kept() if tensor.shared)

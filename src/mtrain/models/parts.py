@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from mtrain.models.adapters import beside
+from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
@@ -25,13 +25,13 @@ fewer.
 
 
 def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
-    """Return a norm of `rows` rows; what it gives."""
+    """Add a norm of `rows` rows; return its output."""
     y = Tensor(rows * width * r.element)
     statistics = Tensor(rows * FP32)
     moved = 2 * y.bytes
     rms = r.model.normalization == "RMSNorm"
     m = r.model
-    if r.words["norm"] != "reference":
+    if not r.plain("norm"):
         keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
         g.add(name, keeps, moved=moved, reads=[x], gives=[y])
         return y
@@ -39,17 +39,19 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
     if not rms:
         keeps += [Tensor(rows * FP32), *([Tensor(width * FP32)] if not r.wide else ())]
-    widened = not r.wide and not (rms and r.host)
+    # the gradient of RMSNorm on a CPU reads the rows as they are
+    written_out = rms and r.words["norm"] == "cpu"
+    widened = not r.wide and not written_out
     keeps.append(Tensor(rows * width * FP32) if widened else x)
     wide = rows * width * FP32  # of rows, of what is normed, of its gradient and of their product
-    needs, works = (0, wide * (rms and r.host)) if r.wide else (2 * wide, 3 * wide)
+    needs, works = (0, wide * written_out) if r.wide else (2 * wide, 3 * wide)
     times = WRITTEN_OUT if widened else 1
     g.add(name, keeps, moved=moved * times, reads=[x], gives=[y], needs=needs, works=works)
     return y
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose `outputs` are those of this rank; `x` is a part of the tokens
+    """Add a column-parallel linear layer with `outputs` on this rank; `x` is a part of the tokens
     where those are split.
     """
     made = x.quantized and not r.cuts_blocks
@@ -66,13 +68,13 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
     g.add(
         name, keeps, [product], exchanges=arrives, low=r.multiplies_low, factors=r.factors, **more
     )
-    beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
+    add_adapter(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return y
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose `inputs` are those of this rank; it gives a part of the tokens
-    where those are split.
+    """Add a row-parallel linear layer with `inputs` on this rank; its output is a part of the
+    tokens where those are split.
     """
     low = r.run.precision.quantized is not None
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
@@ -90,12 +92,12 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
         "works": whole + weight_bytes(r, product),
     }
     g.add(name, keeps, [product], exchanges=leaves, low=r.multiplies_low, factors=r.factors, **more)
-    beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
+    add_adapter(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
     return y
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return a linear layer whose whole weight is on every rank, over this rank's part of the
+    """Add a linear layer whose whole weight is on every rank, over this rank's part of the
     tokens.
     """
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
@@ -105,19 +107,19 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     y = Tensor(r.split_tokens * outputs * r.element)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "works": weight_bytes(r, product)}
     g.add(name, keeps, [product], low=r.multiplies_low, factors=r.factors, **more)
-    beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
+    add_adapter(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return y
 
 
 def weight_bytes(r: Rank, product: Product) -> int:
-    """Of the gradient of a weight, or of a group's, before it is added to those of other
-    micro-batches.
+    """Return the bytes of the gradient of a weight, or of a group's, before it is added to those of
+    other micro-batches.
     """
     return 0 if r.frozen else product.n * product.k * r.element
 
 
 def summed(g: Graph, r: Rank, name: str, x: Tensor, added: Tensor) -> Tensor:
-    """Return the residual stream `x` with what was added to it."""
+    """Add a sum to the residual stream `x`; return the new stream."""
     y = Tensor(r.split_tokens * r.model.hidden_size * r.element)
     g.add(f"{name}.sum", moved=3 * y.bytes, reads=[x, added], gives=[y], passes=True)
     dropout(g, r, name, y.bytes // r.element, r.model.hidden_dropout)
@@ -127,11 +129,11 @@ def summed(g: Graph, r: Rank, name: str, x: Tensor, added: Tensor) -> Tensor:
 def shared_by_tensor_ranks(
     r: Rank, size: int, kind: Literal["gather", "scatter"], *, low: bool = False
 ) -> list[Exchange]:
-    """What comes before a column-parallel layer (gather), or behind a row-parallel one (scatter).
+    """Return the exchange before a column-parallel layer (gather), or after a row-parallel one
+    (scatter).
 
-    Without sequence parallelism both are one sum: behind the row in the forward, behind the column
-    in the backward.
-    `low`: of a gather and the sum that goes back, the gather is in low precision.
+    Without sequence parallelism both are one sum: after the row in the forward, after the column in
+    the backward. `low`: of a gather and its sum in the backward, the gather is in low precision.
     """
     if r.layout.tp == 1:
         return []
@@ -152,17 +154,18 @@ def _input(r: Rank, x: Tensor, width: int) -> Tensor:
 def activation(
     g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0, offset: bool = True
 ) -> Tensor:
-    """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so
-    many.
+    """Add the activation of an MLP, from `x`, with a gate of twice the `elements`, to `elements`.
 
-    Of experts, `weighed` rows are multiplied with their weights in the same place. Without `offset`
-    none is added to what a gate multiplies, where it is written out.
+    For experts, `weighed` rows are multiplied with their weights in the same kernel. Without
+    `offset` none is added to what a gate multiplies, where the activation is unfused.
     """
     size = elements * r.element
     y = Tensor(size)
     weights = [Tensor(weighed * FP32)] if weighed else []
     moved = x.bytes + size
-    whole = r.words["activation"] == "triton" and r.by_lists  # ours, where it is told the weights
+    whole = (
+        r.words["activation"] == "triton" and r.by_lists
+    )  # our kernel, where it gets the weights
     if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
         g.add(name, [x, *weights], moved=moved, reads=[x], gives=[y])
         return y
@@ -170,7 +173,7 @@ def activation(
     more = dict[str, Any]()
     if r.words["activation"] == "triton":
         g.add(name, [x], moved=moved, reads=[x], gives=[product])
-    else:  # gradients of gate and up, before they stand beside each other
+    else:  # gradients of gate and up, before they are concatenated
         more = {"works": 2 * size, "spent": True} if r.model.gated else {}
         keeps = _plain(r, x, size, product, offset)
         g.add(name, keeps, moved=WRITTEN_OUT * moved, reads=[x], gives=[product], **more)
@@ -192,8 +195,8 @@ def activation(
 
 
 def fused(r: Rank) -> bool:
-    """Return whether megatron-core's fused activation takes the model's, as
-    `mtrain.config.engine.core_fields` says.
+    """Return whether megatron-core has a fused activation for the model's, as in
+    `mtrain.config.engine.core_fields`.
     """
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
@@ -226,7 +229,7 @@ def dropout(g: Graph, r: Rank, name: str, elements: int, p: float) -> None:
 
 
 def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
-    """Return the look-up of tokens, and of positions or kinds in more `tables`."""
+    """Add the look-up of tokens, and of positions or kinds in more `tables`."""
     ids = [Tensor(r.tokens * INDEX) for _ in range(1 + tables)]
     outside = [Tensor(r.tokens * MASK)] if r.layout.tp > 1 else []
     size = r.split_tokens * r.model.hidden_size
@@ -237,13 +240,13 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     g.add(
         "embedding.rows", moved=2 * whole, exchanges=_summed(r), gives=[y], needs=whole, works=works
     )
-    if r.run.peft.kind is None:  # beside adapters it has no gradient
+    if r.run.peft.kind is None:  # with adapters it has no gradient
         dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
     return y
 
 
 def _summed(r: Rank) -> list[Exchange]:
-    """Return rows of a table whose parts are on several ranks."""
+    """Add the sum of looked-up rows of a table whose parts are on several ranks."""
     size = r.tokens * r.model.hidden_size * r.element
     kind: Literal["scatter", "reduce"] = "scatter" if r.layout.sequence_parallel else "reduce"
     return [Exchange("tp", kind, size)] if r.layout.tp > 1 else []
@@ -293,5 +296,77 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
 
 
 def m_rows(r: Rank) -> int:
-    """Return rows of the output layer on a rank."""
+    """Return the rows of the output layer on a rank."""
     return r.model.padded_vocab_size // r.layout.tp
+
+
+LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+"""What MLA makes queries, keys and values with."""
+
+
+OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
+"""Ends of the names of linear layers of Mamba-2 mixers."""
+
+
+def parts_of(layer: str, run: RunConfig) -> int:
+    """Return the number of layers that a linear layer is made of, each with an A of its own; 0: it
+    has no adapter.
+    """
+    own = layer.rpartition(".")[2]
+    peft = run.peft
+    kind = own.removeprefix("linear_")
+    if peft.kind is None or (kind == own and not layer.endswith(OF_MIXERS)):
+        return 0
+    if ("qkv" if kind in LATENT else kind) not in (peft.target or ()):
+        return 0
+    return {"qkv": 3, "fc1": 2 if run.model.gated else 1}.get(kind, 1)
+
+
+def add_adapter(
+    g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]
+) -> None:
+    """Add the adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it
+    has one.
+
+    `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of
+    the result.
+    """
+    parts = parts_of(layer, r.run) if r.adapted else 0
+    if not parts:
+        return
+    peft = r.run.peft
+    a = r.element
+    inputs, outputs = sizes
+    width = parts * (peft.r or 0)
+    keeps = [x]
+    if peft.dropout:  # each part has zeros of its own
+        noise = rows[0] * inputs * (a if r.host else MASK)
+        keeps = [Tensor(size) for _ in range(parts) for size in (noise, rows[0] * inputs * a)]
+    keeps.append(Tensor(rows[1] * width * a))
+    if parts > 1:  # B as it multiplies all A at once
+        keeps.append(Tensor(outputs * width * a))
+    if (
+        peft.kind == "dora"
+    ):  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
+        keeps += [Tensor(rows[2] * outputs * a), Tensor(outputs * a), Tensor(outputs * FP32)]
+    products = [Product(rows[0], width, inputs), Product(rows[1], outputs, width)]
+    g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * rows[1] * width * a)
+
+
+def add_expert_adapters(
+    g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    """Add the adapters of the experts of this rank, `rows[1]` of them with `rows[0]` rows each, if
+    they have any.
+    """
+    if not r.adapted or "experts" not in (r.run.peft.target or ()):
+        return
+    each, local = rows
+    rank = r.run.peft.r or 0
+    a = r.element
+    etp = r.layout.etp or r.layout.tp
+    keeps = [x, Tensor(each * local * rank * a)]
+    if etp > 1:  # what expert-tensor ranks have parts of is gathered
+        keeps.append(Tensor(local * rank * r.model.hidden_size * a))
+    products = [Product(each, rank, sizes[0], local), Product(each, sizes[1], rank, local)]
+    g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * each * local * rank * a)

@@ -1,6 +1,4 @@
-"""What one rank of a layout sees of a micro-batch: how many tokens, how wide, and by
-whose kernels.
-"""
+"""The view of one rank of a layout: its tokens, widths and kernels in a micro-batch."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Factors
 
 BLOCK = 128
-"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.operands`."""
+"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.layers.operands`."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class Rank:
 
     run: RunConfig
     words: Mapping[str, str]
-    """Who does each operation; where the machine that runs it will choose, what is chosen where all
-    is installed.
+    """The implementation of each operation; where the machine that runs it chooses, the choice with
+    everything installed.
     """
     host: bool
     """It computes on a CPU."""
@@ -75,7 +73,7 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """Return as layer `index` of the model sees it, counted from 0: first and last ones may
+        """Return the view of layer `index` of the model, counted from 0: first and last ones may
         multiply in `dtype`.
         """
         p = self.run.precision
@@ -95,12 +93,12 @@ class Rank:
 
     @property
     def factors(self) -> Factors:
-        """What linear layers multiply with."""
+        """Return the formats in which linear layers multiply."""
         return "frozen" if self.frozen else "weights"
 
     @cached_property
     def element(self) -> int:
-        """Return bytes of an element of an activation."""
+        """Return the bytes of an element of an activation."""
         return bytes_of(self.run.precision.format)
 
     @property
@@ -110,31 +108,31 @@ class Rank:
 
     @property
     def whole(self) -> int:
-        """Return tokens of a sequence over all context-parallel ranks."""
+        """Return the tokens of a sequence over all context-parallel ranks."""
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
     @property
     def positions(self) -> int:
-        """Return tokens that a model's table of angles is made for: of a sequence or, in a packed
-        one, of a document.
+        """Return the tokens that a model's table of angles covers: those of a sequence or, in a
+        packed one, of a document.
         """
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
     @property
     def documents(self) -> float:
-        """Of a sequence, that do not see each other, in the mean; 1 where samples are
-        not packed.
+        """Return the mean number of documents in a sequence, which do not see each other; 1 without
+        packing.
         """
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
     @cached_property
     def tokens(self) -> int:
-        """Return tokens of a micro-batch that attention and MLP compute on here."""
+        """Return the tokens of a micro-batch that attention and MLP compute on here."""
         return self.samples * self.length
 
     @cached_property
     def split_tokens(self) -> int:
-        """Those of them that norms and the residual stream have here: a part under sequence
+        """Return the tokens that norms and the residual stream have here: a part under sequence
         parallelism.
         """
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
@@ -155,11 +153,11 @@ class Rank:
         parallelism.
 
         megatron-core's gathers it once more in the backward; the product that adds up fp32
-        gradients on a CPU does not (`mtrain.mcore.linear`).
+        gradients on a CPU does not (`mtrain.mcore.layers.linear`).
         """
         return (
             bool(self.layout.sequence_parallel)
-            and self.host
+            and self.words["linear"] == "cpu"
             and self.wide
             and self.layout.fsdp == "none"
         )
@@ -203,8 +201,8 @@ class Rank:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Return whether under sequence parallelism a block of tokens is of two ranks: what they
-        quantised is of no use.
+        """Return whether a block of tokens spans two ranks under sequence parallelism, so that
+        their quantised values cannot be used.
         """
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)
@@ -216,6 +214,10 @@ class Rank:
         """
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
 
+    def plain(self, op: str) -> bool:
+        """Return whether an operation is done in plain torch, by its definition or for a CPU."""
+        return self.words[op] in ("reference", "cpu")
+
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether a module of every layer is computed again in the backward."""
         again = self.layout.recompute
@@ -223,8 +225,8 @@ class Rank:
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    """Who does each operation, one after the other: what is chosen may depend on those
-    before it.
+    """Return the implementation of each operation, in order: a choice may depend on those before
+    it.
     """
     words: dict[str, str] = {}
     for op in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Finds the family of a model: those that ship, then the plug-ins that are installed."""
+"""Registry of the families of models: those that ship, and the plug-ins that are installed."""
 
 from __future__ import annotations
 
@@ -9,40 +9,35 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mtrain.config.machine import plug_ins
+from mtrain.config import families
+from mtrain.config.machine import installed
+from mtrain.config.rules.families import rules_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.base import Family
-from mtrain.models.bert import BERT
-from mtrain.models.gpt import GPT
-from mtrain.models.hybrid import HYBRID
-from mtrain.models.llava import LLAVA
-from mtrain.models.t5 import T5
-
-GROUP = "mtrain.models"
-"""Entry point group of families; the entry point's value is a `Family`."""
-
-_SHIPPED = {family.name: family for family in (GPT, BERT, T5, LLAVA, HYBRID)}
 
 
 def names() -> tuple[str, ...]:
-    """Return every family that can be asked for, shipped ones first."""
-    return (*_SHIPPED, *sorted(plug_ins.found(GROUP).keys() - _SHIPPED.keys()))
+    """Return every family that `model.family` may name, shipped ones first."""
+    known = families.packages()
+    return (*known, *sorted(installed.found(families.GROUP).keys() - known.keys()))
 
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family that `model.family` names.
 
-    Raises `ConfigError` for a name that nothing provides, or without the section that the family
-    needs; `BadEnvironment` for a plug-in that does not load.
+    Raises:
+        ConfigError: nothing provides the family, or the model lacks its section.
+        BadEnvironment: a plug-in does not load.
     """
-    family = _SHIPPED.get(model.family) or _load(model.family)
-    if family.section is not None and getattr(model, family.section, None) is None:
-        path = f"model.{family.section}"
-        rule = f"the family {family.name} is described there"
-        raise ConfigError(
-            [Problem("MT246", path, None, rule, f"{path}={{...}}, or model.family={GPT.name}")]
-        )
+    family = _load(model.family)
+    own = family.name if hasattr(model, family.name) else None
+    for section in (own, family.section):
+        if section is not None and getattr(model, section, None) is None:
+            path = f"model.{section}"
+            rule = f"the family {family.name} is described there"
+            fix = f"{path}={{...}}, or model.family={families.FIRST}"
+            raise ConfigError([Problem("MT246", path, None, rule, fix)])
     return family
 
 
@@ -66,8 +61,8 @@ def imported(name: str) -> Any:
 def probed(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Return token ids to ask a model with, and what a chunk of ours and the model of transformers
-    read beside them.
+    """Return token ids to probe a model with, and the further inputs of our chunk and of
+    transformers' model.
     """
     probe = family_of(model).probe
     asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})
@@ -76,10 +71,14 @@ def probed(
 
 @cache
 def _load(name: str) -> Family:
-    entry = plug_ins.found(GROUP).get(name)
+    if name in families.packages():
+        families.config_of(name)
+        rules_of(name)
+        return families.part(name, "family", "FAMILY", Family)
+    entry = installed.found(families.GROUP).get(name)
     if entry is None:
         raise ConfigError([_unknown(name)])
-    return plug_ins.load(entry, f"model family {name!r}", Family)
+    return installed.load(entry, f"model family {name!r}", Family)
 
 
 def _unknown(name: str) -> Problem:
@@ -87,5 +86,5 @@ def _unknown(name: str) -> Problem:
     near = difflib.get_close_matches(name, known, n=1)
     rule = f"there is no such family here; families: {', '.join(known)} (a plug-in adds one)"
     return Problem(
-        "MT245", "model.family", name, rule, f"model.family={near[0] if near else GPT.name}"
+        "MT245", "model.family", name, rule, f"model.family={near[0] if near else families.FIRST}"
     )

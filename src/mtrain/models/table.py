@@ -1,5 +1,4 @@
-"""Which tensor of Hugging Face's models is which of ours: one table of a family for both
-directions.
+"""Tables of the tensors of Hugging Face's models and ours: one of a family for both directions.
 
 Every operation is a rearrangement, so weights, gradients and moments go through it alike, as
 torch's tensors or as numpy's arrays of words. Needs no torch.
@@ -19,8 +18,8 @@ Rearrange = Callable[[list[Any], Any], list[Any]]
 
 @dataclass(frozen=True)
 class Operation:
-    """How the tensors of one entry lie on either side; both functions also take the `model`
-    section.
+    """A rearrangement between the tensors of one entry on either side; both functions also take the
+    `model` section.
     """
 
     name: str
@@ -40,12 +39,12 @@ def library_of(tensors: list[Any]) -> Any:
 
 
 def joined(tensors: list[Any], axis: int = 0) -> Any:
-    """Return tensors behind each other along an axis; one alone is itself."""
+    """Return tensors concatenated along an axis; a single one is returned as it is."""
     return library_of(tensors).concatenate(tensors, axis) if len(tensors) > 1 else tensors[0]
 
 
 def with_rows(table: Any, rows: int) -> Any:
-    """Return a table with so many rows, those behind its own being zeros."""
+    """Return a tensor with so many rows, padded with zeros."""
     empty = library_of([table]).zeros_like(table[:1])
     return joined([table, *[empty] * (rows - len(table))])
 
@@ -77,7 +76,8 @@ def _joined_qkv(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     each = model.num_attention_heads // model.query_groups
     parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest)
     cuts = (slice(each), slice(each, each + 1), slice(each + 1, None))
@@ -92,7 +92,8 @@ def _joined_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     each = model.num_attention_heads // model.query_groups
     groups = model.query_groups
     d = model.head_dim
@@ -102,8 +103,8 @@ def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each head of queries and keys: rows of its query, key, values and gates, and of its betas
-    and decays.
+    """Return the rows of each head of queries and keys: of its query, key, values and gates, and of
+    its betas and decays.
     """
     own = model.linear_attention
     share = own.num_value_heads // own.num_key_heads
@@ -121,7 +122,10 @@ def _joined_delta(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split_delta(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), heads, begin, out = tensors, model.linear_attention.num_key_heads, 0, []
+    (fused,) = tensors
+    heads = model.linear_attention.num_key_heads
+    begin = 0
+    out = []
     for rows in _delta_rows(model):
         parts = []
         for each in rows:
@@ -251,7 +255,7 @@ class Entry:
     operation: Operation = SAME
 
     def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
-        """One, or one for each expert where both sides keep experts apart."""
+        """Yield one step, or one for each expert where both sides hold experts separately."""
         ours = _numbered((self.ours,), numbers)
         theirs = _numbered(self.theirs, numbers)
         experts = range(model.moe.num_experts) if "{e}" in self.ours else range(0)
@@ -302,7 +306,7 @@ class Table:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
     def held_twice(self, model: Any) -> dict[str, str]:
-        """Return names of theirs that may be there and hold what another one does: copy ->
+        """Return the optional names on their side that duplicate another tensor: copy ->
         original.
         """
         out = {}

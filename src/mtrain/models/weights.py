@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Return elements on a rank."""
+        """Return the number of elements on a rank."""
         return prod(self.shape)
 
 

@@ -1,4 +1,4 @@
-"""What was planned of a run beside what was measured in it."""
+"""The comparison of a run's plan with its measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ took, the most that the allocator held, and all that is in use of the device."""
 BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "driver_bytes": ()}
 """Parts of the plan that are not in it."""
 FIRST_STEPS = 3
-"""Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
+"""Steps of a process that measure how it begins: kernels are compiled, memory is allocated."""
 LONGEST = 1 << 20
 LARGEST = 1e18
 MOST_BYTES = 64 << 20
@@ -56,24 +56,24 @@ class Row:
 
     @property
     def off(self) -> float | None:
-        """How much more was measured than planned, as a share of what was planned."""
+        """Return measured minus planned, as a share of planned."""
         return (
             self.measured / self.planned - 1 if self.planned and self.measured is not None else None
         )
 
     @property
     def beyond(self) -> bool:
-        """Return whether that is more than the bound of its kind."""
+        """Return whether the deviation exceeds the bound of its kind."""
         return self.off is not None and abs(self.off) > BOUNDS.get(self.kind, inf)
 
     def data(self) -> dict[str, Any]:
-        """Return as JSON has it."""
+        """Return the row as JSON."""
         return {**asdict(self), "off": self.off, "beyond": self.beyond}
 
 
 def planned(run: RunConfig) -> dict[str, Any] | None:
-    """What of a plan can be measured, null where it is not known; None: the family does not say
-    what it has.
+    """Return the measurable values of a plan, null where unknown; None: the family does not provide
+    its weights.
     """
     try:
         found = report(run)
@@ -106,15 +106,15 @@ def rows(
     peaks: Mapping[str, Sequence[int | None]],
     saved: int | None,
 ) -> list[Row]:
-    """Planned and measured, part by part.
+    """Return planned and measured values, part by part.
 
     Args:
         run: resolved.
         plan: of `planned`.
         lines: of a metrics file; the first steps are left out where there are others, and those of
             smaller batches.
-        peaks: by what of `MEASURED` it is, bytes of each rank; None where a rank had none to give.
-        saved: bytes of a checkpoint; None: there is none.
+        peaks: by the keys of `MEASURED`, bytes of each rank; None where a rank reported nothing.
+        saved: bytes of a checkpoint; None: it has no checkpoint.
     """
     full = first_full(run)
     steps = [line for line in lines if "step_s" in line and line.get("step", full) >= full]
@@ -153,8 +153,7 @@ def _memory(
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the readable lines of a metrics file: one that a kill cut off, or that is none of
-    ours, is left out.
+    """Return the readable lines of a metrics file; a truncated or foreign line is left out.
 
     Raises:
         OSError: it cannot be read.
@@ -178,7 +177,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def lines_of_run(home: Path) -> list[dict[str, Any]]:
-    """Those that a run wrote since it was resumed the last time: before, it may have had another
+    """Return the metrics lines of a run since it was last resumed: before, it may have had another
     layout.
 
     Raises:
@@ -199,7 +198,7 @@ def lines_of_run(home: Path) -> list[dict[str, Any]]:
 
 
 def saved_in(home: Path) -> int | None:
-    """Return bytes of the newest checkpoint of a run folder; None: there is none.
+    """Return the bytes of the newest checkpoint of a run folder; None: it has no checkpoint.
 
     Raises:
         OSError: it cannot be read.
@@ -215,8 +214,8 @@ def by_rank_of(key: str) -> str:
 
 
 def peaks_in(home: Path) -> dict[str, list[int | None]]:
-    """Return the memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs
-    have the first alone.
+    """Return the memory of each rank that a run folder reports, by the keys of `MEASURED`; older
+    runs have only the first.
 
     Raises:
         CorruptData: it cannot be read.
@@ -246,7 +245,7 @@ def _is_size(value: object) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Return whether it can have been measured."""
+    """Return whether a value can be a measurement."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
@@ -257,7 +256,7 @@ def first_full(run: RunConfig) -> int:
 
 
 def counts_memory(run: RunConfig) -> bool:
-    """Return whether a measured peak is that of the device alone; on a host it is of a process,
-    with every library in it.
+    """Return whether a measured peak is that of the device only; on a host it is of a process, with
+    every library in it.
     """
     return not facts_of(run.cluster.device).on_host

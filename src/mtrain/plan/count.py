@@ -12,26 +12,26 @@ from mtrain.models.registry import family_of
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; each shared
-    weight once.
+    """Return the trainable parameters of the model as built, with the padded vocabulary; each
+    shared weight once.
     """
     return family_of(model).parameters(model)
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Return parameters that one token visits: all of them for a dense model, the chosen experts
-    for an MoE.
+    """Return the parameters that one token visits: all of them for a dense model, the chosen
+    experts for an MoE.
     """
     return family_of(model).active_parameters(model)
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of routed experts: what expert parallelism shards."""
+    """Return the trainable parameters of routed experts: what expert parallelism shards."""
     return family_of(model).expert_parameters(model)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation.
+    """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     Attention of each token to half the sequence if `causal`, else to all of it (published figures
     use both).
@@ -40,8 +40,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def adapter_parameters(run: RunConfig) -> tuple[int, int]:
-    """Return parameters of the adapters of a run, of layers that every token visits and of routed
-    experts; 0 without.
+    """Return the parameters of the adapters of a run, of layers that every token visits and of
+    routed experts; 0 without.
     """
     return family_of(run.model).adapter_parameters(run.model, run.peft) if run.peft.kind else (0, 0)
 
@@ -67,14 +67,14 @@ def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = 
 
 
 def state_bytes(run: RunConfig) -> int:
-    """Return bytes of weights, gradients and optimizer state over all ranks, replicas counted; a
-    lower bound of the memory.
+    """Return the bytes of weights, gradients and optimizer state over all ranks, replicas counted;
+    a lower bound of the memory.
 
     fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) +
     4 main weights + 8, and less where the optimizer keeps them in low precision. The distributed
     optimizer keeps main weights and moments once instead of once per data-parallel rank, FSDP all
-    of it; experts have as many copies as the expert grid has data-parallel ranks. Of what is frozen
-    there are weights alone.
+    of it; experts have as many copies as the expert grid has data-parallel ranks. Frozen
+    parameters have only weights.
     """
     p = run.parallel
     assert p.ranks is not None
@@ -103,12 +103,14 @@ def state_bytes(run: RunConfig) -> int:
 
 
 def _main_weight_bytes(run: RunConfig) -> int:
-    """Of a main weight beside its weight of 16 bits."""
+    """Return the bytes of a main weight, on top of its weight of 16 bits."""
     if run.optim.main_params_dtype != "fp32":
         return 0
     return 2 if run.optim.store_param_remainders else 4
 
 
 def _moment_bytes(run: RunConfig) -> int:
-    """Of the moments of a parameter; without the scale that 128 of those in eight bits share."""
+    """Return the bytes of the moments of a parameter; without the scale that 128 of those in eight
+    bits share.
+    """
     return sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))

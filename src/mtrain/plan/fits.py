@@ -1,4 +1,4 @@
-"""Whether the plan of a step fits a device, and what would make it fit at the least cost."""
+"""A check that the plan of a step fits a device, and the cheapest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Change = dict[str, Any]
 
 @dataclass(frozen=True)
 class Over:
-    """What a device lacks."""
+    """The memory that a device lacks."""
 
     stage: int
     needed: int
@@ -33,21 +33,21 @@ class Over:
     parts: dict[str, int]
 
     def largest(self) -> str:
-        """Return its three largest parts."""
+        """Return the three largest parts of the stage's memory."""
         most = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
         return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
 
 
 def over(run: RunConfig, holds: int) -> Over | None:
-    """Return the stage that needs the most, where that is more than a device `holds`; None: it
-    fits, or nobody knows.
+    """Return the stage with the highest peak, where that is more than a device `holds`; None: it
+    fits, or is unknown.
     """
     worst = _worst(run)
     return worst if worst is not None and worst.needed > holds else None
 
 
 def _worst(run: RunConfig) -> Over | None:
-    """Return the stage that needs the most; None: nobody knows."""
+    """Return the stage with the highest peak; None: unknown."""
     if not _is_small(run):
         return None
     try:
@@ -70,8 +70,8 @@ def _is_small(run: RunConfig) -> bool:
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """Return the first change, of those that cost little before those that cost much, with which
-    the plan fits and no other rule is broken; empty where there is none.
+    """Return the first change, the cheapest first, with which the plan fits and no other rule is
+    broken; empty if there is no such change.
     """
     for step in _changes(run):
         changed = apply(run, step)
@@ -86,7 +86,7 @@ def _codes(run: RunConfig) -> set[str]:
 
 
 def _changes(run: RunConfig) -> Iterator[Change]:
-    """What may be changed, the cheapest first: each alone, then one after the other."""
+    """Yield the possible changes, the cheapest first: each one separately, then together."""
     steps = list(_steps(run))
     yield from steps
     # the last one computes whole layers again
@@ -114,7 +114,7 @@ def _steps(run: RunConfig) -> Iterator[Change]:
 
 
 def _recomputed(run: RunConfig) -> Iterator[Change]:
-    """What takes little time to compute again, then whole layers."""
+    """Yield the cheap parts to recompute, then whole layers."""
     again = run.parallel.recompute
     m = run.model
     if again.granularity == "none":

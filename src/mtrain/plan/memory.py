@@ -1,11 +1,10 @@
-"""Whether the memory that a configuration names holds its model, a sample and a batch.
+"""Memory rules: whether the configured devices hold the model, a sample and a batch.
 
 A sample or a batch that does not fit by itself is an error, and so is a model that no machine
-holds; both are lower
-bounds: what autograd keeps of one micro-batch, beside the state. Where the plan of a step is more
-than a device has, or the state of a model more than this machine, that is a warning: the one is
-made of parts that are reasoned, the other may be meant for another machine, and a run here is
-refused (`launching/preflight.py`).
+holds; both are lower bounds: the saved tensors of one micro-batch, on top of the state. Where the
+plan of a step exceeds the memory of a device, or the state of a model that of this machine, the
+problem is a warning: a plan contains estimates, and the model may be meant for another machine. A
+run here is refused (`launching/preflight.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ a hundredth.
 MOST_BYTES = 1 << 46
 """No single machine has more memory: 64 TiB."""
 RANK_BYTES = 300 << 20
-"""Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
+"""Memory of a CPU rank on top of the model: a forked interpreter with torch."""
 TOKEN_BYTES = 28
 """Of a token of a batch: itself, its label and its position in 8 bytes each, its weight in the loss
 in 4.
@@ -43,8 +42,8 @@ in 4.
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """What does not fit the devices that a resolved run names, or this machine where it runs on a
-    CPU.
+    """Return the memory problems of a resolved run on its devices, or on this machine where it runs
+    on a CPU.
     """
     if parameters(run.model) > MOST_PARAMETERS:
         rule = (
@@ -72,22 +71,22 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
 
 
 def bytes_here(run: RunConfig) -> int:
-    """Return the least that the processes of a run on this machine's CPU come to own, before
+    """Return a lower bound of the memory of the processes of a run on this machine's CPU, before
     any sample.
     """
     return state_bytes(run) + (run.parallel.ranks or 1) * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """What a rank keeps of one micro-batch for its backward, in the mean over the
+    """Return the bytes that a rank saves of one micro-batch for its backward, as the mean over
     pipeline stages.
     """
     return sum(_kept(run)) // run.parallel.pp
 
 
 def _kept(run: RunConfig) -> list[int]:
-    """What autograd keeps of one micro-batch on a rank of each stage; nothing where
-    nobody knows.
+    """Return the bytes that autograd saves of one micro-batch on a rank of each stage; empty if
+    unknown.
     """
     family = family_of(run.model)
     if family.stage is None:
@@ -112,13 +111,13 @@ class _Memory:
     samples: int
     """Samples of a step that are in it at once."""
     state: int
-    """Bytes of weights, gradients, optimizer state and processes in it; 0 where they alone are too
-    many.
+    """Bytes of weights, gradients, optimizer state and processes in it; 0 where these by themselves
+    are too many.
     """
 
     def activations(self, run: RunConfig) -> int:
-        """Return bytes kept of one micro-batch by its ranks: by one rank those of the stage that
-        keeps the most.
+        """Return the saved bytes of one micro-batch on its ranks: on one rank those of the stage
+        that saves the most.
         """
         every = _kept(run)
         return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
@@ -138,7 +137,7 @@ def _device(run: RunConfig) -> _Memory | None:
     if memory is None:
         return None
     samples = -(-_largest(run) // run.parallel.dp)
-    # beside the state is another question, which `_state_of_a_device` answers with a warning
+    # on top of the state is another question, which `_state_of_a_device` answers with a warning
     return _Memory(f"a device of {run.cluster.name}", int(memory * GIB), 1, samples, 0)
 
 
@@ -182,7 +181,7 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
         f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has"
         f" {bytes_(memory.holds)}"
     )
-    # alone it would fit: then the model is what is too large for this machine, and a run here is
+    # without that it would fit: the model is too large for this machine, and a run here is
     # refused
     here = facts_of(run.cluster.device).on_host
     severity: Severity = "warning" if here and held + tokens <= memory.holds else "error"
@@ -192,14 +191,14 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
 
 
 def _again(run: RunConfig) -> RunConfig:
-    """Return the same, computing every layer again."""
+    """Return the same run with every layer recomputed."""
     p = run.parallel
     again = p.recompute.model_copy(update={"granularity": "full", "modules": None})
     return run.model_copy(update={"parallel": p.model_copy(update={"recompute": again})})
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest that is not above a number."""
+    """Return the largest power of two that is not above a number."""
     return 1 << (number.bit_length() - 1) if number else 0
 
 
@@ -223,8 +222,8 @@ def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """Return a warning where the model alone, in its processes, is more than the memory of
-    this machine.
+    """Return a warning if the model by itself, in its processes, exceeds the memory of this
+    machine.
     """
     need = bytes_here(run)
     ranks = run.parallel.ranks or 1
@@ -251,7 +250,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
 
 
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
-    """Where the plan of a step does not fit a device."""
+    """Return a warning if the plan of a step does not fit a device."""
     memory = run.cluster.device_memory_gib
     ranks = run.parallel.ranks or 1
     if memory is None:

@@ -1,9 +1,7 @@
-"""The memory of a rank of each pipeline stage, by part, at the moment of a step in which it has the
-most.
+"""The memory of a rank of each pipeline stage, by part, at its peak in a step.
 
-Weights, gradients, optimizer state and what autograd keeps are counted tensor by tensor. What a
-device needs beside them follows from the order of operations or is an assumed constant; `HOW` says
-which is which.
+Weights, gradients, optimizer state and saved tensors are counted tensor by tensor. Other memory of
+a device follows from the order of operations or is an assumed constant; `HOW` lists which.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, shared, size
-from mtrain.models.lives import Moment, Rises, backwards, forwards
+from mtrain.models.liveness import Moment, Rises, backwards, forwards
 from mtrain.models.parts import m_rows
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
@@ -30,11 +28,11 @@ from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
 CONTEXT_BYTES = 758 * MIB
-"""Memory of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for
+"""Memory of a process on a GPU on top of its tensors: 612 MiB for the context of CUDA and 146 for
 kernels and their workspaces, measured on an H200 with torch 2.11.
 """
 HOST_BYTES = 300 * MIB
-"""Of a rank on a CPU beside the model: what a forked interpreter with torch comes to own."""
+"""Memory of a rank on a CPU on top of the model: a forked interpreter with torch."""
 WORLD_BYTES = 558 * MIB
 """Memory of NCCL and its communicator of all ranks, which every run has: measured there, with one
 rank.
@@ -44,13 +42,13 @@ COMMUNICATOR_BYTES = 389 * MIB
 rank.
 """
 RESERVE = 0.04
-"""Assumed share of what is allocated during a step that torch's allocator holds beside it, in
+"""Assumed overhead of torch's allocator, as a share of what a step allocates, in
 pieces.
 """
 HOST_LOGITS = 1 << 22
 GPU_LOGITS = 1 << 27
 CHUNK = 64
-"""Logits that are there at once where the loss is made in parts, of a multiple of so many tokens:
+"""Logits that exist at once where the loss is computed in parts, of a multiple of so many tokens:
 as in `mtrain_kernels.linear_cross_entropy`.
 """
 BENT = 5
@@ -65,8 +63,17 @@ transposed.
 """
 
 PARTS = (
-    *("weights", "gradients", "optimizer", "low_precision", "activations", "loss"),
-    *("recompute", "working", "communication", "context", "reserve"),
+    "weights",
+    "gradients",
+    "optimizer",
+    "low_precision",
+    "activations",
+    "loss",
+    "recompute",
+    "working",
+    "communication",
+    "context",
+    "reserve",
 )
 HOW = {
     "weights": "counted: every tensor, with the padding of megatron-core's buffers",
@@ -83,7 +90,7 @@ HOW = {
         "reasoned: gradients on their way and what an operation needs, or logits of a part of the"
         " tokens"
     ),
-    "communication": "reasoned: what is gathered or sent beside that",
+    "communication": "reasoned: what is gathered or sent on top of that",
     "context": (
         "measured: 1,316 MiB on a GPU and 389 for each kind of group that talks; assumed: 300 MiB"
         " on a CPU"
@@ -108,18 +115,18 @@ class StageMemory:
 
     @cached_property
     def rank(self) -> Rank:
-        """Return sizes on it."""
+        """Return the rank's view of the model."""
         return Rank.of(self.run)
 
     @cached_property
     def kept(self) -> list[int]:
-        """Return bytes that autograd keeps of a micro-batch, by chunk."""
+        """Return the bytes that autograd saves of a micro-batch, by chunk."""
         return [kept(chunk) for chunk in self.chunks] or [0] * self.run.parallel.vpp
 
     @cached_property
     def in_flight(self) -> tuple[int, list[int]]:
-        """Return bytes kept of all micro-batches in flight where they are the most, and how many of
-        each chunk these are.
+        """Return the bytes kept of all micro-batches in flight where they are the most, and how
+        many of each chunk these are.
         """
         micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
         once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
@@ -132,7 +139,7 @@ class StageMemory:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Return bytes by part, in the order of `PARTS`, at the peak."""
+        """Return the bytes by part, in the order of `PARTS`, at the peak."""
         s = self.states
         on_host = facts_of(self.run.cluster.device).on_host
         moment = self._peak
@@ -154,32 +161,30 @@ class StageMemory:
 
     @cached_property
     def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What moves, at the end of the last forward or on its way, and in the backward
-        behind it.
+        """Return the bytes of each part that varies: at the end of the last forward or within it,
+        and in the backward after it.
         """
         losses = self._losses()
         peak = self._backward.peak
         most = self.in_flight[0] - sum(losses)
         highest = max(map(forwards, self.chunks), default=0)
-        return (
-            {
-                "activations": most,
-                "loss": sum(losses),
-                "recompute": 0,
-                "working": max(self._loss_work(), highest),
-            },
-            {
-                **{
-                    "activations": most + min(0, peak.held),
-                    "loss": sum(losses[1:]) + self._waiting(),
-                },
-                **{"recompute": max(0, peak.held), "working": peak.beside},
-            },
-        )
+        forward = {
+            "activations": most,
+            "loss": sum(losses),
+            "recompute": 0,
+            "working": max(self._loss_work(), highest),
+        }
+        backward = {
+            "activations": most + min(0, peak.held),
+            "loss": sum(losses[1:]) + self._waiting(),
+            "recompute": max(0, peak.held),
+            "working": peak.transient,
+        }
+        return forward, backward
 
     def _waiting(self) -> int:
-        """Return the gradient of a table that a chunk reads at both ends, which is added up before
-        it is handed on.
+        """Return the bytes of the gradient of a table that a chunk reads at both ends, which is
+        accumulated before it is handed on.
         """
         m = self.run.model
         r = self.rank
@@ -191,23 +196,23 @@ class StageMemory:
 
     @cached_property
     def _backward(self) -> Rises:
-        """Of the chunk whose backward comes to the most."""
+        """Return the peaks of the chunk with the most expensive backward."""
         none = Rises(0, 0, Moment(0, 0))
         return max(map(backwards, self.chunks), key=lambda rises: sum(rises.peak), default=none)
 
     @property
     def saved(self) -> int:
-        """Return bytes that autograd holds where it holds the most: kept, and made again."""
+        """Return the highest bytes of saved and recomputed tensors."""
         return self.in_flight[0] + max(0, self._backward.most - sum(self._losses()[:1]))
 
     @property
     def peak(self) -> int:
-        """Return bytes at the peak."""
+        """Return the bytes at the peak."""
         return sum(self.parts.values())
 
     @property
     def where(self) -> str:
-        """When in a step that is."""
+        """Return the moment of the peak in a step, in words."""
         if not self.chunks:
             return "not known: the family does not say what it keeps"
         micro = sum(self.in_flight[1])
@@ -222,7 +227,7 @@ class StageMemory:
         return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
 
     def _losses(self) -> list[int]:
-        """Return bytes kept by the losses of each micro-batch in flight that has them."""
+        """Return the bytes kept by the losses of each micro-batch in flight that has them."""
         found: list[int] = []
         for number, chunk in zip(self.in_flight[1], self.chunks, strict=False):
             kept = {
@@ -258,7 +263,7 @@ class StageMemory:
         return False
 
     def _loss_work(self) -> int:
-        """What a loss works with."""
+        """Return the transient bytes of the loss."""
         return max(
             (_loss_work(self.rank, op) for chunk in self.chunks for op in _losses(chunk)), default=0
         )
@@ -268,7 +273,7 @@ class StageMemory:
         return communication_bytes(self.rank, layer) + self._sent()
 
     def _sent(self) -> int:
-        """What was sent to the next stage of all micro-batches in flight, where that is
+        """Return the bytes sent to the next stage by all micro-batches in flight, where they are
         not freed.
         """
         run = self.run
@@ -289,7 +294,7 @@ class StageMemory:
 
 
 def _is_quantized(weight: Weight) -> bool:
-    """Return whether products with it are in fewer bits, where the run has them."""
+    """Return whether products with a weight are in fewer bits, where the run has them."""
     layers = weight.kind in ("attention", "mlp", "experts", "mamba")
     tower = (
         weight.kind == "vision"
@@ -300,21 +305,21 @@ def _is_quantized(weight: Weight) -> bool:
 
 
 def quantized_bytes(run: RunConfig) -> int:
-    """For an element of a layer's products: its copies in eight bits, where they are kept."""
+    """Return the bytes of an element's copies in eight bits, where they are kept."""
     return 0 if run.precision.quantized is None or passing(run) else QUANTIZED_COPIES
 
 
 def passing(run: RunConfig) -> bool:
-    """Return whether weights are quantised for one product at a time: by our layers, of what is
-    freed behind it.
+    """Return whether weights are quantised for one product at a time, by our layers, which free the
+    copy after it.
     """
     low = run.precision.quantized is not None and run.parallel.frees_weights
     return low and Rank.of(run).words["linear"] != "te"
 
 
 def communication_bytes(r: Rank, layer: int) -> int:
-    """Return what FSDP gathers, where a layer has so many elements of weights at most; and buffers
-    of sequences.
+    """Return the bytes that FSDP gathers, where a layer has so many elements of weights at most;
+    and buffers of sequences.
     """
     run = r.run
     p = r.layout
@@ -330,8 +335,8 @@ def communication_bytes(r: Rank, layer: int) -> int:
 
 
 def context_bytes(r: Rank) -> int:
-    """Return what a process takes beside torch's allocator: kernels, and NCCL for each group of
-    ranks that talk.
+    """Return the memory of a process outside torch's allocator: kernels, and NCCL for each group of
+    ranks that communicate.
     """
     if r.host:
         return HOST_BYTES
@@ -345,9 +350,9 @@ def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:
 
 
 def _loss_work(r: Rank, op: Op) -> int:
-    """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and
-    the gradient of the weight while it is added up in fp32. An output layer with a bias multiplies
-    wider copies.
+    """Return the transient bytes of a loss, on top of its saved tensors: hidden states by sample
+    and gathered, logits of a part of them, and the gradient of the weight while it is accumulated
+    in fp32. An output layer with a bias multiplies wider copies.
     """
     m = r.model
     columns = r.model.padded_vocab_size // r.layout.tp
@@ -364,23 +369,23 @@ def _loss_work(r: Rank, op: Op) -> int:
 
 
 def logits_at_once(run: RunConfig) -> int | None:
-    """Return as many as `kernels.loss_logits_mib` has room for, in the format of the model; None:
-    nobody said.
+    """Return the number of logits that `kernels.loss_logits_mib` has room for, in the format of the
+    model; None: unset.
     """
     room = run.kernels.loss_logits_mib
     return None if room is None else int(room * MIB // bytes_of(run.precision.format))
 
 
 def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
-    """Return tokens whose logits are there at once."""
+    """Return the tokens whose logits exist at once."""
     most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
     rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)
 
 
 def _logit_bytes(r: Rank) -> int:
-    """Of a logit while its loss is made: a fused kernel writes the gradient over it, plain torch
-    widens it.
+    """Return the bytes of a logit while its loss is computed: a fused kernel writes the gradient in
+    place, plain torch widens it.
     """
     fused = r.words["loss"] == "triton" or (r.words["loss"] != "megatron" and r.wide)
     bent = (
@@ -390,7 +395,7 @@ def _logit_bytes(r: Rank) -> int:
 
 
 def stage_memories(run: RunConfig) -> list[StageMemory]:
-    """Of each pipeline stage of a resolved run.
+    """Return the memory of each pipeline stage of a resolved run.
 
     Raises:
         ValueError: the family of the model does not say which weights a stage has, or stages do not
@@ -407,11 +412,8 @@ def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> S
 
 
 def worst_stage(run: RunConfig) -> StageMemory:
-    """Return the one with the highest peak; of stages that hold the same the first, which has the
+    """Return the stage with the highest peak; of stages that hold the same the first, which has the
     most in flight.
-
-    Raises:
-        ValueError: as `stage_memories`.
     """
     rank = Rank.of(run)
     seen = dict[object, StageMemory]()
@@ -423,7 +425,7 @@ def worst_stage(run: RunConfig) -> StageMemory:
 
 
 def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
-    """What stages have in common that compute the same."""
+    """Return a key that is equal for stages that compute the same."""
     m = run.model
     layers = stage.layers
     dense = (

@@ -28,7 +28,7 @@ MOST_WORDS = 5
 
 
 def report(run: RunConfig) -> dict[str, Any]:
-    """Of a resolved run, in plain numbers; bytes where nothing else is said.
+    """Return the plan of a resolved run in plain numbers; bytes unless a key names another unit.
 
     Raises:
         ValueError: the family of the model does not say which weights a stage has.
@@ -74,7 +74,9 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
     for stage in stages:
         for weight in stage.states.weights:
             by_kind[weight.kind] += 0 if _again(stage, weight) else whole(run, weight)
-    total, (dense, experts), moe = parameters(run.model), adapter_parameters(run), run.model.moe
+    total = parameters(run.model)
+    dense, experts = adapter_parameters(run)
+    moe = run.model.moe
     visited = experts * moe.router_topk // moe.num_experts if moe is not None else 0
     return {
         "total": total + dense + experts,
@@ -94,7 +96,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 
 
 def whole(run: RunConfig, weight: Weight) -> int:
-    """Return elements of a weight over all ranks of a stage that hold a part of it."""
+    """Return the elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
     if (
         weight.kind == "experts" or weight.expert
@@ -109,7 +111,7 @@ def _again(stage: StageMemory, weight: Weight) -> bool:
 
 
 def layers(held: tuple[Stage, ...]) -> str:
-    """What a rank of a stage has, as `E 0-3 16-19 L`."""
+    """Return the layers of a rank of a stage, as `E 0-3 16-19 L`."""
     words = []
     for stage in held:
         words += ["E"] if stage.embedding else []
@@ -136,8 +138,8 @@ def _stage(stage: StageMemory) -> dict[str, Any]:
 
 
 def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
-    """Of a checkpoint: every weight once, and its main weight, moments and factors where it is
-    trained.
+    """Return the bytes of a checkpoint: every weight once, and main weight, moments and factors of
+    trained ones.
     """
     each = bytes_of(run.precision.format)
     total = 0
@@ -156,7 +158,7 @@ def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
 
 
 def notes(run: RunConfig) -> list[str]:
-    """What the numbers assume."""
+    """Return the assumptions of the numbers."""
     out = []
     if run.model.moe is not None:
         out.append(_balance(run))
@@ -196,7 +198,7 @@ def notes(run: RunConfig) -> list[str]:
 
 
 def _balance(run: RunConfig) -> str:
-    """What is assumed of experts."""
+    """Return the assumption about the balance of experts."""
     factor = run.parallel.expert_imbalance
     if run.parallel.ep == 1 or factor == 1:
         return (
@@ -230,18 +232,18 @@ def _joined(group: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def _short(layers: str) -> str:
-    """What a stage has, without the middle of many layers."""
+    """Return the layers of a stage, without the middle of many."""
     words = layers.split()
     return layers if len(words) <= MOST_WORDS else " ".join([*words[:2], "..", *words[-2:]])
 
 
 def device_word(run: RunConfig) -> str:
-    """What people call a device of the cluster of a run."""
+    """Return the usual name of a device in the cluster of a run."""
     return "GPU" if facts_of(run.cluster.device).counted else "device"
 
 
 def headline(found: Mapping[str, Any]) -> str:
-    """What was planned: model, number format, layout and machines."""
+    """Return the subject of the plan: model, number format, layout and machines."""
     layout = " ".join(
         f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp")
     )

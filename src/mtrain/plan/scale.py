@@ -1,4 +1,4 @@
-"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one
+"""Scaling of a run: the fastest layout on each of several numbers of devices, with one batch or one
 per device.
 """
 
@@ -35,14 +35,14 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Return the tokens per second of all devices."""
         if self.layout is None:
             return 0.0
         return self.layout.time.tokens_per_second_per_device * self.devices
 
     @property
     def flops_per_device(self) -> float:
-        """Return model FLOP/s of a device, with causal attention."""
+        """Return the model FLOP/s of a device, with causal attention."""
         if self.layout is None:
             return 0.0
         return self.tokens_per_s / self.devices * flops_of_token(self.layout.run)
@@ -57,18 +57,18 @@ class Scale:
 
     @property
     def first(self) -> Point | None:
-        """Return the one that efficiency is counted from."""
+        """Return the point that efficiency is relative to."""
         return next((point for point in self.points if point.layout is not None), None)
 
     def efficiency(self, point: Point) -> float:
-        """Return model FLOP/s of a device, as a share of those of the first point."""
+        """Return the model FLOP/s of a device, as a share of those of the first point."""
         first = self.first
         return 0.0 if first is None else point.flops_per_device / first.flops_per_device
 
 
 def on(raw: RunConfig, devices: int) -> RunConfig:
-    """Return a run that is not resolved, on so many devices of its cluster: whole machines, or a
-    part of one.
+    """Return an unresolved run on so many devices of its cluster: whole machines, or a part of
+    one.
     """
     per_node = raw.cluster.devices_per_node
     if per_node is None:
@@ -81,8 +81,8 @@ def on(raw: RunConfig, devices: int) -> RunConfig:
 
 
 def misfit(raw: RunConfig, devices: int) -> str:
-    """Return why so many devices are no machines of the cluster, and which numbers near are; empty
-    where they are.
+    """Return why so many devices are no whole machines of the cluster, with the nearest numbers
+    that are; empty if they are.
     """
     per_node = raw.cluster.devices_per_node
     if per_node is None or devices % per_node == 0 or per_node % devices == 0:
@@ -120,8 +120,8 @@ def point(
 
 
 def batches(first: int, devices: Sequence[int], *, weak: bool) -> list[int | None]:
-    """Of each number of devices, where it is `first` on the fewest; None: that is no
-    whole number.
+    """Return the batch for each number of devices, given `first` on the fewest; None: it would be
+    no whole number.
     """
     if not weak:
         return [first] * len(devices)

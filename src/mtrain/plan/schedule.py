@@ -1,4 +1,4 @@
-"""Which micro-batches a pipeline rank has in flight, in the order of megatron-core's schedules."""
+"""The micro-batches in flight on a pipeline rank, in the order of megatron-core's schedules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Turn = tuple[bool, int]
 
 
 def turns(run: RunConfig, stage: int, microbatches: int) -> Iterator[Turn]:
-    """What pipeline rank `stage` does in a step, one micro-batch of a chunk after the other.
+    """Yield the forwards and backwards of pipeline rank `stage` in a step, in order.
 
-    First forwards alone, then one forward and one backward in turn, then backwards alone; with
+    First only forwards, then one forward and one backward in turn, then only backwards; with
     virtual stages a chunk takes a group of micro-batches before the next chunk does, and backwards
     go through the chunks from the last to the first (Narayanan et al. 2021, arXiv:2104.04473).
     """
@@ -41,10 +41,8 @@ def _forwards(microbatches: int, chunks: int, group: int) -> Iterator[int]:
 def most_in_flight(
     run: RunConfig, stage: int, kept: list[int], microbatches: int
 ) -> tuple[int, list[int]]:
-    """Return the most bytes that pipeline rank `stage` keeps at once, and of each chunk how many
-    micro-batches they are of.
-
-    `kept` are those of one micro-batch of each chunk.
+    """Return the peak bytes that pipeline rank `stage` saves, and the micro-batches of each chunk
+    at that moment.
     """
     p = run.parallel
     if p.vpp == 1:

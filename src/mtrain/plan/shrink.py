@@ -14,10 +14,12 @@ from mtrain.config.resolve.batches import NO_RAMP
 from mtrain.config.resolve.batches import stages as batch_stages
 from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
 from mtrain.config.resolve.stages import Stage, stages
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.optimizer import Rotated
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig, OptimConfig
+from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.weights import matrices, update_of
 
@@ -195,7 +197,7 @@ def _tokens(data: DataConfig, seq: int) -> DataConfig:
 
 
 def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]:
-    """Return one smaller step first where there was a ramp, if a smaller one there is."""
+    """Return a ramp of one smaller step, where there was a ramp and a smaller batch exists."""
     grows = len(batch_stages(run)) > 1 and smallest < batch
     return {**NO_RAMP, "batch_size_schedule": ((smallest, smallest * seq),) if grows else None}
 
@@ -218,8 +220,8 @@ def alone(run: RunConfig) -> RunConfig:
 
 
 def balances_sequences(run: RunConfig) -> bool:
-    """Return whether routers balance each sequence for itself, so that it does not matter which are
-    in a micro-batch.
+    """Return whether routers balance each sequence separately, so that the other sequences of a
+    micro-batch do not matter.
     """
     moe = run.model.moe
     alone = (
@@ -231,23 +233,29 @@ def balances_sequences(run: RunConfig) -> bool:
 
 
 def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = False) -> RunConfig:
-    """Return a small run in fp32 whose linear layers, all of them, multiply in the 8 bits that
-    `full` says.
+    """Return a small run in fp32 whose linear layers all multiply in the 8 bits of `full`.
 
-    No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an
+    No rule checks it: rules require bf16 with 8 bits and the sizes that GPUs multiply, and an
     emulation needs neither.
     """
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
-    small = small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
+    words = {op: getattr(small.kernels, op) for op in ("linear", "experts")}
+    # the products of a CPU know no 8 bits, and the definition rounds in plain torch
+    plain = {op: "reference" for op, word in words.items() if word == "cpu"}
+    update = {
+        "precision": small.precision.model_copy(update=eight),
+        "kernels": small.kernels.model_copy(update=plain),
+    }
+    small = small.model_copy(update=update)
     return with_triton_of(full, small) if interpreted else small
 
 
 def without_chance(run: RunConfig) -> RunConfig:
-    """Return the same run with nothing drawn in a step: no dropout, no noise of routers, no random
-    experts.
+    """Return the same run without random draws in a step: no dropout, no noise of routers, no
+    random experts.
 
-    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on
-    average alone.
+    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal only on
+    average.
     """
     certain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     if run.model.moe is not None:
@@ -258,8 +266,8 @@ def without_chance(run: RunConfig) -> RunConfig:
 
 
 def by_document(run: RunConfig) -> RunConfig | None:
-    """Return the same run, of packed samples, with a loss that is the sum of those of its documents
-    alone.
+    """Return the same run, of packed samples, with a loss that is the sum of the losses of its
+    documents.
 
     The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity,
     or sinkhorn balances them.
@@ -274,11 +282,7 @@ def by_document(run: RunConfig) -> RunConfig | None:
 
 
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
-    """Return optimizer state that does not hide in its rounding what is to be compared in fp32.
-
-    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of
-    them. Bases change within the few steps.
-    """
+    """Return the keys of an optimizer state in fp32, whose rounding hides no differences."""
     how = update_of(run)
     smooth = dict[str, Any]()
     if isinstance(how, Rotated):
@@ -335,7 +339,7 @@ def _sides(run: RunConfig) -> dict[tuple[str, int], int]:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """What was shrunk, as `key: old -> new`."""
+    """Return the changes from `before` to `after`, as `key: old -> new`."""
     old = before.flat()
     new = after.flat()
     watched = (
@@ -355,11 +359,11 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def on_a_cpu(run: RunConfig) -> dict[str, Any]:
-    """Return keys of `kernels` with the portable ones everywhere."""
+    """Return the keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {
         **words,
-        "default": "reference",
+        "default": "cpu",
         "optimizer": "auto",
         "gradient_accumulation_fusion": False,
     }
@@ -382,8 +386,8 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
 
 
 def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, ParallelConfig]:
-    """Return layers of the small model, `fewest` at least where stages are equal, and the layout
-    that says how they are sharded.
+    """Return the layers of the small model, `fewest` at least where stages are equal, and the
+    layout that says how they are sharded.
     """
     blocks = p.pp * p.vpp
     smallest = min((len(s.layers) for s in deep if s.layers), default=0)
@@ -398,3 +402,28 @@ def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, Para
     if more:
         return 2 * blocks - more, p
     return blocks * -(-fewest // blocks), p
+
+
+def portable(run: RunConfig) -> RunConfig:
+    """Return a resolved run with its model, layout and batch as they are, on synthetic tokens,
+    without CUDA graphs and copies of activations to host memory.
+
+    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which save
+    the same tensors. Two stay as they are: the implementation of the loss, and Triton's attention,
+    since a CPU's saves scores as well. Products in eight bits become products in the format of the
+    weights.
+    """
+    run = run.on_any_device()
+    kernels = {**on_a_cpu(run), **({"loss": "megatron"} if run.kernels.loss == "megatron" else {})}
+    kernels |= {"attention": "triton"} if Rank.of(run).words["attention"] == "triton" else {}
+    values = {
+        "precision": run.precision.unquantized(run.precision.format),
+        "data": run.data.model_copy(
+            update={"kind": "mock", "path": None, "blend": None, "blend_weights": None}
+        ),
+        "kernels": run.kernels.model_copy(update=kernels),
+        "cluster": run.cluster.model_copy(
+            update={"device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
+        ),
+    }
+    return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)

@@ -13,8 +13,7 @@ from math import lcm
 from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.owners import owners
+from mtrain.layout.grid import RankGrid, owners
 from mtrain.layout.stages import held_stages
 from mtrain.models.weights import Weight
 from mtrain.plan.weights import Matrix, factor_bytes, matrices, stage_weights, update_of
@@ -27,7 +26,7 @@ distributed.
 """
 SMALLEST_BUCKET = 40_000_000
 BUCKET_PER_RANK = 1_000_000
-"""megatron-core's buckets where nobody says: the first, or the second for each data-parallel rank.
+"""megatron-core's default buckets: the first, or the second for each data-parallel rank.
 """
 SCALED = 128
 SCALE_BYTES = 4
@@ -46,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class States:
-    """Of one rank, in bytes."""
+    """The state of one rank, in bytes."""
 
     run: RunConfig
     weights: tuple[Weight, ...]
@@ -57,15 +56,15 @@ class States:
 
     @cached_property
     def numbers(self) -> Counter[str]:
-        """Return parameters by kind."""
+        """Return the parameters by kind."""
         found: Counter[str] = Counter()
         for weight in self.weights:
             found[weight.kind] += weight.numel
         return found
 
     def _trained(self, what: str) -> int:
-        """Return elements of a rank's part of what is trained; experts have fewer copies to shard
-        than other weights.
+        """Return the elements of a rank's part of what is trained; experts have fewer copies to
+        shard than other weights.
         """
         sharded = fsdp_shards(self.run, what)
         return sum(
@@ -79,21 +78,20 @@ class States:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of weights."""
+        """Return the bytes of weights."""
         return (self._trained("weights") + self._frozen) * bytes_of(self.run.precision.format)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of gradients."""
+        """Return the bytes of gradients."""
         precision = self.run.precision
         each = bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
         return self._trained("gradients") * each
 
     def optimizer_bytes(self, data_rank: int = 0) -> int:
-        """Of main weights and moments, for a rank of the data-parallel group.
+        """Return the bytes of main weights and moments, for a rank of the data-parallel group.
 
-        Of what is offloaded the moments are in host memory: megatron-core keeps main weights on the
-        device.
+        Offloaded moments are in host memory: megatron-core keeps main weights on the device.
         """
         total = 0.0
         p = self.run.parallel
@@ -114,15 +112,15 @@ class States:
 
     @property
     def most_optimizer_bytes(self) -> int:
-        """Of the data-parallel rank that has the most: they differ in what is kept of whole
-        matrices.
+        """Return the bytes of the data-parallel rank with the most: ranks differ in the factors of
+        whole matrices.
         """
         return self.optimizer_bytes() - self._factors[0] + max(self._factors)
 
     @cached_property
     def _factors(self) -> list[int]:
-        """By rank, of what the update keeps of whole matrices, each with one of the ranks that
-        share the state.
+        """Return by rank the bytes of the factors of whole matrices, each with one of the ranks
+        that share the state.
         """
         how = update_of(self.run)
         p = self.run.parallel
@@ -144,7 +142,7 @@ class States:
 
 
 def rank_states(run: RunConfig, stage: int) -> States:
-    """Those of a rank of pipeline stage `stage`; the same on all of them.
+    """Return the state of a rank of pipeline stage `stage`; the same on all of them.
 
     Raises:
         ValueError: the family of the model does not say which weights a stage has.
@@ -169,7 +167,7 @@ def rank_states(run: RunConfig, stage: int) -> States:
 
 
 def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
-    """Return elements of a bucket; None: all are in one."""
+    """Return the elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:
         return None
@@ -213,7 +211,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def state_bytes_of(run: RunConfig, weight: Weight, elements: int) -> int:
-    """Of the main weight and moments of so many elements of a weight."""
+    """Return the bytes of the main weight and moments of so many elements of a weight."""
     return elements * main_weight_bytes(run) + _moments(run, weight, elements)
 
 
@@ -226,7 +224,9 @@ def _moments(run: RunConfig, weight: Weight, elements: int) -> int:
 
 
 def main_weight_bytes(run: RunConfig) -> int:
-    """Of a main weight beside its weight of 16 bits; of a weight of 32 bits there is none."""
+    """Return the bytes of a main weight, on top of its weight of 16 bits; a weight of 32 bits has
+    none.
+    """
     if not is_half(run.precision.format) or run.optim.main_params_dtype != "fp32":
         return 0
     return 2 if run.optim.store_param_remainders else 4

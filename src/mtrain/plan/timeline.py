@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all stages do in a step, or at its begin and its end; communication takes no
+    """The schedule of all stages in a step, or at its beginning and end; communication takes no
     time here.
     """
 
@@ -45,13 +45,14 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last block ends."""
+        """Return the time at which the last block ends."""
         return max(stage[-1].end for stage in self.blocks)
 
     @property
     def cut(self) -> float | None:
-        """When micro-batches are left out, in the middle of those drawn: before it the step is as
-        it begins, behind it as it ends, and between them the same repeats. None: all are drawn.
+        """Return the middle of the drawn micro-batches, if some are left out: before it stands the
+        beginning of the step, after it the end, and between them the same repeats. None: all are
+        drawn.
         """
         return self.end / 2 if self.micro < self.of else None
 
@@ -63,8 +64,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return share of the whole step that the busiest stage waits; more micro-batches add work
-        to it, and no waiting.
+        """Return the share of the whole step that the busiest stage waits; more micro-batches add
+        work to it, and no waiting.
         """
         busy = max(sum(block.end - block.begin for block in stage) for stage in self.blocks)
         waits = self.end - busy
@@ -72,8 +73,8 @@ class Timeline:
 
 
 def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
-    """Of the stages of a run, in the order of megatron-core's schedules; `whole`: all micro-batches
-    of a step.
+    """Return the timeline of the stages of a run, in the order of megatron-core's schedules;
+    `whole`: all micro-batches of a step.
 
     Raises:
         ValueError: the family does not say what a stage computes.
@@ -91,7 +92,7 @@ def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
 
 
 def _cost(stage: StageMemory, chunk: int) -> tuple[float, float]:
-    """Return products of a forward, and of a backward with what it computes again."""
+    """Return the FLOPs of a forward, and of a backward with its recomputation."""
     graphs = stage.chunks[chunk]
     forward = sum(graph.flops() for graph in graphs)
     again = sum(
@@ -106,8 +107,8 @@ def _blocks(
     micro: int,
     unit: float,
 ) -> tuple[tuple[Block, ...], ...]:
-    """Return each stage takes its turns in order, and each turn waits for the chunk before it in
-    the model.
+    """Return the blocks of each stage: it takes its turns in order, and each turn waits for the
+    chunk before it in the model.
     """
     run = stages[0].run
     todo = [list(turns(run, stage.stage, micro)) for stage in stages]
@@ -141,7 +142,9 @@ def _blocks(
 def _needed(
     forward: bool, place: int, micro: int, last: int, stages: int
 ) -> tuple[bool, int, int, int] | None:
-    """What must have ended before the chunk at `place` in the model can begin; None: nothing."""
+    """Return the block that must end before the chunk at `place` in the model can begin; None: no
+    block.
+    """
     before = place - 1 if forward else place + 1
     if forward and place == 0:
         return None
@@ -151,7 +154,7 @@ def _needed(
 
 
 def kept_over_time(stage: StageMemory, blocks: Sequence[Block]) -> list[tuple[float, int]]:
-    """When what autograd keeps on a rank of a stage changes, and to how many bytes."""
+    """Return the times at which the saved bytes of a rank change, and their new value."""
     held = 0
     out = [(0.0, 0)]
     for block in blocks:

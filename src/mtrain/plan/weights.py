@@ -46,13 +46,13 @@ def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
 
 
 def update_of(run: RunConfig) -> Orthogonal | Rotated | None:
-    """What the update makes of whole matrices; None: it knows elements alone."""
+    """Return how the update treats whole matrices; None: it treats only elements."""
     whole = OPTIMIZERS[run.optim.name].whole_matrices
     return None if whole is None else whole(run)
 
 
 def matrices(run: RunConfig, held: Stage) -> Iterator[tuple[Weight, Matrix]]:
-    """Those of a (virtual) stage of a rank, in the order of its weights."""
+    """Yield the matrices of a (virtual) stage of a rank, in the order of its weights."""
     how = update_of(run)
     family = family_of(run.model)
     p = run.parallel
@@ -68,19 +68,21 @@ def matrices(run: RunConfig, held: Stage) -> Iterator[tuple[Weight, Matrix]]:
 
 
 def matrices_of(run: RunConfig, held: Iterable[Stage]) -> Counter[Matrix]:
-    """Those of the (virtual) stages of a rank; none where the update knows elements alone."""
+    """Return the matrices of the (virtual) stages of a rank; empty where the update treats only
+    elements.
+    """
     return Counter(one for stage in held for _, one in matrices(run, stage))
 
 
 def factor_bytes(how: Orthogonal | Rotated, one: Matrix) -> int:
-    """Of what is kept of a whole matrix beside the state of its elements."""
+    """Return the bytes of the factors of a whole matrix, on top of the state of its elements."""
     return sum(how.factor_bytes(*part) for part in one.parts)
 
 
 def shared_out(
     found: Mapping[Matrix, int], ranks: int, how: Orthogonal | Rotated
 ) -> set[frozenset[tuple[Matrix, int]]]:
-    """What each rank computes, as `layout.owners` deals it out; ranks with the same are one."""
+    """Return the work of each rank, as `layout.owners` assigns it; ranks with the same are one."""
     if ranks == 1:
         return {frozenset(found.items())}
     loads = [(0, rank) for rank in range(ranks)]

@@ -1,3 +1,1 @@
-"""Layer 2: what people send each other: shared recipes, locks, and the command lines and files of
-other systems.
-"""
+"""Recipes, locks, and the command lines and files of other systems, imported and exported."""

@@ -1,4 +1,4 @@
-"""What two recipes, runs or checkpoints differ in, and what each difference means."""
+"""Differences between two recipes, runs or checkpoints, and the meaning of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
-ABSENT = "(not there)"
+ABSENT = "(absent)"
 """Stands for a key of a section that is null on one side."""
 
 
@@ -31,10 +31,10 @@ class Difference:
 
 
 def overrides_of(words: Sequence[str]) -> list[str]:
-    """Return words of a command line where a bare one names a recipe, a run or checkpoint folder,
-    or a run file.
+    """Return command-line words in which a bare one names a recipe, a run or checkpoint folder, or
+    a run file.
 
-    `~key` takes a key away, and is no path; `~/mine.yaml` is one.
+    `~key` removes a key, and is no path; `~/left_values.yaml` is one.
 
     Raises:
         ConfigError: a folder holds no run, or there is no such recipe.
@@ -60,12 +60,12 @@ def _named(word: str) -> str:
         return f"run={path / RUN_FILE}"
     key = "run" if _is_run_file(path) else "recipe"
     if key == "recipe":
-        find_recipe(word)  # says which names are near
+        find_recipe(word)  # raises with suggestions
     return f"{key}={path if key == 'run' else word}"
 
 
 def _is_run_file(path: Path) -> bool:
-    """Return whether a file says every group, as the one in a run folder does."""
+    """Return whether a file has every group, as the one in a run folder does."""
     if not path.is_file():
         return False
     values = load(path).values
@@ -73,26 +73,30 @@ def _is_run_file(path: Path) -> bool:
 
 
 def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """What differs, the gravest kind first; the words of a recipe about itself and how to resume
-    left out.
-    """
-    mine = left.recorded().flat()
-    theirs = right.recorded().flat()
-    keys = [key for key in {**mine, **theirs} if mine.get(key, ABSENT) != theirs.get(key, ABSENT)]
-    found = [
-        Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), effect_of(key))
+    """Return the differences in what two configurations do, the gravest kind first."""
+    left_values = left.recorded().flat()
+    right_values = right.recorded().flat()
+    keys = [
+        key
+        for key in {**left_values, **right_values}
+        if left_values.get(key, ABSENT) != right_values.get(key, ABSENT)
+    ]
+    changed = [
+        Difference(key, left_values.get(key, ABSENT), right_values.get(key, ABSENT), effect_of(key))
         for key in keys
-        if not _beside_its_section(key, mine, theirs)
+        if not _repeats_its_section(key, left_values, right_values)
     ]
     order = list(Effect)
-    return sorted(found, key=lambda d: order.index(d.kind))
+    return sorted(changed, key=lambda d: order.index(d.kind))
 
 
-def _beside_its_section(key: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Return whether a key says only that a section is there, which its own keys on the other side
-    say.
+def _repeats_its_section(
+    key: str, left_values: dict[str, Any], right_values: dict[str, Any]
+) -> bool:
+    """Return whether a key only marks a section as present, while the other side lists the
+    section's keys.
     """
-    here = key in mine
-    there = key in theirs
-    other = theirs if here else mine
-    return here != there and any(k.startswith(f"{key}.") for k in other)
+    left = key in left_values
+    right = key in right_values
+    other = right_values if left else left_values
+    return left != right and any(k.startswith(f"{key}.") for k in other)

@@ -1,9 +1,7 @@
-"""A lock: a resolved configuration with the versions and data it was made with, in one file that
-runs.
+"""A lock: a resolved configuration with the versions and data of its making, in one file that runs.
 
-The configuration is what `run=FILE` reads. Everything else stands above it in comments, which are
-YAML behind their
-`# `: so the file is at the same time a run file, and no key of it is more than the schema allows.
+`run=FILE` reads the configuration. Everything else stands above it in comments, which are YAML
+after their `# `: so the file is also a run file, without keys beyond the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ What = Literal["file", "version", "device", "data", "tokenizer", "source"]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What is not as it was when a lock was made."""
+    """A difference between a lock and this machine."""
 
     what: What
     name: str
@@ -39,15 +37,13 @@ class Mismatch:
 
     @property
     def damaged(self) -> bool:
-        """Return whether the file or the data is another; data that is not here at all is a matter
-        of the machine.
-        """
+        """Return whether the file or the data differs; missing data is no damage."""
         return self.what in ("file", "data", "tokenizer", "source") and self.here != NONE
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, as installed here, and of megatron-core as Python finds it;
-    nothing is imported.
+    """Return the versions of the installed packages that compute, and of megatron-core as Python
+    finds it, without imports.
     """
     out = {"python": platform.python_version(), "mtrain": mtrain.__version__}
     for name in PACKAGES:
@@ -68,7 +64,7 @@ def lock_text(
         run: the configuration.
         digests: those of its data and its tokenizer.
         sources: name -> digest of every file that it was composed from.
-        machine: where it is made.
+        machine: the machine that makes it.
     """
     body = run_yaml(run)
     facts = {
@@ -88,9 +84,10 @@ def lock_text(
 def mismatches(
     lock: Lock, digests: Mapping[str, str], sources: Mapping[str, str], machine: Machine
 ) -> list[Mismatch]:
-    """What differs between a lock and this machine, `digests` and `sources` being those of here.
+    """Return the differences between a lock and this machine, whose digests are `digests` and
+    `sources`.
 
-    Fewer GPUs than the run needs are a difference only where it was locked beside more of them.
+    Fewer GPUs than the run needs are a difference only if the machine of the lock had more.
     """
     out: list[Mismatch] = []
 

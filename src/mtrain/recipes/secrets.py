@@ -1,6 +1,4 @@
-"""What a script may hold that must not be shown or written on: passwords, keys, tokens
-of services.
-"""
+"""Secrets in a script, which must be neither shown nor written: passwords, keys, tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _SECRET = frozenset(
     )
 )
 _PERHAPS = frozenset(("key", "token"))
-"""Words that name a secret, but for the keys of attention and the tokens of a text."""
+"""Words that name a secret, except the keys of attention and the tokens of a text."""
 _SERVICES = frozenset(
     re.findall(
         r"\w+",
@@ -35,27 +33,37 @@ _OF_MODELS = frozenset(
     re.findall(
         r"\w+",
         """
-    num head heads dim dims size len length width rank linear attention attn query queries value
-    values qk kv layer
-    layers norm conv bos eos eod eot pad padding mask unk sep cls sos special image video audio
-    vision think begin
-    end start stop first last prompt text label input output loss per max min drop dropping router
-    expert experts
-    dispatcher embedding type count json column weight
-""",
+        num head heads dim dims size len length width rank linear attention attn query queries
+        value values qk kv layer layers norm conv bos eos eod eot pad padding mask unk sep cls sos
+        special image video audio vision think begin end start stop first last prompt text label
+        input output loss per max min drop dropping router expert experts dispatcher embedding
+        type count json column weight
+        """,
     )
 )
 _SHAPES = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{12,}"
-    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+|\b[0-9a-fA-F]{40}\b|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
+    "|".join(
+        (
+            r"hf_[A-Za-z0-9]{16,}",
+            r"sk-[A-Za-z0-9_-]{16,}",
+            r"gh[pousr]_[A-Za-z0-9]{20,}",
+            r"glpat-[\w-]{16,}",
+            r"AKIA[0-9A-Z]{12,}",
+            r"xox[abprs]-[\w-]{10,}",
+            r"eyJ[\w-]{10,}\.[\w-]+\.[\w-]+",
+            r"\b[0-9a-fA-F]{40}\b",
+            r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)",
+        )
+    )
 )
+"""Tokens of known services, keys of 40 hexadecimal digits, and credentials in an address."""
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a variable or a flag is named as one that holds a secret."""
+    """Return whether a variable or a flag has the name of a secret."""
     words = set(re.split(r"[-_.]+", name.lower()))
     if name.startswith("--") and "token" in words and len(words - {""}) > 1:
-        words.discard("token")  # flags count tokens, but for those of a service
+        words.discard("token")  # in flags, tokens are those of a text unless a service is named
         return not words.isdisjoint(_SECRET | _SERVICES)
     if words.isdisjoint(_PERHAPS) or not words.isdisjoint(_SECRET):
         return not words.isdisjoint(_SECRET)
@@ -63,7 +71,7 @@ def names_secret(name: str) -> bool:
 
 
 class Secrets:
-    """The secrets of one script: by the names of its variables, and by their shape."""
+    """The secrets of one script, known by the names of their variables and by their shape."""
 
     def __init__(self, variables: Mapping[str, Iterable[str]]) -> None:
         held = {
@@ -73,7 +81,7 @@ class Secrets:
         self._hidden: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
-        """`text` with every secret blacked out."""
+        """Return `text` with every secret blacked out."""
         if text not in self._hidden:
             shown = text
             for value in self.values:

@@ -15,7 +15,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare_for_model
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.once import evaluated
-from mtrain.mcore.ahead import stay_on_device
+from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
@@ -67,7 +67,7 @@ def batches(
 
     An evaluation is averaged over tokens, and each sample counts once.
     """
-    form = imported(family_of(run.model).form)(run, splits, part)
+    collator = imported(family_of(run.model).collator)(run, splits, part)
     share = (world.coords["dp"], world.grid.dp)
     # Dynamic context parallelism distributes documents after every rank has read all of them.
     if run.parallel.hybrid_context_parallel:
@@ -80,7 +80,7 @@ def batches(
     samples = getattr(splits, part)
     size = run.trainer.batch
     samples = samples if limit is None else evaluated(samples, limit)
-    return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
+    return GlobalBatches(samples, size, micro, *share, collator, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

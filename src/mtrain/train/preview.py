@@ -93,10 +93,10 @@ def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Sho
     texts = _Texts(splits)
     if isinstance(source, PairSamples):
         return [shown for number in range(count) for shown in _pair(source, number, texts)]
-    form = imported(family_of(run.model).form)(run, splits, part)
+    collator = imported(family_of(run.model).collator)(run, splits, part)
     # The weights shown are those that the loss of this split has.
     average = run.trainer.loss_average if part == "train" else "token"
-    batches = GlobalBatches(source, count, 1, 0, 1, form, None, average).microbatches(0)
+    batches = GlobalBatches(source, count, 1, 0, 1, collator, None, average).microbatches(0)
     return [
         _shown(f"sample {i} of {part}", source, i, batch, texts) for i, batch in enumerate(batches)
     ]

@@ -1,6 +1,4 @@
-"""Being one rank of a world that is not there: groups that talk to nobody, tensors with a shape and
-no memory.
-"""
+"""One rank of a world that does not exist, with tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ from mtrain.world.init import World
 
 @contextmanager
 def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
-    """The world of a resolved configuration as its rank `rank` sees it, in this process alone.
+    """Yield the world of a resolved configuration as its rank `rank` sees it, in this process only.
 
-    What is built inside has the shapes, the groups and the layers of that rank and takes no memory;
-    collectives return at once and change nothing. Works for worlds of thousands of ranks.
-    megatron-core is adapted to the CPU for it, whatever device the run is meant for.
+    Modules built inside have the shapes, the groups and the layers of that rank, and take no
+    memory; collectives return at once and change nothing. The world may have thousands of ranks.
+    megatron-core is adapted to the CPU, whatever device the run is meant for.
 
     Raises:
         ValueError: the layout has no such rank.
@@ -41,7 +39,7 @@ def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
 
 @contextmanager
 def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Iterator[World]:
-    """The same for tensors of any device, of which the caller sees to it that they take no memory.
+    """Yield the same world for tensors on any device; the caller keeps them from taking memory.
 
     Raises as `fake_world` does.
     """

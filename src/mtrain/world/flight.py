@@ -1,10 +1,9 @@
-"""torch's flight recorder, read in this process: how many collectives of each process group this
-rank has launched.
+"""torch's flight recorder, read in this process: how many collectives of each group this rank
+launched.
 
-Under NCCL every rank of a stall waits in the same line, for its device. The recorder still tells
-them apart: a rank that has launched fewer collectives of a group than the group's other ranks is
-the one that they wait for. Only JSON is read; what torch writes as a pickle is for torch's own
-`torchfrtrace`.
+In a stall under NCCL, every rank waits in the same line, for its device. The recorder still shows
+the straggler: the rank that has launched fewer collectives of a group than the group's other ranks.
+mtrain reads only the recorder's JSON; its pickle is for torch's own `torchfrtrace`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from mtrain.world.stall import UNKNOWN, Calls
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""The variable that names the pipes, up to the rank, on which a thread of torch waits for a request
-to dump.
+"""The variable with the prefix of the pipes, one per rank, on which a thread of torch waits for a
+request to dump.
 """
 
 
@@ -37,11 +36,11 @@ class Group:
     name: str
     what: str
     launched: int
-    """Collectives that were launched; transfers between two ranks do not count."""
+    """Number of collectives launched, without transfers between two ranks."""
 
 
-def of_entries(text: str | bytes) -> dict[str, Calls]:
-    """Return the calls by name of the process group, from a dump with its entries.
+def calls_of_entries(text: str | bytes) -> dict[str, Calls]:
+    """Return the calls by name of the process group, from a dump that includes its entries.
 
     Transfers between two ranks are left out, because each rank numbers them on its own.
     """
@@ -68,7 +67,7 @@ def of_entries(text: str | bytes) -> dict[str, Calls]:
     return calls
 
 
-def of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
+def calls_of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
     """Return the calls by name of the process group, from the status in a dump, which needs no
     entries.
 
@@ -90,7 +89,7 @@ def of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
 
 
 class Recorder:
-    """The flight recorder of this rank, whose process groups are on `device`."""
+    """The flight recorder of this rank, for the process groups on `device`."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         from torch._C import _distributed_c10d as c10d
@@ -105,7 +104,7 @@ class Recorder:
     def calls(self) -> dict[str, Calls]:
         """Return the calls by name of the process group; empty where nothing is recorded.
 
-        NCCL's recorder is not asked for its entries: that would query events of the device while it
+        This does not request NCCL's entries: the recorder would query events of the device while it
         holds Python's lock, and a device that hangs may not answer.
         """
         with suppress(
@@ -113,16 +112,14 @@ class Recorder:
         ):  # no reading may end the thread that watches
             groups = list(self._groups())
             if groups and self.of_nccl is not None:
-                return of_status(self.of_nccl(False, False), groups)
+                return calls_of_status(self.of_nccl(False, False), groups)
             if self.of_others is not None:
                 # The recorder forgets its oldest entries, and no number ever falls.
-                self.known |= of_entries(self.of_others(True, False))
+                self.known |= calls_of_entries(self.of_others(True, False))
         return self.known
 
     def write(self, path: Path) -> None:
-        """Write the record to `path`; torch's own thread writes that of NCCL to
-        TORCH_FR_DUMP_TEMP_FILE.
-        """
+        """Write the record to `path`; torch itself writes NCCL's to TORCH_FR_DUMP_TEMP_FILE."""
         with suppress(OSError, RuntimeError):
             prefix = os.environ.get(PIPE)
             if prefix and Path(f"{prefix}{self.rank}.pipe").is_fifo():
@@ -139,7 +136,7 @@ class Recorder:
                 Path(f"{prefix}{self.rank}.pipe").unlink()
 
     def _groups(self) -> Iterable[Group]:
-        """Yield the process groups of NCCL that this rank is in."""
+        """Yield the NCCL process groups that this rank belongs to."""
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):
                 uid = getattr(group._get_backend(self.device), "uid", None)

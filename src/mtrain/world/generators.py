@@ -1,4 +1,4 @@
-"""The random generators of a rank: which ranks draw the same numbers, and which draw others."""
+"""The random generators of a rank: which ranks draw the same numbers, and which do not."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ DATA_STREAM = "data-parallel-rng"
 
 
 def tracker_of(run: RunConfig) -> dict[str, bool]:
-    """Return the kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that
-    they know.
-    """
+    """Return the options of megatron-core's tracker, which CUDA graphs restrict."""
     graphs = run.trainer.cuda_graph_impl
-    theirs = graphs == "transformer_engine" or run.kernels.linear == "te"
+    by_engine = graphs == "transformer_engine" or run.kernels.linear == "te"
     return {
         "use_cudagraphable_rng": graphs != "none",
-        "te_rng_tracker": graphs != "none" and theirs,
+        "te_rng_tracker": graphs != "none" and by_engine,
     }
 
 
 def seed_generators(
     seed: int, coords: Mapping[str, int], step: int = 0, tracker: Mapping[str, bool] | None = None
 ) -> None:
-    """Start every generator of the rank at `coords` (`RankGrid.coords`) for the steps after `step`.
+    """Seed every generator of the rank at `coords` (`RankGrid.coords`) for the steps after `step`.
 
-    Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline
-    stages, data- and context-parallel ranks, and so the ranks of experts. Tensor-parallel ranks
-    draw the same from the generators of Python, NumPy and torch, for tensors that each of them
-    holds whole, and others from the streams of megatron-core's tracker that it forks for sharded
-    tensors (`model-parallel-rng`: heads, and with sequence parallelism rows).
+    Ranks that hold different layers or read different tokens draw different numbers from every
+    generator: pipeline stages, data- and context-parallel ranks, and therefore expert-parallel
+    ranks. Tensor-parallel ranks draw the same numbers from the generators of Python, NumPy and
+    torch, which serve tensors that each of them holds whole. They draw different numbers from the
+    streams that megatron-core's tracker forks for sharded tensors (`model-parallel-rng`: heads, and
+    with sequence parallelism rows).
 
-    Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a
-    stage and, with --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of
-    stage 0 draws what rank 0 of stage 1 draws; hashes do not meet. A new tracker of the kind
-    `tracker` is made; None: the one that is there is seeded.
+    Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed per
+    stage and, with --data-parallel-random-init, 10 per data-parallel rank, so that rank 10 of stage
+    0 draws what rank 0 of stage 1 draws; hashes do not collide. `tracker` makes a new tracker of
+    that kind; None seeds the existing one.
     """
     from mtrain.mcore import api as mcore
 
@@ -62,7 +61,7 @@ def seed_generators(
 def stream_seed(
     seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]
 ) -> int:
-    """Return the seed in 0 ..
+    """Return the 62-bit seed of a rank's stream; ranks that differ on no axis of `axes` share it.
 
     2^62 of a stream of a rank; the same for ranks that differ on no axis of `axes`.
     """

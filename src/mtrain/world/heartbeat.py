@@ -1,18 +1,20 @@
-"""Progress of this rank, as cheaply as it can be noted: what the watchdog looks at.
+"""Progress of this rank's main thread, cheap to record, for the watchdog to read.
 
-Needs no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Heartbeat:
-    """How far this rank's main thread has come.
+    """The progress of this rank's main thread.
 
-    Written by that thread alone, read by the watchdog's.
+    Only that thread writes it; the watchdog's threads read it.
     """
 
     __slots__ = ("count", "phase", "step", "ticks", "waits")
@@ -21,15 +23,13 @@ class Heartbeat:
         self.count = 0
         """Milestones passed; every rank passes the same ones in the same order."""
         self.ticks = 0
-        """Signs of life between milestones, as many as this rank's work has."""
+        """Signs of life between milestones; a rank with more work gives more."""
         self.phase = "start"
-        """What the last milestone began."""
+        """The phase that the last milestone began."""
         self.step = 0
-        """The step that was begun last, from 1; 0: none yet."""
+        """The current step, from 1; 0 before the first."""
         self.waits = 0
-        """The number of nested calls in which the main thread waits for other ranks or for the
-        device.
-        """
+        """The number of nested waits of the main thread for other ranks or its device."""
 
     @property
     def place(self) -> str:
@@ -41,7 +41,7 @@ heartbeat = Heartbeat()
 
 
 def begin_phase(phase: str) -> None:
-    """Note that `phase` begins, which it does on every rank."""
+    """Note that `phase` begins. Every rank begins the same phases in the same order."""
     heartbeat.count += 1
     heartbeat.phase = phase
 
@@ -53,17 +53,40 @@ def begin_step(number: int) -> None:
 
 
 def tick() -> None:
-    """Note progress within a phase, as a rank makes it that has more to do there than another."""
+    """Note progress within a phase; ranks with more work in that phase call it more often."""
     heartbeat.ticks += 1
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Note that the main thread waits in this block: for other ranks, or for the device, which may
-    wait for them.
-    """
+    """Note that the main thread waits in this block, for other ranks or for the device."""
     heartbeat.waits += 1
     try:
         yield
     finally:
         heartbeat.waits -= 1
+
+
+@contextmanager
+def noting_waits() -> Iterator[None]:
+    """Note every `Work.wait` of the main thread.
+
+    Collectives of torch, the pipeline transfers of megatron-core and our own exchanges all end in
+    that method, so one place notes them all, and no reader has to guess from a source line what a
+    rank does.
+    """
+    from torch.distributed import Work
+
+    real = Work.wait
+
+    def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return real(work, *args, **kwargs)
+        with waiting():
+            return real(work, *args, **kwargs)
+
+    Work.wait = wait  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = real  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Joining the other ranks: rendezvous, megatron-core's groups, and the proof that all agree."""
+"""Joining the other ranks: the rendezvous, megatron-core's groups, and the check that all agree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import join
 from mtrain.world.generators import seed_generators, tracker_of
-from mtrain.world.groups import make_groups
+from mtrain.world.groups import check_groups, make_groups
 from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
-"""Process groups time out this much after trainer.timeout_s: by then the watchdog has said who is
-behind.
-"""
+"""How long after trainer.timeout_s, and thus after the watchdog, process groups time out."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """Return ranks in all."""
+        """Return the number of ranks."""
         return self.grid.world
 
     @property
@@ -59,11 +57,11 @@ class World:
         return self.rank == 0
 
     def tell(self, text: str, src: int = 0) -> str:
-        """Return the text that rank `src` gave, on every rank."""
+        """Broadcast the text of rank `src`, and return it on every rank."""
         with waiting():
-            return self._told(text, src)
+            return self._broadcast(text, src)
 
-    def _told(self, text: str, src: int) -> str:
+    def _broadcast(self, text: str, src: int) -> str:
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(
             self.torch_device
         )
@@ -76,9 +74,7 @@ class World:
         return bytes(row.tolist()).decode()
 
     def first_problem(self, text: str) -> str:
-        """Return the text of the lowest rank that gave one, on every rank; empty where
-        no rank did.
-        """
+        """Return, on every rank, the text of the lowest rank that gave one, or ""."""
         lowest = torch.tensor([self.rank if text else self.size], device=self.torch_device)
         with waiting():
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -87,7 +83,7 @@ class World:
 
     def all_reach(self, place: str, within_s: float) -> bool:
         """Return whether every rank calls this with the same `place` within so many seconds; ranks
-        may be gone.
+        may have ended.
         """
         deadline = time.monotonic() + within_s
         try:
@@ -96,25 +92,25 @@ class World:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.05)
-        except RuntimeError:  # torch's errors of a store: who served it is gone
+        except RuntimeError:  # torch's error for a store whose server has ended
             return False
         return True
 
 
 @contextmanager
 def joined(run: RunConfig) -> Iterator[World]:
-    """The world of a resolved configuration, from the environment that torchrun sets; left at the
-    end.
+    """Yield the world of a resolved configuration, from the environment that torchrun sets; leave
+    it at the end.
 
     A torch.distributed that the caller has initialised is used and kept. On an error the groups are
-    abandoned, not waited for: a barrier on the way out would hang on the rank that died.
+    abandoned: a barrier on the way out would hang on the rank that died.
 
     Raises:
         BadEnvironment: no such device, another number of ranks than the layout has, groups that
             differ from the grid, or a rank that is absent, came twice, or has another configuration
             or version.
     """
-    found = dist.is_initialized()
+    initialised_before = dist.is_initialized()
     join.announce(run)
     try:
         device = _prepare(run, RankEnv.here())
@@ -122,22 +118,18 @@ def joined(run: RunConfig) -> Iterator[World]:
         join.give_up(error)
         raise
     world = _join(run, RankEnv.here(), device)
-    from mtrain.world import guard
-
-    guard.check_groups(world.rank, world.grid, world.embedding_stages)
+    check_groups(world.rank, world.grid, world.embedding_stages)
     yield world
     dist.barrier()
     from mtrain.mcore import api as mcore
 
     mcore.parallel_state.destroy_model_parallel()
-    if not found:
+    if not initialised_before:
         dist.destroy_process_group()
 
 
 def _insist_on_determinism() -> None:
-    """Refuse algorithms whose bits depend on timing; libraries beside torch are told by the
-    environment.
-    """
+    """Refuse algorithms whose bits depend on timing."""
     torch.use_deterministic_algorithms(True)
 
 
@@ -155,8 +147,8 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     device.set_index(env.device_index(device.count()))
     if facts_of(device.name).on_host:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))
-        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = int(asked) if asked.isdigit() else cpu_cores() // on_this_machine
+        requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = int(requested) if requested.isdigit() else cpu_cores() // on_this_machine
         torch.set_num_threads(max(1, threads))
     return device
 
@@ -168,7 +160,7 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     store.set_timeout(timeout)
     torch_device = device.device(env.device_index(device.count()))
     if not dist.is_initialized():
-        # With a device, no barrier has to guess which one is meant.
+        # A barrier then needs no guess about the device.
         dist.init_process_group(
             device.backend,
             rank=env.rank,

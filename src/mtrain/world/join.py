@@ -1,9 +1,9 @@
-"""This rank on its way to the others: known to them as soon as torch is there, in the world once
+"""This rank on its way into the world: visible to the others once torch is imported, a member once
 all agree.
 
-A thread of its own talks to the store, for two reasons: the others see this rank while it still
-imports, and a store whose process is stopped answers no call, not even with a timeout, so no call
-to it may hold the rank itself.
+A separate thread talks to the store, for two reasons. The others see this rank while it still
+imports. And a store whose process is stopped answers no call, not even with a timeout, so no call
+to it may block the rank itself.
 """
 
 from __future__ import annotations
@@ -47,36 +47,34 @@ from mtrain.world.rendezvous import (
 
 BACKLOG = 2048
 FAREWELL_S = 2.0
-"""How long the rank that serves the store stays for the others to read why there is no world."""
-PATIENCE = 0.8
-"""The share of the join timeout after which a rank that nobody calls holds the rendezvous itself.
+"""How long the rank that serves the store stays, so that the others can read why there is no world.
 """
+PATIENCE = 0.8
+"""The share of the join timeout after which a rank that found no rendezvous opens one itself."""
 
 
 class JoinAttempt:
     """One attempt of this process to join the others."""
 
     def __init__(self, env: RankEnv, join_timeout_s: float, end: End | None = None) -> None:
-        """Reach the store, in a thread; the others see this rank once `present` has
-        described it.
-        """
+        """Reach the store, in a thread; the others see this rank after `present` describes it."""
         self.env = env
         self.join_timeout_s = join_timeout_s
         self.end = end
         self.info: RankInfo | None = None
-        """The description that the others see; None: this rank does not know yet what to run."""
+        """The description that the others see; None: this rank has no configuration yet."""
         self.config: dict[str, Any] = {}
         self.offer: Offer | None = None
-        """The offer of rank 0: made by this process where it is rank 0, else read from the store.
+        """The offer of rank 0: made by this process if it is rank 0, otherwise read from the store.
         """
         self.offered = threading.Event()
-        """Set once the offer of rank 0 is here, or this rank no longer waits for it."""
+        """Set once the offer of rank 0 has arrived, or this rank no longer waits for it."""
         self.busy = False
         """True while this rank works for all ranks before it is ready, so that they wait for it."""
         self.pause_s = pause_of(env.size)
         self.begun_at = time.monotonic()
         self.reached_at = float("inf")
-        """The time from which the store can say whether rank 0 has come."""
+        """The time from which the store can say whether rank 0 has joined."""
         self.ready = threading.Event()
         self.ready_at = float("inf")
         self.failure: str | None = None
@@ -84,10 +82,10 @@ class JoinAttempt:
         self.closed = False
         self.store: dist.Store | None = None
         self.serves = False
-        """The store lives in this process."""
+        """Whether this process serves the store."""
         self.outcome: dict[str, Any] | None = None
         self.heard = 0.0
-        """When the store answered last."""
+        """The time of the store's last answer."""
         self.trouble = ""
         self.note = ""
         threading.Thread(target=self._attend, name="mtrain join", daemon=True).start()
@@ -101,7 +99,7 @@ class JoinAttempt:
     ) -> None:
         """Describe this rank to the others.
 
-        By `offer`, rank 0 gives its configuration to ranks that have none.
+        With `offer`, rank 0 offers its configuration to ranks that have none.
         """
         self.config = config
         self.join_timeout_s = join_timeout_s
@@ -110,8 +108,8 @@ class JoinAttempt:
         self.info = info
 
     def read_offer(self) -> Offer | None:
-        """Wait for the offer of rank 0; None: it did not come in time, so this rank composes for
-        itself.
+        """Wait for the offer of rank 0; None: it did not come in time, so this rank composes its
+        own.
 
         Raises:
             Refused: the store did not answer, or was lost.
@@ -126,8 +124,8 @@ class JoinAttempt:
         return self.offer
 
     def together(self) -> dist.Store:
-        """Say that this rank is ready, and wait for the others; returns a store that only this
-        world uses.
+        """Report this rank as ready, and wait for the others; return a store that only this world
+        uses.
 
         Raises:
             Refused: a rank is absent, came twice, failed, or differs.
@@ -163,22 +161,20 @@ class JoinAttempt:
         return Refused(text, speaks=outcome["speaker"] == self.env.rank)
 
     def give_up(self, why: str) -> bool:
-        """Tell the others that this rank will not come; returns whether anybody could be told."""
+        """Report that this rank will not come; return whether the report arrived."""
         self.failure = why
         self.ready_at = time.monotonic()
         self.ready.set()
-        told = self.settled.wait(self.join_timeout_s)
+        delivered = self.settled.wait(self.join_timeout_s)
         self.closed = True
-        return told and not self.trouble
+        return delivered and not self.trouble
 
     def _attend(self) -> None:
         try:
             self.store = self._reach()
             self.trouble = ""
             self.outcome = self._meet(dist.PrefixStore("mtrain/join", self.store))
-        except (
-            Exception
-        ) as error:  # the rank waits for this thread: whatever it was, it is to be said
+        except Exception as error:  # the rank waits for this thread, so it has to learn the reason
             self.trouble = (str(error) or type(error).__name__).splitlines()[0]
         refused = self._refusal(self.outcome) if self.outcome is not None else None
         if refused is not None and self.end is not None and not self.ready.is_set():
@@ -186,7 +182,7 @@ class JoinAttempt:
         self.settled.set()
 
     def _reach(self) -> dist.Store:
-        """Return the store: of a torch.distributed that is initialised already, served here, or
+        """Return the store: that of an initialised torch.distributed, or one served here, or one
         served elsewhere.
         """
         env = self.env
@@ -228,9 +224,7 @@ class JoinAttempt:
                 time.sleep(0.1)
 
     def _listening(self) -> int | None:
-        """Return a socket that listens where the store is to be; None: something else does, maybe a
-        second rank 0.
-        """
+        """Return a socket listening at the store's port; None if the port is taken."""
         if self.env.listen_fd is not None:
             return self.env.listen_fd
         both = socket.has_dualstack_ipv6()
@@ -267,7 +261,7 @@ class JoinAttempt:
             if member is not None and self.ready.is_set():
                 member.report(self.failure)
             elif member is not None and self.busy:
-                member.beats.give()
+                member.liveness.beat()
             compares = coordinator is not None and coordinator.number == number
             if coordinator is not None and compares:
                 coordinator.look()
@@ -289,15 +283,15 @@ class JoinAttempt:
         return None
 
     def _look_for_offer(self, root: dist.Store) -> None:
-        """Read the offer of rank 0 where the newest rendezvous has one; stop waiting for a rank 0
-        that does not come.
+        """Read the offer of rank 0 from the newest rendezvous; stop waiting for a rank 0 that does
+        not come.
 
         A rank 0 that has reached the store may still search for a layout, so it gets as long as a
         rank that imports.
         """
         if self.offered.is_set() or self.env.rank == 0:
             return
-        # read first: once rank 0 has decided, its rendezvous is there
+        # Read this first: once rank 0 has decided, its rendezvous exists.
         decides = root.add(DECIDING, 0) > 0
         number = newest(root)
         if number is not None:
@@ -314,7 +308,7 @@ class JoinAttempt:
         return Coordinator(root, info, self.config, self.join_timeout_s, waited_s, self.offer)
 
     def _take_leave(self, member: Member, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Let the others read an outcome that ends them before the store goes with this process."""
+        """Let the others read a final outcome before this process ends and its store with it."""
         until = time.monotonic() + FAREWELL_S
         if outcome["problem"] is not None:
             if not self.serves:
@@ -337,7 +331,7 @@ def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
     refusal.
 
     Raises:
-        BadEnvironment: the launcher's environment makes no sense.
+        BadEnvironment: the launcher's variables contradict each other.
     """
     global _attempt
     if _attempt is None:
@@ -348,11 +342,11 @@ def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
 def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None = None) -> None:
     """Make this rank known to the others, without waiting for any; a second call changes nothing.
 
-    `end`: see `arrive`. `words` are those that rank 0 was called with: a rank that was called with
-    the same ones takes its configuration from rank 0.
+    `end`: see `arrive`. `words` are the command-line words of rank 0: a rank that was started with
+    the same words takes its configuration from rank 0.
 
     Raises:
-        BadEnvironment: the launcher's environment makes no sense, or there is no such device.
+        BadEnvironment: the launcher's variables contradict each other, or there is no such device.
     """
     attempt = arrive(timeout_of(run), end)
     if attempt.info is None:
@@ -361,14 +355,14 @@ def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None
 
 
 def timeout_of(run: RunConfig) -> float:
-    """Return how long the others wait for a rank that nobody has heard of, in seconds."""
+    """Return how long the others wait for a rank that has not joined, in seconds."""
     known = run.trainer.join_timeout_s
     return usual_join_timeout_s(run.cluster.nodes) if known is None else known
 
 
 @contextmanager
 def working() -> Iterator[None]:
-    """Keep the others waiting while this rank works in this block, as long as it lives."""
+    """Keep the others waiting while this rank works in this block, as long as it is alive."""
     attempt = _attempt
     if attempt is not None:
         attempt.busy = True
@@ -380,10 +374,10 @@ def working() -> Iterator[None]:
 
 
 def together(run: RunConfig) -> dist.Store:
-    """Wait for all ranks and agree with them; returns a store that only this world uses.
+    """Wait for all ranks and agree with them; return a store that only this world uses.
 
     Raises:
-        Refused: the same on every rank: who is absent, came twice, failed, or differs, and in what.
+        Refused: the same on every rank: which ranks are absent, came twice, failed, or differ.
     """
     global _attempt, _joined
     announce(run)
@@ -395,16 +389,16 @@ def together(run: RunConfig) -> dist.Store:
 
 
 def give_up(error: BaseException) -> bool:
-    """Tell the ranks that wait for this one why it will not come; returns whether they know.
+    """Report to the ranks that wait for this one why it will not come; return whether they know.
 
-    Ranks that were in one world, were refused together, or were all interrupted need not be told.
+    Ranks that were in one world, were refused together, or were all interrupted need no report.
     """
     if _joined or isinstance(error, Refused | KeyboardInterrupt):
         return True
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     try:
         attempt = arrive(usual_join_timeout_s(1))
-    except BadEnvironment:  # there is no telling where the others are
+    except BadEnvironment:  # the address of the others is unknown
         return False
     if attempt.info is None:
         attempt.present(bare_info(attempt.env), {}, attempt.join_timeout_s, Offer("", (), text))
@@ -426,16 +420,16 @@ def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
         "grid": str(RankGrid.of(run)),
     }
     return RankInfo(
-        env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts, _lone_gpu(run, env)
+        env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts, _only_gpu(run, env)
     )
 
 
-def _lone_gpu(run: RunConfig, env: RankEnv) -> str:
+def _only_gpu(run: RunConfig, env: RankEnv) -> str:
     """Return the UUID of the only GPU that a scheduler shows this rank; empty: it shows several, or
-    it is not known.
+    the UUID is unknown.
 
-    A rank that sees one GPU takes it, whatever its number on the machine; whether each task has a
-    GPU of its own, no task can tell by itself.
+    A rank that sees one GPU takes it, whatever the rank's number on the machine. A task cannot find
+    out by itself whether each task has a GPU of its own.
     """
     if not env.launcher or not facts_of(run.cluster.device).counted:
         return ""

@@ -1,8 +1,8 @@
 """The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI,
 Kubernetes.
 
-Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), which is all that the rest of mtrain reads.
+Each set is translated into torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), which the rest of mtrain reads.
 
 Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment
 variables set by mpirun", the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
@@ -23,10 +23,10 @@ PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that make a process a rank."""
 LOCAL_HOST = "127.0.0.1"
 PORTS = range(12_000, 30_000)
-"""Below the ports that Linux gives to outgoing connections."""
+"""Ports below those that Linux gives to outgoing connections."""
 SPECIAL_STEPS = 0xFFFFFFF0
-"""SLURM numbers steps that are no `srun` of a user, as the batch script and interactive shells,
-from here.
+"""From this number on, SLURM numbers steps that no `srun` of a user made, such as batch scripts and
+interactive shells.
 """
 USUAL_PORT = 29_500
 
@@ -44,21 +44,18 @@ class Launched:
     local_size: int
     """Processes on this machine."""
     host: str
-    """The host on which process 0 serves the store."""
+    """The host of process 0, which serves the store."""
     port: int
     identity: str
-    """The name of the launch, which stays the same when it is restarted; empty where it is unknown.
-    """
+    """The name of the launch, which restarts keep; empty where it is unknown."""
     machines: int = 0
-    """The number of machines; 0: the launcher does not say."""
+    """The number of machines; 0: unknown."""
     read: Mapping[str, str] = field(default_factory=dict)
-    """torchrun's variable -> the launcher's variable that was read in its place."""
+    """torchrun's variable -> the launcher's variable that was read for it."""
 
     @property
     def one_a_machine(self) -> bool:
-        """Return true where each machine has one process, which may start the ranks of its
-        machine itself.
-        """
+        """Return whether each machine has one process, which may start the ranks of its machine."""
         return self.machines > 1 and self.size == self.machines
 
     def variables(self) -> dict[str, str]:
@@ -74,28 +71,28 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """Return the launcher's process that this one is; None: a run here starts its own ranks.
+    """Return this process as the launcher numbers it; None: a run here starts its own ranks.
 
-    Torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run below srun.
+    torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run under srun.
 
     Raises:
-        BadEnvironment: variables contradict each other, or are no numbers, or do not say how
-            processes find each other.
+        BadEnvironment: variables contradict each other, are no numbers, or lack the address of
+            process 0.
     """
     for reader in (_torchrun, _open_mpi, _slurm, _pmi, _kubernetes):
-        found = reader(environment)
-        if found is not None:
-            _check(found, environment)
-            return found if found.size > 1 or found.launcher == "torchrun" else None
+        place = reader(environment)
+        if place is not None:
+            _check(place, environment)
+            return place if place.size > 1 or place.launcher == "torchrun" else None
     return None
 
 
 def identity(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the launch, as `slurm 1234`; None: the launcher does not start processes
-    again.
+    """Return the name of the launch, such as `slurm 1234`; None: the launcher does not restart
+    processes.
 
-    The name stays the same from the first start to the last, so it tells a run from the run of
-    another launch.
+    All restarts of a launch keep the name, so it distinguishes the run of this launch from that of
+    another.
     """
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run and run != "none" and environment.get("RANK"):
@@ -110,8 +107,8 @@ def restarted(environment: Mapping[str, str]) -> str | None:
     """Return the identity of a launch whose earlier start may have begun the run; None: this is the
     first start.
 
-    A job of SLURM may train several runs one after another, so it resumes one only after it was
-    requeued. Torchrun runs a single command, and its machines do not all count its restarts alike,
+    A SLURM job may train several runs one after another, so it resumes one only after it was
+    requeued. torchrun runs a single command, and its machines do not all count its restarts alike,
     so it always may.
     """
     launch = identity(environment)
@@ -125,17 +122,17 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
     """Read the variables of torchrun, which other launchers set too.
 
     Raises:
-        BadEnvironment: this is one of several processes, and no variable says how they find each
-            other.
+        BadEnvironment: this is one of several processes, and no variable has
+            the address of process 0.
     """
     here = {name: environment[name] for name in PLACE if environment.get(name)}
     lacking = [name for name in PLACE if name not in here]
     if lacking:
         if "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
-            said = " ".join(f"{name}={value}" for name, value in here.items())
+            variables = " ".join(f"{name}={value}" for name, value in here.items())
             raise BadEnvironment(
-                f"{said} is set for one of several processes, which cannot find each other without "
-                f"{' and '.join(lacking)}",
+                f"{variables} is set for one of several processes, which cannot find each other"
+                f" without {' and '.join(lacking)}",
                 f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run"
                 " that starts its own ranks, unset RANK WORLD_SIZE",
             )
@@ -153,9 +150,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a task of srun; a job's batch script and an interactive shell start
-    their own ranks.
-    """
+    """Read the variables of a task of srun; batch scripts and shells are no tasks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
     tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -189,8 +184,8 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
 def _is_task(environment: Mapping[str, str]) -> bool:
     """Return whether SLURM's variables are those of a task of srun.
 
-    A batch script has SLURM_PROCID=0, too, and hands it to all that it starts; only srun sets the
-    number of a step.
+    A batch script has SLURM_PROCID=0, too, and passes it to every process that it starts; only srun
+    sets the number of a step.
     """
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
     if step:
@@ -199,15 +194,13 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 
 
 def _slurm_job(environment: Mapping[str, str]) -> str | None:
-    """Return the number of SLURM's job, which it keeps when it is requeued."""
+    """Return the number of SLURM's job, which a requeued job keeps."""
     job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
     return job or None
 
 
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
-    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of
-    the machine.
-    """
+    """Count the tasks on this machine, from a list such as `4(x3),2`."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
         "SLURM_TASKS_PER_NODE", ""
     )
@@ -269,9 +262,7 @@ def _pmi(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a pod of an indexed job; the host names of its pods differ in the index
-    at the end.
-    """
+    """Read the variables of a pod of an indexed job, whose host names end in the pod's index."""
     if not environment.get("JOB_COMPLETION_INDEX"):
         return None
     size = _first_set(environment, "JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
@@ -296,7 +287,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
 
 
 def expanded(nodes: str) -> Iterator[str]:
-    """Yield the host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
+    """Yield the host names of a SLURM list, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
     for group in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
         yield from _expanded(group.strip())
 
@@ -318,7 +309,7 @@ def _expanded(group: str) -> Iterator[str]:
 
 
 def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
-    """Return the host of process 0: MASTER_ADDR, this machine where all processes are here, or the
+    """Return the host of process 0: MASTER_ADDR, this machine if all processes are here, or the
     first of the list.
 
     Raises:
@@ -345,7 +336,7 @@ def _port(environment: Mapping[str, str], launch: str) -> int:
 
 
 def _first_set(environment: Mapping[str, str], *names: str) -> str:
-    """Return the first of some variables that is set; the last where none is."""
+    """Return the first of these variables that is set, or the last if none is set."""
     return next((name for name in names if environment.get(name)), names[-1])
 
 
@@ -368,52 +359,52 @@ def _count(environment: Mapping[str, str], name: str, default: int | None = None
     return count
 
 
-def _check(found: Launched, environment: Mapping[str, str]) -> None:
-    """Refuse variables that cannot all be true.
+def _check(place: Launched, environment: Mapping[str, str]) -> None:
+    """Refuse variables that contradict each other.
 
     Raises:
-        BadEnvironment: with the variables, and what to do.
+        BadEnvironment: names the variables and the fix.
     """
     rank, size, local_rank, local_size, port = (
-        found.read.get(name, name)
+        place.read.get(name, name)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
-    in_all = f"{size} is {found.size}" if environment.get(size) else f"{size} is not set"
-    here = f"{local_size} puts {found.local_size} processes on this machine"
+    in_all = f"{size} is {place.size}" if environment.get(size) else f"{size} is not set"
+    here = f"{local_size} puts {place.local_size} processes on this machine"
     wrong = []
-    if found.rank >= found.size:
-        last = found.size - 1
+    if place.rank >= place.size:
+        last = place.size - 1
         wrong.append(
-            f"{rank} is {found.rank} and {in_all}: processes are numbered from 0 to {last}"
+            f"{rank} is {place.rank} and {in_all}: processes are numbered from 0 to {last}"
         )
-    if found.local_size > found.size:
+    if place.local_size > place.size:
         wrong.append(f"{here} and {in_all}")
-    if found.local_size > 1 and found.local_rank >= found.local_size:
-        last = found.local_size - 1
+    if place.local_size > 1 and place.local_rank >= place.local_size:
+        last = place.local_size - 1
         wrong.append(
-            f"{local_rank} is {found.local_rank} and {here}: they are numbered from 0 to {last}"
+            f"{local_rank} is {place.local_rank} and {here}: they are numbered from 0 to {last}"
         )
-    if not 0 < found.port < 1 << 16:
-        wrong.append(f"{port} is {found.port}: a port is a number from 1 to 65535")
-    if found.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
-        wrong += _differences(found, environment)
+    if not 0 < place.port < 1 << 16:
+        wrong.append(f"{port} is {place.port}: a port is a number from 1 to 65535")
+    if place.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
+        wrong += _differences(place, environment)
     if wrong:
         raise BadEnvironment(
-            f"the variables of {found.launcher} contradict each other: {'; '.join(wrong)}",
+            f"the variables of {place.launcher} contradict each other: {'; '.join(wrong)}",
             "  fix: unset those that do not belong to this launch, on every machine",
         )
 
 
-def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence where RANK contradicts the number of srun or mpirun, as where a user
+def _differences(place: Launched, environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence where RANK contradicts the number that srun or mpirun set, as when a user
     exports one RANK.
     """
     out = []
     for reader in (_open_mpi, _slurm):
         other = reader(environment)
-        if other is not None and other.size == found.size > 1 and other.rank != found.rank:
+        if other is not None and other.size == place.size > 1 and other.rank != place.rank:
             own = other.read["RANK"]
             out.append(
-                f"RANK is {found.rank} and {own} is {other.rank}, each of {found.size} processes"
+                f"RANK is {place.rank} and {own} is {other.rank}, each of {place.size} processes"
             )
     return out

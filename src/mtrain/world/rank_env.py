@@ -1,7 +1,7 @@
 """The rank of this process, from the environment variables that torchrun and the local launcher
 set.
 
-`launchers` translates what other launchers say.
+`launchers` translates the variables of other launchers.
 """
 
 from __future__ import annotations
@@ -13,49 +13,42 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment, MtrainError
 
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""The variable that names the launcher whose variables were translated into those of torchrun, as
-`slurm`.
-"""
+"""The variable with the launcher, such as `slurm`, whose variables were translated."""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
-"""Descriptor of a socket that already listens, from the local launcher: rank 0 serves the
-rendezvous on it.
-"""
+"""The variable with the descriptor of the socket on which rank 0 serves the rendezvous."""
 
 End = Callable[[MtrainError, bool], None]
-"""Ends the process, from any thread, and does not return; told whether this is the rank that says
-why.
-"""
+"""Ends the process from any thread; the flag says whether this rank reports the reason."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """A rank's number, and where it finds the others."""
+    """A rank's number, and the address of the store."""
 
     rank: int
     size: int
     local_rank: int
     host: str | None
-    """Where the store is served; None: this process is on its own, or torch.distributed is
-    initialised already.
+    """The host that serves the store; None: this process runs without others, or torch.distributed
+    is already initialised.
     """
     port: int
     launcher_serves: bool
-    """The store is the launcher's; else rank 0 serves it."""
+    """Whether the launcher serves the store; otherwise rank 0 does."""
     listen_fd: int | None
     local_size: int = 1
     """Ranks on this machine."""
     launcher: str = ""
-    """The launcher whose variables were translated; empty: torchrun, the local launcher, or one
-    that sets theirs.
+    """The launcher whose variables were translated; empty for torchrun, the local launcher, or one
+    that sets torchrun's.
     """
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
-        """Return the environment of this process as a rank; a process that nobody launched is rank
-        0 of 1.
+        """Return the rank of this process; a process without a launcher is rank 0 of 1.
 
         Raises:
-            BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
+            BadEnvironment: a variable is not a number, or RANK is not below WORLD_SIZE.
         """
         rank = number(environment, "RANK", 0)
         size = number(environment, "WORLD_SIZE", 1)
@@ -63,23 +56,17 @@ class RankEnv:
             raise BadEnvironment(
                 f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}"
             )
+        host = environment.get("MASTER_ADDR", "127.0.0.1")
+        inherits = rank == 0 and LISTEN_FD in environment
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
             size=size,
             local_rank=number(environment, "LOCAL_RANK", 0),
-            host=(
-                environment.get("MASTER_ADDR", "127.0.0.1")
-                if "MASTER_PORT" in environment
-                else None
-            ),
+            host=host if "MASTER_PORT" in environment else None,
             port=number(environment, "MASTER_PORT", 0),
             launcher_serves=agent,
-            listen_fd=(
-                number(environment, LISTEN_FD, 0)
-                if LISTEN_FD in environment and rank == 0
-                else None
-            ),
+            listen_fd=number(environment, LISTEN_FD, 0) if inherits else None,
             local_size=number(environment, "LOCAL_WORLD_SIZE", 1),
             launcher=environment.get(LAUNCHER, ""),
         )
@@ -106,12 +93,12 @@ class RankEnv:
 
     @property
     def serves(self) -> bool:
-        """Return whether the store is to live in this process."""
+        """Return whether this process serves the store."""
         return self.rank == 0 and not self.launcher_serves
 
     @property
     def server(self) -> str:
-        """Who serves the store, for messages."""
+        """Return the server of the store, for messages."""
         who = "the launcher's store" if self.launcher_serves else "rank 0"
         return f"{who} at {self.host}:{self.port}" if self.host else who
 
@@ -129,7 +116,5 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
     """
     text = environment.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise BadEnvironment(
-            f"{name} is {text!r} in the environment: a launcher sets a number there"
-        )
+        raise BadEnvironment(f"{name} is {text!r} in the environment: launchers set a number")
     return int(text)

@@ -1,5 +1,5 @@
-"""Whether the ranks that came make one world, and if not, why: who is absent, who came twice, what
-differs.
+"""The description of each rank, and the check that the ranks form one world: absent, duplicate or
+differing ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CONFIGURATION = "configuration"
 
 
 class Refused(BadEnvironment):
-    """The ranks make no world; the same on every rank that came.
+    """The ranks form no world; every rank that came raises the same error.
 
-    `speaks`: it is for this one to print it.
+    `speaks`: this rank prints it.
     """
 
     def __init__(self, text: str, *, speaks: bool) -> None:
@@ -30,7 +30,7 @@ class Refused(BadEnvironment):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank says of itself when it comes."""
+    """The description that a rank gives of itself when it joins."""
 
     rank: int
     size: int
@@ -38,12 +38,11 @@ class RankInfo:
     host: str
     pid: int
     digest: str = ""
-    """Digest of its configuration; empty where it has none that can be run."""
+    """Digest of its configuration; empty where it has no valid one."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What must be the same everywhere beside the configuration: versions, grid, device."""
+    """Facts besides the configuration that must be equal everywhere: versions, grid."""
     gpu: str = ""
-    """UUID of its GPU, where a scheduler shows it one GPU alone; no other rank may have that GPU.
-    """
+    """UUID of its GPU, where a scheduler shows it only one; no other rank may have that GPU."""
 
     def text(self) -> str:
         """Return the info as JSON."""
@@ -51,7 +50,7 @@ class RankInfo:
 
     @classmethod
     def of(cls, text: str | bytes) -> RankInfo:
-        """Return the info that `text` made, maybe that of another version."""
+        """Return the info that `text` describes; another version of mtrain may have written it."""
         values = json.loads(text)
         return cls(
             **{field.name: values[field.name] for field in fields(cls) if field.name in values}
@@ -59,42 +58,40 @@ class RankInfo:
 
     @property
     def who(self) -> str:
-        """Return the rank, and where it is found."""
+        """Return the rank with its host and process."""
         return f"rank {self.rank} ({self.process})"
 
     @property
     def process(self) -> str:
-        """Where it is found."""
+        """Return its host and process."""
         return f"{self.host}, process {self.pid}"
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Return all that must be the same on every rank."""
+        """Return everything that must be equal on every rank."""
         return (self.digest, *(f"{k} {v}" for k, v in sorted(self.facts.items())))
 
 
 @dataclass
 class RendezvousState:
-    """Who came so far, in the order of coming."""
+    """The ranks that have joined so far, in order of arrival."""
 
     infos: list[RankInfo] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
-    """Positions in `infos` of those that have imported what they need."""
+    """Positions in `infos` of the ranks that have finished their imports."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Positions of those that will not take part, with the reason."""
+    """Positions of the ranks that will not take part, with the reason."""
 
     def absent(self, size: int) -> list[int]:
-        """Return ranks of a world of `size` that did not come."""
+        """Return the ranks of a world of `size` that have not arrived."""
         return sorted(set(range(size)) - {info.rank for info in self.infos})
 
     def unready(self) -> list[RankInfo]:
-        """Those that came and still import."""
+        """Return the ranks that have arrived and still import."""
         return [c for i, c in enumerate(self.infos) if i not in self.ready and i not in self.failed]
 
     def able(self) -> list[RankInfo]:
-        """Those that did not fail, and came with a configuration: the others say at once why they
-        have none.
-        """
+        """Return the ranks that did not fail and have a configuration."""
         return [info for i, info in enumerate(self.infos) if i not in self.failed and info.digest]
 
     def shared_gpus(self) -> dict[str, list[RankInfo]]:
@@ -123,21 +120,22 @@ class RendezvousState:
 
 
 def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
-    """What is wrong with those who came; `config_of` gives the flat configuration of a digest,
-    where known.
+    """Return what is wrong with the ranks that arrived.
+
+    `config_of` returns the flat configuration of a digest, where it is known.
     """
-    found = [
+    problems = [
         f"{state.infos[i].who} ended before it was ready: {text}"
         for i, text in sorted(state.failed.items())
     ]
     for rank, infos in _by_rank(state.infos):
         if len(infos) > 1:
-            found.append(
+            problems.append(
                 f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}"
             )
     for gpu, infos in state.shared_gpus().items():
         ranks = _numbers(info.rank for info in infos)
-        found.append(
+        problems.append(
             f"ranks {ranks} were given the same GPU, {gpu} of {infos[0].host}\n"
             "  fix: a GPU for each task (srun --gpus-per-task=1), or fewer tasks on a machine"
         )
@@ -147,17 +145,17 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
             f"{size} on {_named(c for c in state.infos if c.size == size)}"
             for size, _ in sizes.most_common()
         ]
-        found.append(
+        problems.append(
             f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same"
             " WORLD_SIZE"
         )
     else:
-        found += _differences(state.able(), config_of)
-    return found
+        problems += _differences(state.able(), config_of)
+    return problems
 
 
 def absence(state: RendezvousState, size: int, waited_s: float) -> str:
-    """Who did not come, and who did."""
+    """Return a message that lists the ranks that did not arrive, and those that did."""
     absent = state.absent(size)
     hosts = [
         f"{_numbers(c.rank for c in infos)} on {host}"
@@ -175,7 +173,7 @@ def absence(state: RendezvousState, size: int, waited_s: float) -> str:
 
 
 def unreadiness(state: RendezvousState, waited_s: float) -> str:
-    """Who came and is still not ready."""
+    """Return a message that lists the ranks that arrived and are still not ready."""
     late = sorted(state.unready(), key=lambda info: info.rank)
     names = ", ".join(info.who for info in late[:8]) + (
         f" and {len(late) - 8} more" if len(late) > 8 else ""
@@ -190,16 +188,14 @@ def unreadiness(state: RendezvousState, waited_s: float) -> str:
 def _differences(
     infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]
 ) -> list[str]:
-    """Return a text for each kind of rank that differs from what most have, or, of two as large,
-    from the lowest rank.
-    """
+    """Return a text for each kind of rank that differs from the majority."""
     kinds: dict[tuple[str, ...], list[RankInfo]] = {}
     for info in sorted(infos, key=lambda c: c.rank):
         kinds.setdefault(info.signature, []).append(info)
     if len(kinds) < 2:
         return []
     usual, *odd = sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0].rank))
-    found = []
+    differences = []
     for kind in odd[:3]:
         lines = _lines(kind[0], usual[0], config_of)
         hidden = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
@@ -207,14 +203,14 @@ def _differences(
             f"ranks [{_numbers(c.rank for c in kind)}] differ from rank {usual[0].rank} in version"
             " or configuration:"
         )
-        found.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
-    return found
+        differences.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
+    return differences
 
 
 def _lines(
     odd: RankInfo, usual: RankInfo, config_of: Callable[[str], dict[str, Any] | None]
 ) -> list[str]:
-    """What differs between two ranks, a line for each fact and key."""
+    """Return a line for each fact and key in which two ranks differ."""
     values: list[tuple[str, object, object]] = [
         (name, odd.facts.get(name), usual.facts.get(name)) for name in {**usual.facts, **odd.facts}
     ]
@@ -236,8 +232,8 @@ def _lines(
 
 def _by_rank(infos: Iterable[RankInfo]) -> list[tuple[int, list[RankInfo]]]:
     return [
-        (rank, list(found))
-        for rank, found in groupby(sorted(infos, key=lambda c: c.rank), lambda c: c.rank)
+        (rank, list(group))
+        for rank, group in groupby(sorted(infos, key=lambda c: c.rank), lambda c: c.rank)
     ]
 
 
@@ -256,11 +252,19 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _numbers(numbers: Iterable[int]) -> str:
-    """Return numbers with runs of three and more written short: `0-2, 5, 6`."""
+    """Return numbers with runs of three or more written short: `0-2, 5, 6`."""
     runs: list[tuple[int, int]] = []
     for n in sorted(set(numbers)):
         if runs and n == runs[-1][1] + 1:
             runs[-1] = (runs[-1][0], n)
         else:
             runs.append((n, n))
-    return ", ".join(f"{a}-{b}" if b > a + 1 else f"{a}, {b}" if b > a else f"{a}" for a, b in runs)
+    return ", ".join(_run(first, last) for first, last in runs)
+
+
+def _run(first: int, last: int) -> str:
+    if last > first + 1:
+        return f"{first}-{last}"
+    if last > first:
+        return f"{first}, {last}"
+    return str(first)

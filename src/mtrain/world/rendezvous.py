@@ -1,9 +1,9 @@
-"""The rendezvous: ranks describe themselves in a store, one of them compares all, and every one
-reads the outcome.
+"""The rendezvous: ranks describe themselves in a store, one of them compares all, and each reads
+the outcome.
 
-A store may outlive a start (torchrun restarts its workers on the same one, and not every machine
-counts the restarts alike), so each rendezvous has a number of its own: the newest is the one that
-counts, and who came to one that is over waits for the next.
+A store may outlive a start: torchrun restarts its workers on the same store, and not every machine
+counts restarts alike. So each rendezvous has its own number and the newest one counts; a rank that
+joins one that is over waits for the next.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from torch.distributed import PrefixStore, Store
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 
 FAULT_GRACE = 0.5
-"""Once something is wrong, the share of the join timeout in which further ranks may come: all is
-said at once.
+"""The share of the join timeout in which further ranks may join after a fault, so that one message
+reports all faults.
 """
 LEAST_GRACE = 0.2
-"""The share of the join timeout that the others have to answer a rendezvous in rank 0's place."""
-IMPORT_FACTOR = 12
-"""How many times longer a rank that came and still imports is waited for than one that nobody has
-heard of.
+"""The share of the join timeout in which the others can answer a rendezvous that replaces rank 0's.
 """
+IMPORT_FACTOR = 12
+"""How many join timeouts a rank that has joined and still imports gets."""
 
 DECIDING = "deciding"
-"""The number of ranks 0 that have reached the store, and do not know yet what to run."""
+"""The key of the number of ranks 0 that have reached the store and do not yet have a configuration.
+"""
 BEAT_S = 1.0
 """The time between two signs of life of a rank that works for all ranks before it is ready."""
 LIFE_S = 10.0
-"""The time after its last sign of life for which such a rank counts as working, beside a few of its
-pauses.
-"""
+"""How long such a rank counts as alive after a sign of life, without its pauses."""
 
 Config = dict[str, Any]
-"""A flat configuration, which only travels where digests differ."""
+"""A flat configuration, which is sent only where digests differ."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,15 @@ class Offer:
     """The configuration of rank 0, for the ranks that have none yet."""
 
     run: str
-    """The resolved configuration as JSON; empty where there is none."""
+    """The resolved configuration as JSON; empty where rank 0 has no configuration."""
     words: tuple[str, ...]
-    """The words that rank 0 was called with."""
+    """The command-line words of rank 0."""
     failure: str = ""
-    """The reason why there is no configuration; empty where there is one."""
+    """The reason why rank 0 has no configuration; empty where it has one."""
 
 
 def offer_of(root: Store, number: int) -> Offer | None:
-    """Return the offer of a rendezvous; None: it has none, or the rendezvous is over."""
+    """Return the offer of a rendezvous; None: it has no offer, or is over."""
     run = f"{number}/run"
     outcome = f"{number}/outcome"
     if not root.check([run]) or root.check([outcome]):
@@ -65,40 +63,38 @@ def offer_of(root: Store, number: int) -> Offer | None:
 
 
 def pause_of(size: int) -> float:
-    """Return the seconds between two looks of a rank at the store: thousands of ranks must not
-    swamp it.
-    """
+    """Return the seconds between a rank's reads of the store, longer in large worlds."""
     return max(0.02, size / 2_000)
 
 
 def newest(root: Store) -> int | None:
-    """Return number of the newest rendezvous in a store; None: there was none yet."""
+    """Return the number of the newest rendezvous in a store; None if there was none yet."""
     return int(root.get("newest")) if root.check(["newest"]) else None
 
 
 def started_before(root: Store) -> bool:
-    """Return whether the newest rendezvous found a world."""
+    """Return whether the newest rendezvous made a world."""
     key = f"{newest(root)}/outcome"
     return root.check([key]) and json.loads(root.get(key))["problem"] is None
 
 
 def _pages(store: Store, name: str, known: int) -> list[bytes]:
-    """What was added to a list in the store after its first `known` pages."""
+    """Return the entries of a list in the store after its first `known` ones."""
     keys = [f"{name}/{i}" for i in range(known + 1, store.add(name, 0) + 1)]
-    while keys and not store.check(keys):  # the last of them is numbered, but not written yet
+    while keys and not store.check(keys):  # the last one has a number, but is not written yet
         keys.pop()
     return store.multi_get(keys) if keys else []
 
 
 def _add_page(store: Store, name: str, text: str) -> int:
-    """Add to a list in the store; returns its number there, from 1."""
+    """Append to a list in the store, and return the position, from 1."""
     number = store.add(name, 1)
     store.set(f"{name}/{number}", text)
     return number
 
 
-class Beats:
-    """Signs of life, in one rendezvous, of ranks that work for all before they are ready."""
+class Liveness:
+    """The liveness, in one rendezvous, of ranks that work for all before they are ready."""
 
     def __init__(self, store: Store, size: int) -> None:
         self.store = store
@@ -107,16 +103,14 @@ class Beats:
         self.given_at = float("-inf")
         self.heard_at = float("-inf")
 
-    def give(self) -> None:
-        """Give a sign of life, at most once in `BEAT_S`."""
+    def beat(self) -> None:
+        """Give a sign of life, at most one per `BEAT_S`."""
         if time.monotonic() - self.given_at > BEAT_S:
             self.given_at = time.monotonic()
             self.store.add("beats", 1)
 
-    def heard(self) -> bool:
-        """Return whether a rank that works has given a sign of life lately, as far as this one has
-        asked.
-        """
+    def is_alive(self) -> bool:
+        """Return whether a working rank has given a sign of life lately."""
         count = self.store.add("beats", 0)
         if count > self.count:
             self.count = count
@@ -131,22 +125,25 @@ class Member:
         self.number = number
         self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
-            self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(config).encode())
+            self.store.set(f"config/{info.digest}", packed)  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
         self.came_at = time.monotonic()
         self.reported = False
-        self.beats = Beats(self.store, info.size)
+        self.liveness = Liveness(self.store, info.size)
 
     def report(self, failure: str | None) -> None:
-        """Say once that this rank is ready, or why it will not be."""
+        """Report, once, that this rank is ready, or why it will not be."""
         if not self.reported:
             self.reported = True
             page = {"place": self.place, "failure": failure}
             _add_page(self.store, "reports", json.dumps(page))
 
     def outcome(self) -> dict[str, Any] | None:
-        """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came
-        and `able` of those that did not fail; None while it is not known.
+        """Return the outcome; None: it is not known yet.
+
+        It holds `problem` (None: no problem), `speaker` (a rank), the `count` of ranks that joined,
+        and the number of those that did not fail, `able`.
         """
         if not self.store.check(["outcome"]):
             return None
@@ -154,18 +151,18 @@ class Member:
         return outcome
 
     def came_late(self, outcome: dict[str, Any] | None) -> bool:
-        """Return whether the rendezvous was over before this rank came."""
+        """Return whether the rendezvous was over before this rank joined."""
         return outcome is not None and self.place > outcome["count"]
 
     def is_forsaken(self, ready_at: float, limit_s: float) -> bool:
-        """Return whether no rank compares or works any more, for all that this one has waited since
-        `ready_at`.
+        """Return whether no rank has compared or worked for too long, seen from this one, which
+        waits since `ready_at`.
         """
         waited_s = time.monotonic() - max(ready_at, self.came_at)
-        return waited_s > limit_s and not self.beats.heard()
+        return waited_s > limit_s and not self.liveness.is_alive()
 
     def acknowledge(self) -> None:
-        """Tell the rank that serves the store that this one needs it no more."""
+        """Report to the rank that serves the store that this one no longer needs it."""
         self.store.add("read", 1)
 
     def all_read(self, others: int) -> bool:
@@ -174,9 +171,7 @@ class Member:
 
 
 class Coordinator:
-    """Compares all ranks: rank 0 does, or, where it does not come, the first that has waited for it
-    in vain.
-    """
+    """The rank that compares all ranks: rank 0, or the first that has waited for it in vain."""
 
     def __init__(
         self,
@@ -198,21 +193,22 @@ class Coordinator:
         self.done = False
         self.number = root.add("count", 1)
         self.store = PrefixStore(str(self.number), root)
-        self.beats = Beats(self.store, info.size)
+        self.liveness = Liveness(self.store, info.size)
         self.store.set("digest", info.digest)
         if offer is not None:
-            self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
+            packed = zlib.compress(json.dumps(asdict(offer)).encode())
+            self.store.set("run", packed)  # type: ignore[arg-type]
 
     def open(self, root: Store) -> None:
-        """Make this the newest rendezvous, whichever was."""
+        """Make this the newest rendezvous."""
         root.set("newest", str(self.number))
 
     def open_instead_of(self, known: int | None, root: Store) -> None:
-        """Make this the newest rendezvous, unless there is another one than `known` by now."""
+        """Make this the newest rendezvous, unless a newer one than `known` exists."""
         root.compare_set("newest", str(known or ""), str(self.number))
 
     def look(self) -> None:
-        """Read what is new, and give the outcome once it is certain."""
+        """Read new entries, and publish the outcome once it is certain."""
         if self.done:
             return
         self._read()
@@ -225,21 +221,21 @@ class Coordinator:
         absent = self.state.absent(self.info.size)
         waited = now - (self.first_ready or now)
         if self.state.is_world(size):
-            self._give(None)
+            self._publish(None)
         elif self.wrong_since and (
             not absent or now - self.wrong_since > FAULT_GRACE * self.join_timeout_s
         ):
-            self._give("\n".join(faults(self.state, self._config_of)))
+            self._publish("\n".join(faults(self.state, self._config_of)))
         elif absent and waited > self.absent_s:
-            self._give(absence(self.state, size, self.join_timeout_s))
-        elif waited > self.join_timeout_s * IMPORT_FACTOR and not self.beats.heard():
-            self._give(unreadiness(self.state, self.join_timeout_s * IMPORT_FACTOR))
+            self._publish(absence(self.state, size, self.join_timeout_s))
+        elif waited > self.join_timeout_s * IMPORT_FACTOR and not self.liveness.is_alive():
+            self._publish(unreadiness(self.state, self.join_timeout_s * IMPORT_FACTOR))
 
     def _read(self) -> None:
         reports = [json.loads(page) for page in _pages(self.store, "reports", self.reports)]
         self.reports += len(reports)
-        # A rank's info is there before its report: read in this order, no report is without its
-        # info.
+        # A rank writes its info before its report. Reading in the opposite order ensures that
+        # every report has its info.
         self.state.infos += [
             RankInfo.of(page) for page in _pages(self.store, "infos", len(self.state.infos))
         ]
@@ -258,7 +254,7 @@ class Coordinator:
         flat: Config = json.loads(zlib.decompress(self.store.get(key)))
         return flat
 
-    def _give(self, problem: str | None) -> None:
+    def _publish(self, problem: str | None) -> None:
         self.done = True
         able = [info.rank for i, info in enumerate(self.state.infos) if i not in self.state.failed]
         outcome = {

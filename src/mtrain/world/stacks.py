@@ -1,4 +1,4 @@
-"""What this rank's threads are doing, read from their Python stacks while they do it."""
+"""Activity of this rank's threads, read from their Python stacks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from mtrain.world import heartbeat as heartbeat_module
 from mtrain.world.heartbeat import heartbeat
 
 ERRORS = "errors"
-"""Where in a run folder each rank leaves how it failed, and its stacks when it hung."""
-NOTES_WAITS = str(Path(__file__).with_name("waits.py"))
-"""The file whose frames lie between a wait and its caller."""
+"""The folder, in a run folder, where each rank records its failure, and its stacks when it hangs.
+"""
+NOTES_WAITS = heartbeat_module.__file__
+"""The file whose frames stand between a wait and its caller."""
 WATCHING = "mtrain "
-"""The beginning of the names of threads that watch, and do none of the work."""
+"""The prefix of the names of watching threads, which do none of the work."""
 
 
 def main_frame() -> FrameType | None:
-    """Return the frame that the main thread is in."""
+    """Return the current frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether the main thread, which is in `frame`, waits for other ranks.
+    """Return whether the main thread, whose frame is `frame`, waits for other ranks.
 
-    It has noted a wait, or is in torch.distributed: NCCL connects the ranks of a group in its first
-    collective, which blocks before there is any work to wait on.
+    It has noted a wait, or its frame is in torch.distributed: NCCL connects the ranks of a group in
+    the group's first collective, which blocks before any work exists to wait on.
     """
     if heartbeat.waits:
         return True
@@ -36,9 +38,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the place of a frame, as `step.py:12 in forward`; frames that only note a wait are
-    passed over.
-    """
+    """Return the place of a frame, as `step.py:12 in forward`, without noting frames."""
     while (
         frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None
     ):
@@ -49,7 +49,7 @@ def place(frame: FrameType | None) -> str:
 
 
 def write(path: Path, title: str) -> None:
-    """Append the stacks of all threads but those that watch, the main thread's first."""
+    """Append the stacks of all threads except the watching ones, with the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     text = [f"{title}\n"]

@@ -1,4 +1,4 @@
-"""Who holds all ranks up, from what each says of itself."""
+"""The straggler of a stall, found from the status that each rank publishes."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Calls:
-    """Progress of a rank in the collectives of one process group, which all its ranks number alike,
-    from 1.
-    """
+    """Progress of a rank in the collectives of one process group, numbered from 1."""
 
     what: str
     """The purpose of the group."""
     launched: int
-    """The last collective that the host has handed to the backend."""
+    """The last collective that the host handed to the backend."""
     started: int = UNKNOWN
-    """The last one that the device has begun; UNKNOWN where that is not timed."""
+    """The last one that the device began; UNKNOWN where that is not timed."""
     done: int = UNKNOWN
-    """The last one that has ended."""
+    """The last one that ended."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank's watchdog publishes about once a second."""
+    """The status that a rank's watchdog publishes about once a second."""
 
     rank: int
     host: str
     pid: int
     number: int
-    """How many it has published: one that stays the same is of a rank that is stopped or dead."""
+    """How many statuses the rank has published: a rank that is stopped or dead publishes no more.
+    """
     count: int
     """Milestones passed."""
     phase: str
-    """Step and phase that it is in."""
+    """Its current step and phase."""
     waits: bool
-    """Its main thread waits for others: in a collective, a pipeline transfer, or for its device."""
+    """Whether its main thread waits for other ranks or for its device."""
     place: str
-    """Where its main thread is."""
+    """The source line of its main thread."""
     idle_s: float
     """Time since it made progress."""
     calls: Mapping[str, Calls] = field(default_factory=dict)
-    """By name of the process group, in a stall and where collectives are recorded."""
+    """Calls by name of the process group, in a stall and where collectives are recorded."""
 
     def text(self) -> str:
         """Return the status as JSON."""
@@ -55,28 +54,28 @@ class Status:
 
     @classmethod
     def of(cls, text: str | bytes) -> Status:
-        """Return the status that `text` made."""
+        """Return the status that `text` describes."""
         body = json.loads(text)
         calls = {name: Calls(**numbers) for name, numbers in body.pop("calls").items()}
         return cls(**body, calls=calls)
 
     @property
     def who(self) -> str:
-        """Return the rank, and where it is found."""
+        """Return the rank with its host and process."""
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found by looking at all."""
+    """The conclusion of the one rank that compares the statuses of all ranks."""
 
     idle_s: float
-    """Time since any rank that lives made progress."""
-    blame: str
-    """Who is behind, in words."""
+    """Time since any live rank made progress."""
+    straggler: str
+    """The straggler, in words."""
     observer: int
     number: int
-    """How many findings there were of this stall."""
+    """The number of findings in this stall, including this one."""
 
     def text(self) -> str:
         """Return the finding as JSON."""
@@ -84,23 +83,23 @@ class Finding:
 
     @classmethod
     def of(cls, text: str | bytes) -> Finding:
-        """Return the finding that `text` made."""
+        """Return the finding that `text` describes."""
         return cls(**json.loads(text))
 
 
 def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
-    """Return time since any rank that gives signs of life made progress."""
+    """Return the time since any live rank made progress."""
     return min((s.idle_s for rank, s in known.items() if rank not in silent), default=float("inf"))
 
 
-def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
-    """Say who is behind.
+def name_straggler(known: Mapping[int, Status], silent: set[int], size: int) -> str:
+    """Name the straggler.
 
-    Ranks that have not begun, or give no sign of life, come first. Else the suspects are the ranks
-    that wait for nobody, or all where every rank waits. Of these, the ones count that lack a
-    collective which other ranks of a process group have launched or begun, if there are any; and of
-    these the ones with the fewest milestones: a pipeline stage that waits for its input has passed
-    fewer than the stage that holds it up.
+    Ranks that have not begun, or give no sign of life, come first. Otherwise the suspects are the
+    ranks that do not wait, or all ranks if every rank waits. If some suspects lack a collective
+    that other ranks of a process group have launched or begun, only those remain. Of the remaining
+    ones, those with the fewest milestones are the stragglers: a pipeline stage that waits for its
+    input has passed fewer milestones than the stage that holds it up.
     """
     missing = [rank for rank in range(size) if rank not in known]
     if missing:
@@ -117,55 +116,53 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
     suspects = busy or set(known)
     suspects = (suspects & lacking.keys()) or suspects
     fewest = min(known[rank].count for rank in suspects)
-    behind = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
-    first = behind[0]
-    if len(behind) == size > 1 and not busy:
+    stragglers = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
+    first = stragglers[0]
+    if len(stragglers) == size > 1 and not busy:
         return f"every rank waits for the others, in {first.phase}"
     doing = "is" if busy or first.rank in lacking else "waits like all others, and is"
-    verb = doing if len(behind) == 1 else "are"
-    if first.rank in lacking and len(behind) == 1:
+    verb = doing if len(stragglers) == 1 else "are"
+    if first.rank in lacking and len(stragglers) == 1:
         why = f"; {lacking[first.rank].words(known, first.rank)}"
     else:
         why = ""
-    return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}{why}"
+    return f"{_who(stragglers)} {verb} behind, in {first.phase}, at {first.place}{why}"
 
 
 @dataclass(frozen=True)
 class Lack:
-    """A collective that a rank has not come to, and other ranks of the process group have."""
+    """A collective that a rank has not reached, and other ranks of the process group have."""
 
     group: str
     begun: bool
     """True: the device has not begun the collective; False: the host has not launched it."""
 
     def number(self, status: Status) -> int:
-        """Return the last collective of the group that a rank has launched, or that its device has
-        begun.
-        """
+        """Return the last collective of the group that a rank launched or began."""
         calls = status.calls[self.group]
         return calls.started if self.begun else calls.launched
 
     def words(self, known: Mapping[int, Status], rank: int) -> str:
-        """Say which collective the rank lacks, and who waits for it."""
-        there = {other: status for other, status in known.items() if self.group in status.calls}
+        """Return in words which collective the rank lacks, and which ranks wait for it."""
+        members = {other: status for other, status in known.items() if self.group in status.calls}
         number = self.number(known[rank]) + 1
         waiters = [
             other
-            for other, s in sorted(there.items())
+            for other, s in sorted(members.items())
             if self.number(s) >= number > s.calls[self.group].done
         ]
         verb = "begun" if self.begun else "launched"
         waits = "waits" if len(waiters) == 1 else "wait"
         what = known[rank].calls[self.group].what
-        # The source of a broadcast may be done with a collective that others have not begun, and
-        # wait in a later one.
+        # The source of a broadcast may have finished a collective that others have not begun,
+        # and wait in a later one.
         others = f"in which {_ranks(waiters)} {waits}" if waiters else "which is done for others"
         return f"it has not {verb} collective {number} of {what}, {others}"
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
-    """Return what each rank lacks that others wait for; of ranks that wait for nobody themselves,
-    if there are any.
+    """Return what each rank lacks that others wait for; only ranks that do not wait themselves, if
+    there are any.
 
     A rank waits for the ranks of its process groups that have launched fewer collectives than it
     has, unless all of its own have ended. Where all have launched equally many, the ranks wait

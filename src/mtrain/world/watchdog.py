@@ -1,8 +1,8 @@
-"""Noticing that a run no longer goes on: stacks and a name after a soft timeout, an end after a
-hard one.
+"""The watchdog: it writes stacks and names the straggler after a soft timeout, and ends the run
+after a hard one.
 
-Two threads beside the one that trains. One talks to the other ranks over a store connection of its
-own, where it may be held for ever: a store whose process is stopped answers nothing. The other
+It has two threads next to the one that trains. One talks to the other ranks over its own store
+connection, where it may block for ever: a store whose process is stopped answers nothing. The other
 watches the clock, and acts.
 """
 
@@ -24,37 +24,35 @@ from torch.distributed import PrefixStore, Store
 from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
-from mtrain.world import stacks, stall, waits
+from mtrain.world import stacks, stall
 from mtrain.world.flight import Recorder
-from mtrain.world.heartbeat import heartbeat
+from mtrain.world.heartbeat import heartbeat, noting_waits
 from mtrain.world.init import World
 from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
 LONGEST_TICK = 0.25
-"""The share of the soft timeout that a tick counts at most: in a longer one the whole process was
-stopped.
-"""
+"""The largest share of the soft timeout that one tick counts, as after a suspension."""
 
 
 @contextmanager
 def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
-    """Watch over what this rank does inside, together with all other ranks.
+    """Watch this rank inside the block, together with all other ranks.
 
     `folder` gets the stacks and the record of torch's flight recorder. After
-    `trainer.soft_timeout_s` without progress on any rank, each writes its own, and one names the
-    rank that is behind; after `trainer.timeout_s`, `end` gets a TrainingError that names it again.
+    `trainer.soft_timeout_s` without progress on any rank, each rank writes its own, and one names
+    the straggler; after `trainer.timeout_s`, `end` gets a TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
     try:
-        with waits.noted():
+        with noting_waits():
             yield
     except Exception:
-        # Another rank has come to its end of the same stall a moment earlier: the outcome that
-        # names the cause is due here too, and comes before the broken connection.
-        if watchdog.told:
+        # Another rank ended because of the same stall a moment earlier. This rank is about to
+        # report the cause too, and that report must come before the broken connection.
+        if watchdog.reported:
             watchdog.over.wait(1.0 + 10 * watchdog.tick_s)
         raise
     finally:
@@ -62,19 +60,17 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
 
 
 def stacks_name(rank: int) -> str:
-    """Name of the file that holds a rank's stacks."""
+    """Return the name of the file that holds a rank's stacks."""
     return f"stacks_rank_{rank:05d}.txt"
 
 
 def flight_name(rank: int) -> str:
-    """Return the name of the file with the record that torch's flight recorder has of a rank's
-    collectives.
-    """
+    """Return the name of the file with the flight recorder's record of a rank's collectives."""
     return f"flight_rank_{rank:05d}.json"
 
 
 class Watchdog:
-    """The watcher of one rank."""
+    """The watchdog of one rank."""
 
     def __init__(self, run: RunConfig, world: World, folder: Path, end: End) -> None:
         self.world = world
@@ -82,14 +78,14 @@ class Watchdog:
         self.end = end
         self.soft_s = run.trainer.soft_timeout_s
         self.hard_s = run.trainer.timeout_s
-        # Thousands of ranks talk to one store: then they do it less often.
+        # Thousands of ranks share one store, so they talk to it less often.
         self.tick_s = min(1.0, max(0.1, self.soft_s / 20)) * max(1.0, world.size / 1000)
         self.silent_s = max(SILENT_TICKS * self.tick_s, min(2.0, 0.8 * self.soft_s))
-        """Without a status for this long, a rank is taken for stopped or dead."""
+        """Without a status for this long, a rank counts as stopped or dead."""
         self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
         self.idle_s = 0.0
         """Time since this rank made progress."""
-        self.told = False
+        self.reported = False
         self.over = threading.Event()
         self.recorder = Recorder(world.torch_device, world.rank)
         self.wire = Wire(self)
@@ -101,7 +97,7 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = (self.folder / stacks_name(self.world.rank)).open("a")
@@ -109,7 +105,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Watch no longer, and leave no empty file."""
+        """Stop watching, and leave no empty file."""
         self.over.set()
         for thread in self.threads:
             thread.join(1.0)
@@ -134,40 +130,41 @@ class Watchdog:
             seen = latest
             before = now
             if self.file is not None:
-                # A thread that holds Python's lock stops this one too; faulthandler needs no lock.
+                # A thread that holds Python's lock blocks this one too; faulthandler needs no lock.
                 faulthandler.dump_traceback_later(self.soft_s + self.silent_s, file=self.file)
             if self.idle_s >= self.alert_s:
                 self._act()
             else:
-                self.told = False
+                self.reported = False
 
     def _act(self) -> None:
-        found, speaks = self._found()
+        finding, speaks = self._conclude()
         files = self.folder / "stacks_rank_*.txt"
-        if found.idle_s >= self.soft_s and not self.told:
-            self.told = True
-            self._write_stacks(found)
+        if finding.idle_s >= self.soft_s and not self.reported:
+            self.reported = True
+            self._write_stacks(finding)
             if speaks:
                 _say(
-                    f"warning: no progress for {found.idle_s:.1f} s"
-                    f" (trainer.soft_timeout_s={self.soft_s:g}): {found.blame}; stacks of every"
-                    f" rank: {files}; the run ends after {self.hard_s:g} s (trainer.timeout_s)"
+                    f"warning: no progress for {finding.idle_s:.1f} s"
+                    f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.straggler};"
+                    f" stacks of every rank: {files}; the run ends after {self.hard_s:g} s"
+                    " (trainer.timeout_s)"
                 )
             self.recorder.write(self.folder / flight_name(self.world.rank))
-        if found.idle_s >= self.hard_s:
+        if finding.idle_s >= self.hard_s:
             text = (
-                f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
-                f" {found.blame}; stacks: {files}{self._advice()}"
+                f"no progress for {finding.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
+                f" {finding.straggler}; stacks: {files}{self._advice()}"
             )
             self.end(TrainingError(text), speaks)
 
     def _advice(self) -> str:
         """Return the advice to resume; empty where this run has saved no checkpoint."""
         saved = any((self.folder.parent / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
-        return "; go on with checkpoint.resume=latest" if saved else ""
+        return "; resume with checkpoint.resume=latest" if saved else ""
 
-    def _found(self) -> tuple[Finding, bool]:
-        """What is known of the stall, and whether it is for this rank to say it."""
+    def _conclude(self) -> tuple[Finding, bool]:
+        """Return the finding about the stall, and whether this rank is to report it."""
         rank = self.world.rank
         wire = self.wire
         now = time.monotonic()
@@ -177,46 +174,50 @@ class Watchdog:
             if finding is not None:
                 idle_s = min(self.idle_s, finding.idle_s + now - wire.found_at)
                 return replace(finding, idle_s=idle_s), finding.observer == rank
-            # Nobody has looked yet; if that stays so, this rank ends with what it knows.
+            # No rank has compared all yet; if none does, this rank ends with what it knows.
             idle_s = self.idle_s if self.idle_s > self.soft_s + 2 * self.silent_s else 0.0
-            return Finding(idle_s, "it is not known who is behind", rank, 0), env.speaks
-        # The store is silent, so each rank is on its own; whoever serves it is stopped or dead.
+            return Finding(idle_s, "the straggler is unknown", rank, 0), env.speaks
+        # The store is silent: the process that serves it is stopped or dead.
         first = 0 if env.launcher_serves else min(1, self.world.size - 1)
-        blame = (
+        straggler = (
             f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or"
             " dead)"
         )
-        return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
+        return Finding(
+            self.idle_s, finding.straggler if finding else straggler, first, 0
+        ), rank == first
 
-    def _write_stacks(self, found: Finding) -> None:
-        title = f"rank {self.world.rank} in {heartbeat.place}: no progress for {found.idle_s:.1f} s"
+    def _write_stacks(self, finding: Finding) -> None:
+        title = (
+            f"rank {self.world.rank} in {heartbeat.place}: no progress for {finding.idle_s:.1f} s"
+        )
         with suppress(OSError):
             stacks.write(self.folder / stacks_name(self.world.rank), title)
 
 
 class Wire:
-    """What the ranks know of each other: each publishes its status, and in a stall one looks at all
-    of them.
-    """
+    """The exchange of statuses, which one rank compares in a stall."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
         self.world = watchdog.world
         self.heard = time.monotonic()
-        """When the store answered last."""
+        """The time of the store's last answer."""
         self.finding: Finding | None = None
-        """Who is behind, while no progress is made; None: all is well, or it is not known yet."""
+        """The straggler, in a stall; None: there is no stall, or no finding yet."""
         self.found_at = 0.0
-        """When this rank learned it."""
+        """The time when this rank learned it."""
         self.published = 0
         self.stall: int | None = None
         self.observes = False
         self.changed: dict[int, tuple[int, float]] = {}
-        """By rank: the number of its last status, and when this rank saw it first."""
+        """By rank: the number of its last status, and when this rank first saw it."""
 
     def talk(self) -> None:
-        """Publish and look until the watch is over, or the store is lost."""
-        with suppress(RuntimeError):  # torch's errors of a store; the clock notices the silence
+        """Publish and compare until the watch is over, or the store is lost."""
+        with suppress(
+            RuntimeError
+        ):  # torch's error for a lost store; the clock notices the silence
             store = PrefixStore("watch", self.world.store.clone())  # type: ignore[attr-defined]
             while not self.watchdog.over.wait(self.watchdog.tick_s):
                 self._publish(store)
@@ -229,6 +230,8 @@ class Wire:
     def _publish(self, store: Store) -> None:
         frame = stacks.main_frame()
         self.published += 1
+        stalled = self.watchdog.idle_s >= self.watchdog.alert_s
+        calls = self.watchdog.recorder.calls() if stalled else {}
         status = Status(
             rank=self.world.rank,
             host=platform.node(),
@@ -239,18 +242,12 @@ class Wire:
             waits=stacks.is_waiting(frame),
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,
-            calls=(
-                self.watchdog.recorder.calls()
-                if self.watchdog.idle_s >= self.watchdog.alert_s
-                else {}
-            ),
+            calls=calls,
         )
         store.set(f"status/{status.rank}", status.text())
 
     def _look(self, store: Store) -> None:
-        """Learn who is behind: from the rank that looks at all, or, where there is none, by
-        looking.
-        """
+        """Learn the straggler from the observing rank; become the observer if there is no other."""
         number = store.add("stalls", 0)
         if number != self.stall:
             self._forget()
@@ -263,9 +260,9 @@ class Wire:
             stale = last == 0 or time.monotonic() - self.found_at > self.watchdog.silent_s
             self.observes = stale and store.add(f"observer/{number}/{last}", 1) == 1
         if self.observes:
-            found = self._observe(store)
-            store.set(key, found.text())
-            self._learn(found)
+            finding = self._observe(store)
+            store.set(key, finding.text())
+            self._learn(finding)
 
     def _learn(self, finding: Finding) -> None:
         if self.finding is None or self.finding.number != finding.number:
@@ -279,7 +276,7 @@ class Wire:
         self.changed = {}
 
     def _observe(self, store: Store) -> Finding:
-        """Look at every rank."""
+        """Compare the statuses of all ranks."""
         keys = [f"status/{rank}" for rank in range(self.world.size)]
         if not store.check(keys):
             keys = [key for key in keys if store.check([key])]
@@ -292,11 +289,11 @@ class Wire:
             rank for rank in known if now - self.changed[rank][1] >= self.watchdog.silent_s * 0.8
         }
         number = self.finding.number + 1 if self.finding else 1
-        blame = stall.blame(known, silent, self.world.size)
-        return Finding(stall.idle_s(known, silent), blame, self.world.rank, number)
+        straggler = stall.name_straggler(known, silent, self.world.size)
+        return Finding(stall.idle_s(known, silent), straggler, self.world.rank, number)
 
     def _recover(self, store: Store) -> None:
-        """The stall is over for this rank; the one that observed it makes way for the next."""
+        """End the stall on this rank; the observer makes way for the next stall's."""
         if self.observes:
             store.add("stalls", 1)
         self._forget()

@@ -18,30 +18,26 @@ from types import ModuleType
 from typing import Any
 
 CALLS = (
-    *(
-        "is_available",
-        "device_count",
-        "init",
-        "is_initialized",
-        "set_device",
-        "current_device",
-        "synchronize",
-    ),
-    *(
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "mem_get_info",
-    ),
-    *(
-        "memory_stats",
-        "get_device_name",
-        "get_device_capability",
-        "get_device_properties",
-        "manual_seed",
-    ),
-    *("get_rng_state", "set_rng_state", "set_sync_debug_mode"),
+    "is_available",
+    "device_count",
+    "init",
+    "is_initialized",
+    "set_device",
+    "current_device",
+    "synchronize",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_stats",
+    "get_device_name",
+    "get_device_capability",
+    "get_device_properties",
+    "manual_seed",
+    "get_rng_state",
+    "set_rng_state",
+    "set_sync_debug_mode",
 )
 used_by: int | None = None
 """The process that used the driver first, as each process that is forked from it remembers it."""

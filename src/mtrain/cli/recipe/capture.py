@@ -19,11 +19,11 @@ from mtrain.cli.recipe.stand_ins import RECORDED, environment, for_bash, prepare
 from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, Problem, say
-from mtrain.recipes.imported import Imported, name_of, residue
-from mtrain.recipes.launch import directives
-from mtrain.recipes.megatron import import_commands
+from mtrain.recipes.imported import Imported, exported_keys, name_of
+from mtrain.recipes.megatron.importer import import_commands
+from mtrain.recipes.megatron.processes import directives
 from mtrain.recipes.secrets import Secrets, names_secret
-from mtrain.recipes.shell import read_calls
+from mtrain.recipes.shell.reader import read_calls
 
 Record = dict[str, Any]
 """`words`, `cwd` and `env` of a command that was not started."""
@@ -87,7 +87,7 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
         script.notes.append(f"the script ended with exit code {code}")
     name = name_of(Path(source)) if source else "imported"
     return import_commands(
-        script, name, source or shown, extra, directives(text), residue(text, source)
+        script, name, source or shown, extra, directives(text), exported_keys(text, source)
     )
 
 

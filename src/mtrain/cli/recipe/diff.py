@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from mtrain import strict_json
 from mtrain.cli import weights
-from mtrain.cli.options import read_options
 from mtrain.cli.setup import settled
 from mtrain.config.compose.dump import spell
 from mtrain.config.resolve.resolution import Machine, resolve
@@ -19,11 +18,10 @@ DIFFERENT = 1
 """Exit codes, as those of diff."""
 
 
-def diff(argv: Sequence[str]) -> int:
-    """Print each difference with its kind; 0 where there is none, else 1."""
-    options = read_options(argv)
-    if len(options.words) != 2:
-        rule = f"compares two, and {len(options.words)} are given"
+def diff(words: Sequence[str], *, as_json: bool) -> int:
+    """Print each difference with its kind; return 0 without differences, else 1."""
+    if len(words) != 2:
+        rule = f"compares two, and {len(words)} are given"
         raise ConfigError(
             [
                 Problem(
@@ -39,10 +37,10 @@ def diff(argv: Sequence[str]) -> int:
     machine = Machine.here()
     left, right = (
         resolve(settled(weights.composed(overrides_of([word])), machine, None)[0].run, machine)
-        for word in options.words
+        for word in words
     )
     found = differences(left, right)
-    if options.as_json:
+    if as_json:
         rows = [
             {"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind}
             for d in found
@@ -54,7 +52,7 @@ def diff(argv: Sequence[str]) -> int:
             )
         )
     else:
-        say_page(_table(found, options.words))
+        say_page(_table(found, words))
     return DIFFERENT if found else EQUAL
 
 

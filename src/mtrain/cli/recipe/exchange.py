@@ -10,35 +10,34 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.cli.options import Options, needed, read_options
-from mtrain.cli.recipe.capture import TIMEOUT_S, capture
+from mtrain.cli.command import needed
+from mtrain.cli.recipe.capture import TIMEOUT_S
+from mtrain.cli.recipe.capture import capture as record
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
-from mtrain.config.disk.files import STDIN, read_stdin
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import STDIN, download_of, read_stdin
 from mtrain.config.messages.validate import MISSING, OPEN, unfilled
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
-from mtrain.plan.time.intervals import in_steps
+from mtrain.plan.time.report import in_steps
+from mtrain.recipes.delta import delta, left_open, recipe_text
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.hf import import_config
+from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import WHOLE, Imported, name_of
-from mtrain.recipes.megatron import (
-    export_script,
+from mtrain.recipes.megatron.exporter import export_script
+from mtrain.recipes.megatron.importer import (
     import_commands,
     import_scripts,
     import_texts,
     read_texts,
 )
-from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
-from mtrain.recipes.shell import read_calls
-from mtrain.recipes.write import delta, left_open, recipe_text
+from mtrain.recipes.megatron.yaml_configs import import_yaml, is_yaml
+from mtrain.recipes.shell.reader import read_calls
 
-OUT = {"-o": "--output", "--output": "--output"}
 CAPTURE = "--capture"
 CONFIG = "config.json"
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -53,30 +52,35 @@ USAGE = (
 )
 
 
-def import_(argv: Sequence[str]) -> int:
-    """Prints, or writes with `-o`, a recipe; what found no place is listed on stderr."""
-    options = read_options(argv, (CAPTURE,), {**OUT, "--timeout": "--timeout"})
-    files = [word for word in options.words if "=" not in word]
-    extra = [word for word in options.words if "=" in word]
-    if CAPTURE in options.flags:
-        found = _captured(files, extra, options)
+def import_(
+    words: Sequence[str],
+    command: Sequence[str] | None,
+    *,
+    capture: bool,
+    timeout: str | None,
+    output: str | None,
+    as_json: bool,
+) -> int:
+    """Print a recipe, or write it to `output`; list every setting without a place on stderr."""
+    files = [word for word in words if "=" not in word]
+    extra = [word for word in words if "=" in word]
+    if capture:
+        found = _captured(files, extra, command, timeout)
+        named = [word for word in command or () if Path(word).is_file()]
     else:
-        found = _read(files, extra, options.rest)
+        found = _read(files, extra, command)
+        named = files
     raw = found.run
     run, problems = _validated(raw, found.open)
-    if CAPTURE in options.flags:
-        named = [word for word in options.rest or () if Path(word).is_file()]
-    else:
-        named = files
     sources = ", ".join(Path(name).name for name in named) or "a command line"
     text = recipe_text(left_open(delta(raw), found.open), _about(found, run, sources, problems))
-    out = options.values.get("--output")
-    if out is not None:
-        write_new(Path(out), text)
-    if options.as_json:
+    if output is not None:
+        write_new(Path(output), text)
+    if as_json:
         say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
         return INCOMPLETE if found.open else 0
-    say_page(text if out is None else visible(f"wrote {out}: {program()} check recipe={out}"))
+    done = f"wrote {output}: {program()} check recipe={output}"
+    say_page(text if output is None else visible(done))
     for line in _report(found, problems):
         say_page(line, error=True)
     return INCOMPLETE if found.open else 0
@@ -113,15 +117,17 @@ def _file_of(name: str) -> str:
     return name
 
 
-def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> Imported:
-    """What a command starts that is run."""
-    if files or not options.rest:
+def _captured(
+    files: Sequence[str], extra: Sequence[str], command: Sequence[str] | None, timeout: str | None
+) -> Imported:
+    """Run a command with recorders in place of launchers, and import what it would start."""
+    if files or not command:
         script = [] if files and not os.path.isfile(files[0]) else ["bash"]
         words = shlex.join([*script, *(files or ["pretrain.sh"])])
-        rule = f"{CAPTURE} runs the command behind --"
+        rule = f"{CAPTURE} runs the command after --"
         fix = f"recipe import {CAPTURE} -- {words}"
         raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
-    seconds = options.values.get("--timeout", str(TIMEOUT_S))
+    seconds = str(TIMEOUT_S) if timeout is None else timeout
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", seconds) or float(seconds) <= 0:
         raise ConfigError(
             [
@@ -135,7 +141,7 @@ def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> I
                 )
             ]
         )
-    return capture(options.rest, extra, float(seconds))
+    return record(command, extra, float(seconds))
 
 
 def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | None) -> Imported:
@@ -250,14 +256,13 @@ def _facts(
     }
 
 
-def export(argv: Sequence[str]) -> int:
+def export(words: Sequence[str], *, as_json: bool) -> int:
     """Print the command line of Megatron-LM that means the same, and in comments what
     has no flag.
     """
-    options = read_options(argv, ("--megatron",))
-    _, run = for_elsewhere(overrides_of(options.words))
+    _, run = for_elsewhere(overrides_of(words))
     text = export_script(run, in_steps(run))
-    if options.as_json:
+    if as_json:
         say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:
         say_page(text)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mtrain import strict_json
 from mtrain.cli import show as show_verb
-from mtrain.cli.options import needed, read_options
+from mtrain.cli.command import needed
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import display, recipe_names
 from mtrain.config.compose.recipe import find_recipe
@@ -20,13 +20,10 @@ from mtrain.recipes.diff import overrides_of
 WORDS = ("title", "purpose", "hardware", "source", "verified")
 
 
-def list_(argv: Sequence[str]) -> int:
-    """Print every shared recipe in a line: name, layout, title; as JSON all that it says of
-    itself.
-    """
-    options = read_options(argv)
+def list_(*, as_json: bool) -> int:
+    """Print every shared recipe in a line: name, layout, title; as JSON its whole description."""
     cards = [_card(name) for name in recipe_names()]
-    if options.as_json:
+    if as_json:
         say_page(strict_json.dumps(cards, indent=2))
         return 0
     widths = [max(len(card[key]) for card in cards) for key in ("name", "layout")]
@@ -45,13 +42,11 @@ def _card(name: str) -> dict[str, str]:
     return {"name": name, **words, "model": run.model.name, "layout": layout}
 
 
-def show(argv: Sequence[str]) -> int:
-    """Print a recipe as it is written, or with `--resolved` the file that `run=` reads."""
-    options = read_options(argv, ("--resolved",))
-    name = needed(options.words, "recipe show NAME [--resolved]")
-    if "--resolved" in options.flags or options.as_json or len(options.words) > 1:
-        words = overrides_of(options.words)
-        return show_verb.run(words, bare="--resolved" in options.flags, as_json=options.as_json)
+def show(words: Sequence[str], *, resolved: bool, as_json: bool) -> int:
+    """Print a recipe as it is written, or if `resolved` the file that `run=` reads."""
+    name = needed(words, "recipe show NAME [--resolved]")
+    if resolved or as_json or len(words) > 1:
+        return show_verb.run(overrides_of(words), bare=resolved, as_json=as_json)
     path = find_recipe(name)
     text = read_text(path, display(path))
     parse(text, display(path))  # what cannot be read as data is not put on a terminal either

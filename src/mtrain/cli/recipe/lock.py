@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.cli.options import needed, read_options
+from mtrain.cli.command import needed
 from mtrain.cli.recipe.new import for_elsewhere, write_new
 from mtrain.config.compose.lock_file import read_lock
 from mtrain.config.compose.paths import conf_dir, program, recipes_dir, user_path
@@ -21,31 +21,28 @@ from mtrain.recipes.lock import lock_text, mismatches
 
 ENVIRONMENT = 3
 DATA = 4
-OUT = {"-o": "--output", "--output": "--output"}
 MAX_TOKENIZER_BYTES = 1 << 28
 
 
-def lock(argv: Sequence[str]) -> int:
-    """Prints, or writes with `-o`, the resolved configuration with versions and digests."""
-    options = read_options(argv, (), OUT)
-    needed(options.words, "recipe lock NAME [-o FILE]")
-    composed, run = for_elsewhere(overrides_of(options.words))
+def lock(words: Sequence[str], *, output: str | None) -> int:
+    """Print the resolved configuration with versions and digests, or write it to `output`."""
+    needed(words, "recipe lock NAME [-o FILE]")
+    composed, run = for_elsewhere(overrides_of(words))
     text = lock_text(run, digests(run), sources(composed.files), Machine.here())
-    out = options.values.get("--output")
-    if out is None:
+    if output is None:
         say_page(text)
         return 0
-    write_new(Path(out), text)
-    say(f"wrote {out}: it runs with run={out}, and `{program()} recipe verify {out}` compares")
+    write_new(Path(output), text)
+    verify_it = f"{program()} recipe verify {output}"
+    say(f"wrote {output}: it runs with run={output}, and `{verify_it}` compares")
     return 0
 
 
-def verify(argv: Sequence[str]) -> int:
-    """Print what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the
-    file or data.
+def verify(words: Sequence[str], *, as_json: bool) -> int:
+    """Print the differences between a lock and this machine; return 0 for none, 3 for versions or
+    devices, 4 for the file or data.
     """
-    options = read_options(argv)
-    path = Path(needed(options.words, "recipe verify FILE"))
+    path = Path(needed(words, "recipe verify FILE"))
     held = read_lock(path)
     found = mismatches(
         held, digests(held.run), sources(_places(held.sources, path)), Machine.here()
@@ -54,7 +51,7 @@ def verify(argv: Sequence[str]) -> int:
         code = DATA
     else:
         code = ENVIRONMENT if found else 0
-    if options.as_json:
+    if as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
         say_page(
             strict_json.dumps(

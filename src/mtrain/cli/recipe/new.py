@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from mtrain.cli import weights
-from mtrain.cli.options import needed, read_options
+from mtrain.cli.command import needed
 from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
 from mtrain.config.compose.choices import is_path
 from mtrain.config.compose.composer import Composed, Rejected
@@ -20,8 +20,8 @@ from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say
 from mtrain.layout.grid import RankGrid
+from mtrain.recipes.delta import Delta, delta, recipe_text
 from mtrain.recipes.diff import overrides_of
-from mtrain.recipes.write import Delta, delta, recipe_text
 
 NOT_HERE = ("MT305", "MT306", "MT307", "MT433")
 """Codes of files and folders that are missing on this machine, and need not be on another."""
@@ -31,16 +31,15 @@ def new(argv: Sequence[str]) -> int:
     """Write the configuration of the overrides as a recipe of at most 12 lines; never
     over a file.
     """
-    options = read_options(argv)
-    path = Path(needed(options.words, "recipe new my.yaml model=llama3_8b parallel=tp2"))
+    path = Path(needed(argv, "recipe new my.yaml model=llama3_8b parallel=tp2"))
     named = path.suffix in (".yaml", ".yml")
     if not named and "=" in path.name:
-        rule = f"{options.words[0]} stands where the file of the recipe is to stand"
-        fix = f"recipe new my.yaml {shlex.join(options.words)}"
+        rule = f"{argv[0]} stands where the file of the recipe is to stand"
+        fix = f"recipe new my.yaml {shlex.join(argv)}"
         raise ConfigError([Problem("MT010", "", None, rule, fix, COMMAND_LINE)])
     if not named:
         path = path.with_name(f"{path.name}.yaml")
-    words = overrides_of(options.words[1:])
+    words = overrides_of(argv[1:])
     loaded, run = for_elsewhere(words)
     about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
     text = recipe_text(said(loaded, words), about, short=True)

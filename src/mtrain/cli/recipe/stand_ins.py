@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.recipes.programs import GPT, OTHER_WORDS, TRAINS
-from mtrain.recipes.table import known_flags
+from mtrain.recipes.megatron.programs import GPT, OTHER_WORDS, TRAINS
+from mtrain.recipes.megatron.table import known_flags
 
 RECORDED = (
     *(

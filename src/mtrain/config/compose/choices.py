@@ -1,4 +1,4 @@
-"""Choices of groups: what may be one, and what is wrong with a text that is none."""
+"""Choices of groups: which texts may name one, and the problem of a text that cannot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 _PATH = re.compile(r"(\.{0,2}|~)/|.*\.ya?ml\Z")
-"""A text that names a file and no choice: it begins as a path does, or ends as a file of YAML."""
+"""Matches a text that names a file instead of a choice: it starts like a path or ends like a YAML
+file.
+"""
 
 
 def is_path(text: str) -> bool:
@@ -78,14 +80,16 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
 
 
 def _is_one(group: str, name: str) -> bool:
-    """Tell if a name is that of a choice, or a layout where those are chosen."""
+    """Return whether a name is a file of its group, or a layout in the group `parallel`."""
     return name in choices_of_group(group) or (
         group == "parallel" and bool(name) and layouts_near(name) == [name]
     )
 
 
 def _path_problem(group: str, text: str, source: str) -> Problem | None:
-    """What is wrong with a choice that is the path of a file."""
+    """Return the problem of a choice that is given as the path of a file; None if the file is
+    usable.
+    """
     name = Path(text).stem
     if source != COMMAND_LINE:
         rule = (
@@ -115,8 +119,8 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
 
 
 def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
-    """Return the problem of a choice that is neither a file of the group nor, of `parallel`, a
-    layout; None where it is.
+    """Return the problem of an unknown choice; None for a file of the group or, in `parallel`, a
+    layout.
     """
     if find_config(f"{group}/{choice}") is not None:
         return None
@@ -148,8 +152,8 @@ def some_choice(group: str, text: str) -> str:
 
 
 def _is_recipe(text: str) -> bool:
-    """Return whether a file is there that has the parts of a recipe; a choice may have them where
-    it says its package.
+    """Return whether a file exists that looks like a recipe. A file that names its package is a
+    choice.
     """
     try:
         document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
@@ -160,8 +164,8 @@ def _is_recipe(text: str) -> bool:
 
 
 def _one_by_one(group: str, text: str) -> str:
-    """Return the keys of a mapping in place of a choice as overrides; empty where one of them is
-    none.
+    """Return the keys of a mapping that was given as a choice, as overrides; empty if one is
+    invalid.
     """
     from mtrain.config.compose.grammar import parse_value
 

@@ -1,8 +1,8 @@
-"""argv -> one validated configuration, with who set each key.
+"""Composition: argv -> one validated configuration, with the origin of each key.
 
 Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete),
-command line. Hydra composes. Here everything is read before Hydra sees it, all that is wrong is
-collected, and origins are found.
+command line. Hydra composes. This module reads every file before Hydra sees it, collects all
+problems, and finds origins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mtrain.config.messages.keys import is_under_a_value
 from mtrain.config.messages.problem import distinct
 from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
-from mtrain.config.resolve.start import at, describes_a_model, start_of
+from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
@@ -41,9 +41,9 @@ from mtrain.errors import ConfigError, Problem
 ARCHITECTURE = tuple(
     name for name, field in ModelConfig.model_fields.items() if field.is_required()
 )
-"""What a model cannot be without: its keys that have no default of their own."""
+"""Keys that a model must set, because they have no default."""
 WEIGHTS = "weights.given"
-"""The choice of `model` that weights bring along."""
+"""The choice of `model` that stands for the model of the starting weights."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Composed:
 
     run: RunConfig
     origins: dict[str, str]
-    """Who set each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command line`,
-    `default`.
+    """The origin of each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command
+    line`, `default`.
     """
     choices: dict[str, str]
-    """group -> choice; with a run file only the groups that the command line replaced."""
+    """group -> choice; for a run file only the groups that the command line replaced."""
     warnings: tuple[Problem, ...] = ()
     history: tuple[Setting, ...] = ()
-    """Everything that was set, in order: of two settings of one key the later one holds."""
+    """Everything that was set, in order: the later of two settings of a key wins."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Every file that it was composed from, by the name that problems show."""
+    """Every file of the composition, under the name that problems show."""
 
 
 class Rejected(ConfigError):
-    """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as
-    well.
+    """A refused configuration. `partial` is the rest, if it makes sense without the refused keys,
+    so that rules can check it too.
     """
 
     def __init__(
@@ -85,18 +85,17 @@ def compose(
 ) -> Composed:
     """Compose group files, a recipe or run file, and overrides.
 
-    `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where
-    none is chosen.
+    `model_of` reads the model from the folder of `checkpoint.init_from` if no model is chosen.
 
     Raises:
-        Rejected: with every problem that the schema found.
-        ConfigError: with every problem of files that do not even compose.
+        Rejected: the schema refused some keys; the error holds every problem.
+        ConfigError: the files do not compose; the error holds every problem.
     """
     return _Composition(read_overrides(argv), model_of).finish()
 
 
 class _Composition:
-    """One composition; collects problems as far as it can go."""
+    """One composition. It collects problems for as long as it can continue."""
 
     def __init__(
         self, overrides: Overrides, model_of: Callable[[str], Document | None] | None = None
@@ -107,17 +106,17 @@ class _Composition:
         self.library = Library()
         self.usual, self.default_sources = default_choices()
         self.defaults = dict(self.usual)
-        """group -> the choice of `config.yaml`, but for groups that are taken away."""
+        """group -> the choice of `config.yaml`, without groups that were deleted."""
         self.chosen: dict[str, str] = {}
-        """group -> the choice of the recipe or the command line, as Hydra calls it."""
+        """group -> the choice of the recipe or the command line, in Hydra's words."""
         self.added: dict[str, str] = {}
-        """The same of groups of a user that `config.yaml` does not choose from."""
+        """The same for a user's own groups, which `config.yaml` does not list."""
         self.sources: dict[str, str] = {}
-        """group -> who chose."""
+        """group -> the origin of its choice."""
         self.shown: dict[str, str] = {}
-        """group -> choice, as it was written."""
+        """group -> its choice, as written."""
         self.replaced: Replaced | None = None
-        """The recipe or run file, without what choices on the command line replace."""
+        """The recipe or run file, without the parts that choices on the command line replace."""
 
     def finish(self) -> Composed:
         recipe = self._recipe()
@@ -168,7 +167,7 @@ class _Composition:
         )
 
     def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
-        """What choices on the command line replaced."""
+        """Return a warning for each part of a recipe that choices on the command line replaced."""
         return tuple(
             self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ()
         )
@@ -209,7 +208,7 @@ class _Composition:
         return document
 
     def _choose(self, recipe: Recipe | None) -> None:
-        """Note the choices of the recipe and, over them, of the command line; those that exist."""
+        """Record the existing choices of the recipe and, over them, of the command line."""
         layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
@@ -223,8 +222,8 @@ class _Composition:
                 self.added[group] = name
 
     def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
-        """Drop what the recipe or run file says of groups, and of keys, that choices on the
-        command line set.
+        """Drop from the recipe or run file the groups and keys that choices on the command line
+        set.
         """
         chosen = {
             group: self.chosen[group]
@@ -252,8 +251,8 @@ class _Composition:
             recipe.values = self.replaced.values
 
     def _take_model(self, recipe: Recipe | None) -> None:
-        """Chooses the model of the weights that the run begins with, where nothing else chooses or
-        describes one.
+        """Choose the model of the starting weights, unless something else chooses or describes a
+        model.
         """
         said = recipe.values if recipe is not None else {}
         chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(
@@ -273,7 +272,9 @@ class _Composition:
             self.shown["model"] = document.source
 
     def _named(self, group: str, choice: str, source: str) -> str | None:
-        """Return a choice as Hydra calls it; None, and a problem, where it is none."""
+        """Return a choice in Hydra's words; record a problem and return None if there is no such
+        choice.
+        """
         if is_path(choice):
             return self.library.give_path(group, choice)
         problem = unknown_choice(group, choice, source)
@@ -284,11 +285,9 @@ class _Composition:
         return key in GROUPS or key in self.usual
 
     def _is_whole_model(self, recipe: Recipe) -> bool:
-        """Return whether a recipe that names no model describes one of its own, which then stands
-        on no other.
+        """Return whether a recipe without a choice of model describes a whole model.
 
-        One that describes a part only is refused: the rest would be the default model's, and nobody
-        said so.
+        A partial description is refused: the default model would silently fill the rest.
         """
         stated = recipe.values.get("model")
         if not isinstance(stated, dict) or not stated:
@@ -313,7 +312,9 @@ class _Composition:
     def _bases(
         self, recipe: Recipe | None, base: Document | None, own: bool
     ) -> tuple[str, list[str]]:
-        """Return the name of what Hydra begins with, and the arguments for it that choose."""
+        """Return the name of Hydra's primary configuration, and the arguments that choose
+        for it.
+        """
         deleted = self._deleted_groups()
         added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
@@ -339,8 +340,8 @@ class _Composition:
         return CONFIG, words + added
 
     def _deleted_groups(self) -> list[str]:
-        """Return the groups that the command line takes away, and with them what a recipe chooses
-        from them.
+        """Return the groups that the command line deletes, including those that a recipe chooses
+        from.
         """
         deleted: list[str] = []
         for group, argument in self.overrides.deleted.items():
@@ -361,8 +362,8 @@ class _Composition:
     def _layers(
         self, primary: str, words: list[str], recipe: bool
     ) -> tuple[list[Layer], list[Layer]]:
-        """Return the layers beneath the command line, of rising precedence, and those of them that
-        no recipe is.
+        """Return the layers below the command line, lowest precedence first, and those that are no
+        recipe.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
@@ -395,11 +396,11 @@ class _Composition:
 
     @property
     def _chooser(self) -> str:
-        """Who chose the layout."""
+        """Return the origin of the chosen layout."""
         return self.sources.get("parallel") or self.default_sources.get("parallel", COMMAND_LINE)
 
     def _deletions(self, origins: Origins) -> list[str]:
-        """Return the keys that the command line takes away, of those that are there."""
+        """Return the existing keys that the command line deletes."""
         gone: list[str] = []
         for key, argument in self.overrides.deleted.items():
             if self._is_group(key):
@@ -422,9 +423,7 @@ class _Composition:
         return gone
 
     def _settings(self, origins: Origins) -> dict[str, Any]:
-        """Dotted key -> value, of those settings of the command line that can be laid over the
-        rest.
-        """
+        """Return dotted key -> value for the settings of the command line that Hydra can apply."""
         o = self.overrides
         for key, argument in o.new.items():
             if origins.has(key) and not origins.is_null(key):
@@ -450,9 +449,7 @@ class _Composition:
         return {key: restored(value) for key, value in values.items()}
 
     def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
-        """Notes what the command line set; the problems of what Hydra was not given, which is put
-        in its place.
-        """
+        """Record the settings of the command line, and apply those that Hydra was not given."""
         problems: list[Problem] = []
         for path, value in self.overrides.values.items():
             wrong = list(refused(value, lambda _: COMMAND_LINE, path))
@@ -467,7 +464,9 @@ class _Composition:
         return problems
 
     def _strayed(self, run: RunConfig | None, origins: Origins) -> list[Problem]:
-        """Return places beyond the working folder that only a file names."""
+        """Return paths outside of the working folder that a file sets and the command line does
+        not.
+        """
         if run is None:
             return []
         files = self.library.sources()
@@ -482,8 +481,8 @@ class _Composition:
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
     ) -> RunConfig | None:
-        """Return the configuration with each refused key as it was beneath the one that set it, or
-        at its default.
+        """Return the configuration with each refused key reset to the value below the refused one,
+        or to its default.
         """
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))

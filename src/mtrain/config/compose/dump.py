@@ -20,7 +20,7 @@ _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
     """Return every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
 
-    `comments` puts a remark behind the leaf at each dotted key; remarks are aligned in one column.
+    `comments` adds a remark after the leaf at each dotted key, aligned in one column.
     """
     lines = list(_lines(run.to_dict(), "", 0))
     if not comments:
@@ -55,9 +55,7 @@ def _code(number: int) -> str:
 
 
 def override(key: str, value: Any) -> str:
-    """`key=value` as one word of a shell's command line that Hydra's grammar reads back
-    to `value`.
-    """
+    """Return `key=value` as one shell word that Hydra's grammar reads back to `value`."""
     if not isinstance(value, str):
         word = f"{key}={_in_brackets(value)}"
         return word if _NO_QUOTES.match(word) else shlex.quote(word)
@@ -72,9 +70,7 @@ def _quoted(text: str) -> str:
 
 
 def _in_brackets(value: Any) -> str:
-    """Return a list of plain values or of such lists, without a space that a shell would part it
-    at.
-    """
+    """Return a list of plain values, or of such lists, without spaces."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_in_brackets, value))}]"
     if isinstance(value, str):

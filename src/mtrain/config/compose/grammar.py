@@ -1,4 +1,4 @@
-"""Hydra's grammar of a command line's arguments. Hydra is imported where the first one is read."""
+"""Hydra's grammar of command-line arguments. The first use imports Hydra."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_value(text: str) -> Any:
 
     Raises:
         Sweep: it spells several values.
-        ValueError: it is not in the grammar; says where.
+        ValueError: it is not in the grammar; the message names the place.
     """
     override = _parsed(text)
     if override.is_sweep_override():
@@ -32,10 +32,10 @@ def parse_value(text: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Hydra's reading of a value.
+    """Return Hydra's reading of a value.
 
     Raises:
-        ValueError: it is not in the grammar; says where.
+        ValueError: it is not in the grammar; the message names the place.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -51,13 +51,13 @@ def _parsed(text: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Return how many brackets are open at once, those in quotes aside."""
+    """Return the largest nesting of brackets outside of quotes."""
     steps = ((c in "[{(") - (c in "]})") for c in _QUOTED.sub("", text))
     return max(accumulate(steps), default=0)
 
 
 def _unreadable(text: str) -> str:
-    """Return why a text is no value."""
+    """Return why the grammar cannot read a text."""
     for opening, closing in ("[]", "{}", "()"):
         if text.count(opening) != text.count(closing):
             return f"a {opening} or {closing} has no partner"
@@ -76,13 +76,12 @@ def _unreadable(text: str) -> str:
 
 
 def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | None:
-    """Return the values that `text` sweeps over, each as an override's value; None where it is one
-    plain value.
+    """Return the values that `text` sweeps over, as override values; None for one plain value.
 
-    `names` are what `glob(...)` chooses from.
+    `glob(...)` chooses from `names`.
 
     Raises:
-        ValueError: not in the grammar, more than `limit` values, or a kind that cannot be counted.
+        ValueError: not in the grammar, more than `limit` values, or a sweep without an end.
     """
     from hydra.core.override_parser.types import Glob, RangeSweep
     from hydra.errors import HydraException
@@ -111,15 +110,15 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
 
 
 def _length(sweep: Any) -> float:
-    """Return how many numbers a range has, without making them."""
+    """Return the length of a range without building it."""
     if not sweep.step:
         raise ValueError("a range with a step of 0 never ends")
     return max(0.0, (float(sweep.stop) - float(sweep.start)) / float(sweep.step))
 
 
 def _as_written(sweep: Any) -> None:
-    """Make the bounds of a range with fractions the decimals that were written: 0.003 is then no
-    part of range(0.001,0.003,0.001), whatever a float makes of the sums.
+    """Turn the bounds of a fractional range into the decimals that the user wrote, so that float
+    rounding does not put 0.003 into range(0.001,0.003,0.001).
     """
     bounds = (sweep.start, sweep.stop, sweep.step)
     if not all(isinstance(bound, int) for bound in bounds):

@@ -1,9 +1,8 @@
-"""Hydra's Compose API over files that have been read and checked before: Hydra opens none of ours
-itself.
+"""Hydra's Compose API over files that were read and checked before: Hydra opens no file of ours.
 
-Hydra asks its sources of configurations for each name; the one here asks whoever composes. It is
-registered with Hydra as any plugin of that kind, and says nothing while nobody composes, so that
-another application of Hydra in the same process goes on as it is.
+Hydra asks its configuration sources for each name; the source here asks the current composition. It
+is registered like any Hydra plug-in and answers only while a composition runs, so that another
+application of Hydra in the same process is not affected.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ _NOTES: dict[str, Any] = {
         "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
     },
 }
-"""What Hydra writes down of a composition, in place of its own configuration: no job runs by it,
-and to make all that it would read for one takes longer than to compose.
+"""A stand-in for Hydra's own configuration: mtrain runs no Hydra job, and building the real one
+takes longer than composing.
 """
 
 
 class NotComposed(Exception):
-    """Hydra refuses to compose; the first line of what it says."""
+    """An error of Hydra's composition, with the first line of its message."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What Hydra is given for the name of a configuration."""
+    """The content that Hydra gets for the name of a configuration."""
 
     values: Mapping[str, Any]
     package: str | None = None
-    """Where the file says that its values go; None: where its group does."""
+    """The package that the file names for its values; None: that of its group."""
 
 
 class Library(Protocol):
-    """What there is to compose."""
+    """An interface to everything that can be composed."""
 
     def part(self, name: str) -> Part | None:
         """Return the configuration of this name, such as `model/llama3_8b`; None where there is
@@ -80,20 +79,18 @@ class Library(Protocol):
         """Return whether there is a group of this name."""
 
     def said(self) -> Hashable:
-        """Return the texts of all that was read."""
+        """Return the texts of everything that was read."""
 
 
 MOST_MADE = 512
 _made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
-"""What was composed in this process, by what it was made from: a sweep or a list of recipes asks
-again and again.
-"""
+"""Compositions of this process by their inputs: a sweep or a list of recipes repeats them."""
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
-"""The library that Hydra looks at, and the name of its primary configuration."""
+"""The library that Hydra reads at the moment, and the name of its primary configuration."""
 
 
 class _Source(ConfigSource):
-    """Hydra's view of the library of whoever composes."""
+    """Hydra's view of the current library."""
 
     @staticmethod
     def scheme() -> str:
@@ -136,7 +133,7 @@ def _now() -> tuple[Library, str]:
 
 
 class _SearchPath(SearchPathPlugin):
-    """Puts the library before all that Hydra looks at, while somebody composes."""
+    """A search path that puts the library first while a composition runs."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if _composing.get() is not None:
@@ -178,17 +175,15 @@ def composed(
 
 
 def quoted(sign: str, group: str, choice: str) -> str:
-    """Return a choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
+    """Return a choice in Hydra's grammar, quoted: `1.10` and `null` are names too."""
     return f"{sign}{group}='{choice}'"
 
 
 def defaults_list(
     library: Library, primary: str, arguments: Sequence[str]
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return the configurations that are composed, of rising precedence: their names, and the
-    dotted keys that they fill.
-
-    Beside it group -> choice.
+    """Return the composed configurations in rising precedence, each with the dotted key that it
+    fills, and group -> choice.
 
     Raises:
         NotComposed: Hydra refuses.
@@ -207,10 +202,10 @@ def defaults_list(
 
 @contextmanager
 def _hydra(library: Library, primary: str) -> Iterator[None]:
-    """Hydra, started over a library and put back as it was.
+    """Start Hydra over a library, and restore its state afterwards.
 
-    What another application has put into Hydra's store would be laid under ours of the same name:
-    it is kept away.
+    Entries that another application put into Hydra's store are hidden meanwhile: Hydra would merge
+    them below ours of the same name.
     """
     token = _composing.set((library, primary))
     outer = GlobalHydra.instance().hydra
@@ -244,8 +239,8 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
 
 
 def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    """Return the error of group files that do not compose, after the problems that were found
-    `before`.
+    """Return the error for group files that do not compose; it lists the problems found `before`
+    first.
     """
     rule = f"the group files do not compose: {error}"
     fix = (

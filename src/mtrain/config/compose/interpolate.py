@@ -12,11 +12,11 @@ from mtrain.errors import MAX_PROBLEMS, Problem
 
 MAX_REFERENCES = 100
 MAX_UNFOLDED = 1 << 20
-"""References behind one value, and characters and items that all references of a configuration
-stand for.
+"""Limits: references behind one value, and characters and items that all references may
+expand to.
 """
 BY_HAND = "write the value itself, or delete the line"
-"""What corrects a reference in a file: it is refused there, whatever lies over it."""
+"""The fix for a reference that a file may not have, whatever overrides it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
@@ -54,8 +54,8 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
-    """Puts the value in place of each reference, in `values` itself; returns what could not be
-    followed.
+    """Replace each reference in `values` by its value; return a problem for each that cannot be
+    resolved.
     """
     table = dict(leaves(values))
     follower = _Follower(table)
@@ -75,7 +75,7 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
 
 
 class _Follower:
-    """Follows the references of values: a bounded number for each, to a bounded size of all."""
+    """A resolver of references, bounded in their number per value and in their total size."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         self.table = table
@@ -83,10 +83,10 @@ class _Follower:
         self.room = MAX_UNFOLDED
 
     def begin(self, path: str, value: Any) -> Any:
-        """Return the value at `path` with what its references stand for.
+        """Return the value at `path` with its references resolved.
 
         Raises:
-            ValueError: it cannot be followed.
+            ValueError: a reference cannot be resolved.
         """
         self.left = MAX_REFERENCES
         return self.follow(value, (path,))
@@ -117,9 +117,7 @@ class _Follower:
 
 
 def _of_reference(path: str) -> str:
-    """Return the default in place of a reference that leads nowhere, where the key takes no text of
-    a user's own.
-    """
+    """Return the default for a reference that leads nowhere, unless the key takes free text."""
     return ("" if is_content(path) else at_default(path)) or BY_HAND
 
 
@@ -132,7 +130,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set a dotted key of nested mappings; what is no mapping above it makes way for one."""
+    """Set a dotted key of nested mappings; replace any value above it that is no mapping."""
     *parents, last = path.split(".")
     for name in parents:
         if not isinstance(values.get(name), dict):
@@ -142,7 +140,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def drop(values: dict[str, Any], path: str) -> None:
-    """Take a dotted key of nested mappings away, where it is there."""
+    """Remove a dotted key of nested mappings, if it exists."""
     *parents, last = path.split(".")
     node: Any = values
     for name in parents:

@@ -1,6 +1,4 @@
-"""The files that a configuration is composed of, in Hydra's order, each as a layer of values with
-their origins.
-"""
+"""The files of a configuration in Hydra's order, each a layer of values with their origins."""
 
 from __future__ import annotations
 
@@ -8,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtrain.config.compose.hydra_source import defaults_list
-from mtrain.config.compose.library import CONFIG, RECIPE_FILE, RUN, Library
+from mtrain.config.compose.library import Library
 from mtrain.config.compose.origins import Layer
-from mtrain.config.compose.paths import CHOICE
-from mtrain.config.compose.yaml_reader import MAX_DEPTH, package_of
-from mtrain.config.schema.run import GROUPS
+from mtrain.config.compose.yaml_reader import package_of
 from mtrain.errors import ConfigError, Problem
 
 Entries = list[tuple[str, str]]
@@ -22,19 +18,17 @@ Entries = list[tuple[str, str]]
 def entries_of(
     library: Library, usual: Entries, arguments: Sequence[str]
 ) -> tuple[Entries, dict[str, str]]:
-    """What is composed, of rising precedence, and group -> choice as far as files have changed it.
+    """Return the composed configurations in rising precedence, and group -> choice.
 
     Args:
-        library: what there is.
-        usual: what is composed where no file has a defaults list, or a place for its values, of its
-            own; the first is the primary configuration.
-        arguments: those that choose, for Hydra.
+        library: everything that can be composed.
+        usual: the chosen configurations, whose files are checked first; the first is the primary.
+        arguments: the arguments that choose, for Hydra.
 
     Raises:
-        ConfigError: with all that is wrong with any of the files.
+        ConfigError: some files are invalid; the error holds every problem.
         NotComposed: Hydra refuses.
     """
-    primary = usual[0][0]
     problems: list[Problem] = []
     for name, _ in usual:
         try:
@@ -44,82 +38,25 @@ def entries_of(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    try:
-        plain = [entry for name, package in usual for entry in _expanded(library, name, package)]
-    except _NotPlain:
-        return defaults_list(library, primary, arguments)
-    return (plain, {}) if not _added(arguments) else defaults_list(library, primary, arguments)
-
-
-class _NotPlain(Exception):
-    """A file has a defaults list that only Hydra reads."""
-
-
-def _added(arguments: Sequence[str]) -> list[str]:
-    """Return choices of groups that only a user's folder has."""
-    added = [word[1:].partition("=")[0] for word in arguments if word.startswith("+")]
-    return [group for group in added if group not in (*GROUPS, RECIPE_FILE.partition("/")[0])]
-
-
-def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
-    """Return a file with those of its group that its defaults list names, which is all that most
-    files have.
-
-    Hydra makes the same list; to ask it takes as long as to compose once more.
-
-    Raises:
-        _NotPlain: there is more in the list, or another place for the values.
-        ConfigError: a file cannot be read as data.
-    """
-    if name in (RUN, RECIPE_FILE) or library.layout(name) is not None:
-        return [(name, package)]
-    document = library.document(name)
-    entries = document.values.get("defaults", ["_self_"])
-    if name == CONFIG:
-        named = {
-            word for entry in entries for word in (entry if isinstance(entry, dict) else [entry])
-        }
-        if {*document.values} != {"defaults"} or not named <= {*GROUPS, "_self_"}:
-            raise _NotPlain
-        return [(name, package)]
-    words = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
-    words = words and all(entry == "_self_" or CHOICE.match(entry) for entry in entries)
-    if (
-        not words
-        or entries.count("_self_") != 1
-        or package_of(document) is not None
-        or depth > MAX_DEPTH
-    ):
-        raise _NotPlain
-    group, _, choice = name.partition("/")
-    if any("/" in word for word in (choice, *entries)):
-        raise _NotPlain
-    out: Entries = []
-    for entry in entries:
-        below = f"{group}/{entry}"
-        if entry != "_self_" and not library.has(below):
-            raise _NotPlain
-        out += (
-            [(name, package)]
-            if entry == "_self_"
-            else _expanded(library, below, package, depth + 1)
-        )
-    return out
+    return defaults_list(library, usual[0][0], arguments)
 
 
 def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
-    """Return whether a choice is a file, or a layout, that fills its own group and nothing else;
-    False where it is none.
-    """
+    """Return whether a choice is a layout, or a file without a defaults list and a package."""
+    name = f"{group}/{choice}"
+    if library.layout(name) is not None:
+        return True
     try:
-        _expanded(library, f"{group}/{choice}", group)
-    except (_NotPlain, ConfigError):
+        document = library.document(name)
+    except ConfigError:
         return False
-    return True
+    return "defaults" not in document.values and package_of(document) is None
 
 
 def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
-    """What a file says at the key that it fills; what a layout says is said by its `chooser`."""
+    """Return the values of a file at the key that it fills; `chooser` is the origin of a layout's
+    values.
+    """
     layout = library.layout(name)
     if layout is not None:
         return Layer(_nested(package, layout), lambda _: chooser)
@@ -129,7 +66,7 @@ def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
 
 
 def _nested(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` at a dotted key."""
+    """Return `values` nested at a dotted key."""
     out = dict(values)
     for name in reversed(package.split(".") if package else []):
         out = {name: out}

@@ -21,13 +21,12 @@ def looks_like_layout(word: str) -> bool:
 
 
 def parse_layout(word: str) -> dict[str, Any]:
-    """Return the values of the `parallel` group that `word` stands for.
+    """Return the values of the group `parallel` that `word` stands for.
 
-    `dp` becomes `ranks` = tp * pp * cp * dp, for the data-parallel size is derived and never
-    written.
+    `dp` sets `ranks` = tp * pp * cp * dp, because the data-parallel size is always derived.
 
     Raises:
-        ValueError: not a layout; says which part, and the grammar.
+        ValueError: not a layout; the message names the invalid part and the grammar.
     """
     degrees: dict[str, int] = {}
     position = 0
@@ -59,7 +58,7 @@ def parse_layout(word: str) -> dict[str, Any]:
 
 
 def nearest_layout(choice: str) -> str:
-    """Return the parts of a misspelt layout that can be read, as the override of a layout."""
+    """Return the readable parts of a misspelt layout as an override."""
     degrees: dict[str, str] = {}
     for axis, degree in re.findall(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9][0-9]{0,5})(?![0-9])", choice):
         degrees.setdefault(axis, degree)

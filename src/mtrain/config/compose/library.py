@@ -1,8 +1,7 @@
-"""What Hydra composes from: the files of choices, layouts in a word, and the recipe or run file of
-a command line.
+"""The source of every composition: files of choices, layouts, and the recipe or run file.
 
-Every file is read here, within bounds, and what in it could make a loader do more than compose is
-taken out before Hydra sees it.
+This module reads every file, within bounds, and removes whatever could make a loader do more than
+compose before Hydra sees it.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from mtrain.errors import ConfigError, Problem
 CONFIG = "config"
 RECIPE = "recipe"
 RUN = "run"
-"""The names of the primary configuration, of the group that a recipe is the one choice of, and of a
+"""The names of the primary configuration, of the group whose only choice is the recipe, and of a
 run file.
 """
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
 _BEGIN = "\0"
 _DOLLAR = "\ue001"
-"""What hidden text begins with, which no argument of a command line has, and what stands for a $ in
+"""The prefix of hidden text, which no command-line argument contains, and the stand-in for a $ in
 it.
 """
 
@@ -43,9 +42,9 @@ class Library:
 
     def __init__(self) -> None:
         self.documents: dict[str, Document] = {}
-        """Files that were read, by the names that Hydra has for them."""
+        """Files that were read, by Hydra's names."""
         self.files: dict[str, Path] = {}
-        """The same, by the names that problems show."""
+        """The same files, by the names that problems show."""
         self.problems: list[Problem] = []
         self._given: dict[str, tuple[Mapping[str, Any], str | None]] = {}
         self._paths: dict[str, Path] = {}
@@ -54,14 +53,14 @@ class Library:
     def give(
         self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
     ) -> None:
-        """Add a file under a name of its own: a recipe or a run file, and what of it
-        is composed.
+        """Add a file under a name of its own: a recipe or a run file, and the part of it to
+        compose.
         """
         self.documents[name] = document
         self._given[name] = values, package
 
     def give_path(self, group: str, text: str) -> str:
-        """Add a choice of a group that is the path of a file; the name that Hydra has for it."""
+        """Add a choice that is given as the path of a file; return Hydra's name for it."""
         path = paths.user_path(text)
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
@@ -69,7 +68,7 @@ class Library:
         return choice
 
     def written(self, group: str, choice: str) -> str:
-        """Return a choice as it was written, of the name that Hydra has for it."""
+        """Return a choice as written, for Hydra's name of it."""
         return self._written.get(f"{group}/{choice}", choice)
 
     def has(self, name: str) -> bool:
@@ -81,7 +80,7 @@ class Library:
         return name in (*GROUPS, RECIPE) or (not name.startswith("hydra") and paths.is_group(name))
 
     def layout(self, name: str) -> dict[str, Any] | None:
-        """What `parallel/tp4pp4` stands for, where there is no file of that name."""
+        """Return the values that `parallel/tp4pp4` stands for, if there is no file of that name."""
         group, _, word = name.partition("/")
         if group != "parallel" or self._file(name) is not None:
             return None
@@ -91,8 +90,8 @@ class Library:
             return None
 
     def part(self, name: str) -> Part | None:
-        """What Hydra is given for a name; a problem for everything in the file that it must not
-        see.
+        """Return the content that Hydra gets for a name, and record a problem for everything that
+        Hydra must not see.
 
         Raises:
             ConfigError: the file cannot be read as data.
@@ -120,7 +119,7 @@ class Library:
         """Return the file of a configuration.
 
         Raises:
-            ConfigError: there is none, or it cannot be read as data.
+            ConfigError: the file is missing, or cannot be read as data.
         """
         if name not in self.documents:
             file = self._file(name)
@@ -131,12 +130,12 @@ class Library:
         return self.documents[name]
 
     def values(self, name: str) -> Mapping[str, Any]:
-        """What a file says, as it is written, but for its defaults list."""
+        """Return the values of a file as written, without its defaults list."""
         values = self._given[name][0] if name in self._given else self.document(name).values
         return {key: value for key, value in values.items() if key != "defaults"}
 
     def sources(self) -> set[str]:
-        """Return the files that a command line names by their paths, as problems show them."""
+        """Return the files that a command line names by path, as problems show them."""
         return {
             self.documents[name].source
             for name in (*self._given, *self._paths)
@@ -144,8 +143,8 @@ class Library:
         }
 
     def said(self) -> Hashable:
-        """Return the names and texts of all that was read, which with the arguments decide what is
-        composed.
+        """Return the names and texts of everything that was read; with the arguments they determine
+        the composition.
         """
         given = {name: repr(values) for name, (values, _) in self._given.items()}
         return tuple(
@@ -159,8 +158,8 @@ class Library:
 
 
 def _with_every_group(defaults: list[Any]) -> list[Any]:
-    """Return the defaults of `config.yaml`, with groups that it leaves out as groups without a
-    choice: one can be made.
+    """Return the defaults of `config.yaml` with every group; a group that it leaves out has no
+    choice yet.
     """
     if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return defaults  # another file may choose
@@ -169,8 +168,8 @@ def _with_every_group(defaults: list[Any]) -> list[Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """Return a value as Hydra is given it: lists, which it replaces as a whole, and text that it
-    would read as one text.
+    """Return a value as Hydra gets it: lists, which Hydra must replace as a whole, and text that it
+    would interpret, become opaque text.
     """
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
@@ -180,7 +179,7 @@ def _hidden(value: Any) -> Any:
 
 
 def _is_read(text: str) -> bool:
-    """Return whether a text means something to Hydra, or to `restored`."""
+    """Return whether Hydra or `restored` would interpret a text."""
     return text == MISSING or text.startswith(_BEGIN) or ("${" in text and any(refused(text, str)))
 
 
@@ -198,7 +197,7 @@ def _is_data(key: str) -> bool:
 
 
 def _refusals(document: Document, group: str) -> list[Problem]:
-    """What is wrong with a file of choices before it is composed with others."""
+    """Return the problems of a file of choices that are known before composition."""
     values = {key: value for key, value in document.values.items() if key != "defaults"}
     cut = len(group) + 1 if group else 0
     found = [

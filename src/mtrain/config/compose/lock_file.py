@@ -1,8 +1,7 @@
-"""A lock file as it is read: a resolved configuration under comments that say what it was made
-from.
+"""Lock files: a resolved configuration below comments that record its sources.
 
-The comments are YAML behind their `# `, so the file is at the same time a run file. Whoever reads
-one checks that its values are still those that were locked.
+The comments are YAML after `# `, so a lock file is a run file too. Readers check that the values
+are still those that were locked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from mtrain.config.compose.interpolate import refused
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.recipe import reserved_keys
-from mtrain.config.compose.yaml_reader import parse
+from mtrain.config.compose.yaml_reader import load, parse
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.validate import validate
 from mtrain.config.schema.run import RunConfig
@@ -30,7 +29,7 @@ FACTS = {
     "digests": dict,
     "sources": list,
 }
-"""What a lock says beside its values, and of which kind each is."""
+"""The facts that a lock records in addition to the values, with their types."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,18 @@ class Lock:
     body: str
     facts: dict[str, Any]
     new_keys: tuple[str, ...]
-    """Keys of this version that the file does not say, because they are younger."""
+    """Keys of this version that the file lacks because they are newer."""
 
     @property
     def sources(self) -> dict[str, str]:
-        """Name -> digest of every file that it was composed from."""
+        """Name -> digest of every source file."""
         pairs = (str(line).partition(" ") for line in self.facts["sources"])
         return {name: digest for digest, _, name in pairs}
 
     @property
     def edited(self) -> tuple[str, str, str] | None:
-        """Return the fact that the values no longer agree with, as it was locked and as it is; None
-        where all agree.
+        """Return the fact that the values no longer match, as locked and as found; None if all
+        match.
         """
         here = content(self.body)
         if here != self.facts["content"]:
@@ -63,12 +62,12 @@ class Lock:
 
 
 def content(body: str) -> str:
-    """Return the digest of a lock's values as text."""
+    """Return the text of a lock's values that its digest covers."""
     return hashlib.sha256(body.encode()).hexdigest()
 
 
 def is_lock(text: str) -> bool:
-    """Return whether a text begins as a lock does."""
+    """Return whether a text starts like a lock."""
     return text.partition("\n")[0].strip() == HEAD
 
 
@@ -76,7 +75,7 @@ def read_lock(path: Path) -> Lock:
     """Read a lock file.
 
     Raises:
-        ConfigError: it has no lock, or is no complete configuration.
+        ConfigError: it has no lock, or its configuration is incomplete.
     """
     source = str(path)
     text = read_text(path, source)
@@ -88,10 +87,10 @@ def read_lock(path: Path) -> Lock:
 
 
 def parse_lock(text: str, source: str) -> Lock:
-    """Return the lock of a text that begins as one.
+    """Return the lock of a text that starts like one.
 
     Raises:
-        ConfigError: a part of it is missing, or it is no complete configuration.
+        ConfigError: a part of it is missing, or its configuration is incomplete.
     """
     lines = text.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
@@ -117,8 +116,8 @@ def parse_lock(text: str, source: str) -> Lock:
 
 
 def edited(text: str, source: str) -> Problem | None:
-    """Return the problem of a lock whose values were changed since it was made; None for one that
-    is whole, and for no lock.
+    """Return the problem of a lock whose values were edited; None for an intact lock and for other
+    files.
 
     Raises:
         ConfigError: as `parse_lock`.
@@ -144,3 +143,16 @@ def _said(values: Any, key: str) -> bool:
             return False
         values = values[name]
     return True
+
+
+def read_run_file(path: Path) -> RunConfig:
+    """Return the configuration in a resolved file such as `run.yaml`.
+
+    Raises:
+        ConfigError: the file cannot be read, or its configuration is incomplete.
+    """
+    document = load(path)
+    run, problems = validate(document.values, document.where)
+    if run is None:
+        raise ConfigError(problems)
+    return run

@@ -1,5 +1,5 @@
-"""Who set each key: the layers of a configuration, laid over each other as Hydra lays
-their values.
+"""Origins: the file, line or command line that set each key. Layers are merged as Hydra merges
+values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values, nested, and who set each of them."""
+    """Nested values with the origin of each."""
 
     values: Mapping[str, Any]
     where: Callable[[str], str]
@@ -33,20 +33,19 @@ class Layer:
 
 
 class Origins:
-    """Who set the leaves of a configuration, and what lay beneath them."""
+    """The origins of the leaves of a configuration, including the values that were overridden."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.history: list[Setting] = []
-        """Everything that was set, in order: of two settings of one key the later one holds."""
+        """Everything that was set, in order: the later of two settings of a key wins."""
         self._tree: dict[str, Any] = {}
         for layer in layers:
             for path, value in leaves(layer.values):
                 self.put(path, value, layer.where(path))
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Note who set the leaf at `path`.
-
-        An empty mapping over a section changes nothing of it.
+        """Record the origin of the leaf at `path`. An empty mapping over a section changes nothing
+        in it.
         """
         self.history.append(Setting(path, value, source))
         found, whole = self._found(path)
@@ -54,11 +53,11 @@ class Origins:
             put(self._tree, path, source)
 
     def drop(self, path: str) -> None:
-        """Forget the key at `path`, and all beneath it: it was deleted."""
+        """Forget the deleted key at `path`, and everything below it."""
         drop(self._tree, path)
 
     def has(self, path: str) -> bool:
-        """Return whether anything set the key at `path`, or one beneath it."""
+        """Return whether something set the key at `path`, or a key below it."""
         return self._found(path)[1]
 
     def is_null(self, path: str) -> bool:
@@ -67,16 +66,18 @@ class Origins:
         return last is not None and last.value is None
 
     def last(self, path: str) -> Setting | None:
-        """Who set the key at `path` last, and to what."""
+        """Return the last origin and value of the key at `path`."""
         return next((setting for setting in reversed(self.history) if setting.path == path), None)
 
     def of(self, path: str) -> str:
-        """Who set the key at `path`, or the section that it is in as a whole; else `default`."""
+        """Return the origin of the key at `path`, or of the section that sets it; else
+        `default`.
+        """
         found, _ = self._found(path)
         return found if isinstance(found, str) else DEFAULT
 
     def where(self, path: str) -> str:
-        """Who set the key at `path`; for one that nobody set, who set its neighbours."""
+        """Return the origin of the key at `path`; for an unset key, that of its neighbours."""
         found, whole = self._found(path)
         if isinstance(found, str):
             return found
@@ -86,8 +87,8 @@ class Origins:
         return source.rpartition(":")[0] or source or DEFAULT
 
     def _found(self, path: str) -> tuple[Any, bool]:
-        """What stands at `path`, or in the nearest section above it that is there; whether it is
-        `path` itself.
+        """Return the entry at `path` or at the nearest section above, and whether it is exactly
+        `path`.
         """
         node: Any = self._tree
         for name in path.split(".") if path else ():

@@ -1,7 +1,4 @@
-"""The command line as data: choices, values, and which recipe or run file they stand on.
-
-The grammar is Hydra's.
-"""
+"""The command line as data, in Hydra's grammar: choices, values, and the recipe or run file."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from mtrain.config.compose.interpolate import KEY, leaves
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import is_group
 from mtrain.config.messages import unread
-from mtrain.config.messages.intended import as_key, plain
-from mtrain.config.messages.keys import field_of, suggest
+from mtrain.config.messages.keys import as_key, field_of, plain, suggest
 from mtrain.config.messages.suggestions import (
     NOTHING,
     SWEPT,
@@ -31,25 +27,25 @@ from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
-"""Characters of an argument, and of all of them."""
+"""Limits: characters of one argument, and of all of them."""
 
 
 @dataclass
 class Overrides:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     choices: dict[str, str] = field(default_factory=dict)
     """group -> choice."""
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value."""
     added: dict[str, str] = field(default_factory=dict)
-    """`+group=choice` of a group that is the user's own: group -> choice."""
+    """`+group=choice` of a user's own group: group -> choice."""
     new: dict[str, str] = field(default_factory=dict)
-    """`+key=value`, which sets a key that nothing else sets: key -> the argument."""
+    """`+key=value`, which adds a key that nothing else sets: key -> the argument."""
     deleted: dict[str, str] = field(default_factory=dict)
-    """`~key` or `~group`, which takes away what the files say: key or group -> the argument."""
+    """`~key` or `~group`, which deletes what files set: key or group -> the argument."""
     only: dict[str, Any] = field(default_factory=dict)
-    """`~key=value` or `~group=choice`, which takes away that alone: key or group -> value or
+    """`~key=value` or `~group=choice`, which deletes only that value: key or group -> value or
     choice.
     """
     recipe: str | None = None
@@ -58,13 +54,11 @@ class Overrides:
     said: dict[str, str] = field(default_factory=dict)
     """Key of a choice or a leaf, `recipe` or `run` -> the argument that sets it."""
     above: dict[str, str] = field(default_factory=dict)
-    """Section with a leaf that is set -> the first such argument."""
+    """Section in which a leaf is set -> the first such argument."""
 
 
 def read_overrides(argv: Sequence[str]) -> Overrides:
-    """Read every argument; what cannot be read becomes a problem and the rest is read, up to too
-    many of them.
-    """
+    """Read every argument; report a bounded number of problems for those that cannot be read."""
     out = Overrides()
     if (size := sum(map(len, argv))) > MAX_COMMAND:
         rule = f"a command line of {size} characters, more than the limit of {MAX_COMMAND}"
@@ -85,9 +79,7 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
 
 
 def _note(argument: str, out: Overrides) -> Problem | None:
-    """Remembers what an argument that was read sets; the problem where another one sets
-    it as well.
-    """
+    """Record what an argument sets; return a problem if another argument sets the same."""
     key, _, text = argument.partition("=")
     key = key.lstrip("+~")
     chosen = key in (*GROUPS, *out.added, "recipe", "run")
@@ -114,7 +106,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
 
 
 def shortened(text: str) -> str:
-    """Return the begin of a text that somebody wrote."""
+    """Return the start of a user's text."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -163,7 +155,7 @@ def _read(argument: str, out: Overrides) -> Problem | None:
 
 
 def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
-    """Read `group=choice`; one that is chosen already is not added once more."""
+    """Read `group=choice`; a second equal choice is not added."""
     if sign:
         rule = (
             f"{sign}{group}={text}: every run has one choice of {group} already; without the {sign}"
@@ -196,18 +188,16 @@ def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | No
 
 
 def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
-    """Read `~key` or `~group`: what files say of it is taken away, and the schema's
-    default holds.
-    """
+    """Read `~key` or `~group`: it deletes what files set, and the schema's default holds."""
     from mtrain.config.compose.grammar import parse_value
 
     _, equals, text = argument.partition("=")
     if key in GROUPS or (KEY.match(key) and not key.startswith("hydra")):
         out.deleted[key] = argument
+        if not equals:
+            return None
         try:
-            out.only |= (
-                {key: _unquoted(text) if is_group(key) else parse_value(text)} if equals else {}
-            )
+            out.only[key] = _unquoted(text) if is_group(key) else parse_value(text)
         except ValueError as error:
             return _bad("", None, f"{argument}: the value cannot be read: {error}", f"~{key}")
         return None
@@ -221,7 +211,7 @@ def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
 
 
 def _unquoted(text: str) -> str:
-    """Return a text, or what is inside its quotes where it has some."""
+    """Return a text without its surrounding quotes."""
     from mtrain.config.compose.grammar import parse_value
 
     try:
@@ -231,7 +221,7 @@ def _unquoted(text: str) -> str:
 
 
 def _read_base(key: str, text: str, out: Overrides) -> Problem | None:
-    """Read `recipe=` or `run=`: the text as it stands, or what is inside its quotes."""
+    """Read `recipe=` or `run=` with or without quotes."""
     from mtrain.config.compose.grammar import parse_value
 
     if text[0] in "'\"":
@@ -282,7 +272,7 @@ def _odd_key(key: str, text: str) -> Problem:
 
 
 def _meant(key: str, text: str) -> str:
-    """Return the override that a misspelt key with a value as text may have stood for."""
+    """Return the override that a misspelt key with a text value may have meant."""
     from mtrain.config.compose.grammar import parse_value
 
     if as_key(key) in GROUPS:
@@ -315,7 +305,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """Return what several values were meant as, or the flag that takes them all; empty: the key
+    """Return the meaning of several values for one key, or the flag for a sweep; empty if the key
     takes none.
     """
     found = field_of(key)

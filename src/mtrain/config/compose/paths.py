@@ -1,5 +1,5 @@
-"""Where the choices and the recipes lie: the shipped ones, and folders of a user that lie over
-them.
+"""The folders of choices and recipes: the shipped ones, and a user's folders, which take
+precedence.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ RECIPES = "recipes"
 RUN_FILE = "run.yaml"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""What a run folder and a checkpoint folder have."""
+"""Files that a run folder and a checkpoint folder have."""
 ENVIRONMENT = "env.json"
-"""The file of a run folder that says where it runs, and what started it."""
+"""The file of a run folder that records its machine and command."""
 RESUME_WORDS = ("auto", "latest")
-"""Words that `checkpoint.resume` takes in place of a folder."""
+"""Words that `checkpoint.resume` accepts instead of a folder."""
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
-"""The name of a choice or of a group."""
+"""Matches the name of a choice or of a group."""
 MAX_NAMES = 2000
-"""Names of a folder that are compared with one that is missing."""
+"""The number of names of a folder that are compared with a missing one."""
 MOST_NAMES = 24
-"""Names that a message lists."""
+"""The number of names that a message lists."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -43,15 +43,15 @@ def _folder(name: str, package: Path) -> Path:
 
 @cache
 def program() -> str:
-    """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is
-    installed.
+    """Return the command that starts this program: `python launch.py` in a checkout, else
+    `mtrain`.
     """
     checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
     return "python launch.py" if checkout else "mtrain"
 
 
 def listing(names: Sequence[str], verb: str) -> str:
-    """Return names as words of a message: up to MOST_NAMES of them, or how many there are and what
+    """Return names as words of a message: at most MOST_NAMES, or their number and the verb that
     lists them.
     """
     if len(names) > MOST_NAMES:
@@ -74,9 +74,9 @@ def recipes_dir() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return every folder of choices, first the one that counts most.
+    """Return every folder of choices, highest precedence first.
 
-    Those of `--config-dir` and of the environment variable `MTRAIN_CONF` (several are parted as in
+    They are those of `--config-dir` and of the environment variable `MTRAIN_CONF` (separated as in
     `PATH`), those that installed packages name by the entry point `mtrain.conf`, and the shipped
     one. Of two files for one choice the first counts.
     """
@@ -90,10 +90,8 @@ def folders() -> list[Path]:
 
 @cache
 def _of_packages() -> tuple[Path, ...]:
-    """Return folders that installed packages name: the entry point `mine = "my_package.conf"` is
-    `conf/` in my_package.
-
-    No package is imported for it.
+    """Return the folders that installed packages name: the entry point `mine = "my_package.conf"`
+    is `conf/` in my_package, which is not imported.
     """
     from importlib.metadata import entry_points
     from importlib.util import find_spec
@@ -110,7 +108,7 @@ def _of_packages() -> tuple[Path, ...]:
 
 @contextmanager
 def config_dirs(named: Sequence[str]) -> Iterator[None]:
-    """Folders of choices that lie over all others, also in processes that are started meanwhile.
+    """Put folders of choices before all others, also for processes that are started meanwhile.
 
     Raises:
         ConfigError: one is no folder.
@@ -130,10 +128,10 @@ def config_dirs(named: Sequence[str]) -> Iterator[None]:
 
 
 def check_folders() -> None:
-    """Look at the folders of choices that somebody named.
+    """Check the folders of choices that a user named.
 
     Raises:
-        ConfigError: one is not there, or is no folder.
+        ConfigError: one is missing, or is no folder.
     """
     missing = [folder for folder in folders() if not folder.is_dir()]
     if missing:
@@ -149,8 +147,8 @@ def check_folders() -> None:
 
 
 def find_config(name: str) -> Path | None:
-    """Return the file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None
-    where there is none.
+    """Return the file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None if
+    it is missing.
     """
     if any(part in ("", ".", "..") for part in name.split("/")):
         return None
@@ -159,14 +157,14 @@ def find_config(name: str) -> Path | None:
 
 
 def is_group(name: str) -> bool:
-    """Return whether there is a folder of choices of this name."""
+    """Return whether a folder of choices has this name."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         return False
     return name != RECIPES and any(os.path.isdir(folder / name) for folder in folders())
 
 
 def group_names() -> list[str]:
-    """Return every group that has a folder, a user's own included."""
+    """Return every group that has a folder, including a user's own."""
     named = {place.name for folder in folders() for place in folder.iterdir() if place.is_dir()}
     return sorted(
         name for name in named if name not in (RECIPES, "hydra") and not name.startswith((".", "_"))
@@ -174,21 +172,21 @@ def group_names() -> list[str]:
 
 
 def choices_of_group(group: str) -> list[str]:
-    """Return the choices of a group that have a file; one in a folder of the group is called
+    """Return the choices of a group that have a file; one in a subfolder is called
     `folder/name`.
     """
     return _names_below([folder / group for folder in folders()])
 
 
 def recipe_names() -> list[str]:
-    """Return the recipes that are called by a name: those of `recipes/` in a user's folder, and the
+    """Return the names of recipes: those below `recipes/` of a user's folders, and the
     shared ones.
     """
     return _names_below(_recipe_folders())
 
 
 def find_recipe_file(name: str) -> Path | None:
-    """Return the file of a recipe that is called by a name; None where there is none."""
+    """Return the file of a recipe by name; None if it is missing."""
     for folder in _recipe_folders():
         file = folder / f"{name.removesuffix('.yaml')}.yaml"
         if os.path.isfile(file) and os.path.realpath(file).startswith(
@@ -205,8 +203,8 @@ def _recipe_folders() -> list[Path]:
 def _names_below(roots: list[Path]) -> list[str]:
     """Return the names of the YAML files below folders, without hidden files and folders.
 
-    A command needs many of these lists, some of a hundred files, and `Path.rglob` makes several
-    objects of each file.
+    A command needs many such lists of some hundred files, and `Path.rglob` builds several objects
+    per file.
     """
     names: set[str] = set()
     for root in map(str, roots):
@@ -223,8 +221,8 @@ def _names_below(roots: list[Path]) -> list[str]:
 
 
 def display(path: Path) -> str:
-    """`path` as problems name it: of a checkout's shipped files from `conf/` or `recipes/` on, else
-    as it is.
+    """Return `path` as problems show it: a shipped file from `conf/` or `recipes/` on, others
+    unchanged.
     """
     for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
         if path.is_relative_to(root) and root.name == name:
@@ -233,22 +231,20 @@ def display(path: Path) -> str:
 
 
 def is_shipped(source: str) -> bool:
-    """Return whether a file, as problems name it, is one of those that ship."""
+    """Return whether a file, as problems show it, is a shipped one."""
     shipped = ("conf/", "recipes/", f"{conf_dir()}{os.sep}", f"{recipes_dir()}{os.sep}")
     return source.startswith(shipped)
 
 
 def user_path(text: str) -> Path:
-    """Return the path that a configuration names, `~` expanded where there is such a home."""
+    """Return a path of a configuration with `~` expanded, if that home exists."""
     return Path(os.path.expanduser(text))
 
 
 def names_near(path: Path, limit: int = 3) -> list[str]:
-    """Return paths that are there and look like a missing one, best first: of its own folder, or of
-    one with a similar name.
+    """Return existing paths that resemble a missing one, best first.
 
-    A name is repaired at each level that is missing, so `corpuz/wiki.txt` is near
-    `corpus/wiki.txt`.
+    Each missing level is repaired by its own, so `corpuz/wiki.txt` is near `corpus/wiki.txt`.
     """
     folder = path.parent
     if not os.path.isdir(folder) and folder != folder.parent:
@@ -259,7 +255,7 @@ def names_near(path: Path, limit: int = 3) -> list[str]:
 
 
 def _named_like(folder: Path, name: str, limit: int) -> list[str]:
-    """Return paths in a folder whose names are like `name`, one that is the same first."""
+    """Return paths in a folder with names like `name`, an equal one first."""
     import difflib
 
     try:

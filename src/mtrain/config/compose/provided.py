@@ -1,4 +1,4 @@
-"""What somebody provided: paths, names, texts and lists, which no fix throws away."""
+"""Values that a user provided: paths, names, texts and lists, which no fix may discard."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
-    """Return whether a user set a key: on the command line, or in a file that does not ship
-    with mtrain.
+    """Return whether a user set a key: on the command line, or in a file that does not ship with
+    mtrain.
     """
     return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
 
@@ -31,12 +31,12 @@ def is_provided(origin: str) -> bool:
 def discards(
     change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
 ) -> bool:
-    """Return whether a change throws away what somebody provided.
+    """Return whether a change discards a value that a user provided.
 
     Args:
         change: dotted key -> new value.
         held: dotted key -> value, as it was set.
-        origins: dotted key -> who set it.
+        origins: dotted key -> origin.
     """
     return any(
         _loses(key, held.get(key), value, origins.get(key, "")) for key, value in change.items()
@@ -44,9 +44,7 @@ def discards(
 
 
 def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
-    """Return whether a change takes a value of any kind away that somebody provided, and sets null
-    in its place.
-    """
+    """Return whether a change sets a value that a user provided to null."""
     provided = (
         key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
     )
@@ -56,7 +54,7 @@ def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping
 def lost(
     change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
 ) -> list[str]:
-    """Return keys that somebody provided, and that a change sets to null or to their default."""
+    """Return the keys that a user provided and that a change sets to null or to their default."""
     provided = [
         key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
     ]
@@ -86,8 +84,8 @@ def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
-    """Return a problem of a number where text is to stand, with a fix that quotes it as the file
-    has it: 1.10 is no 1.1.
+    """Return a problem for a number in place of a text, with a fix that quotes it as written: 1.10
+    is not 1.1.
     """
     if problem.code != "MT013" or "must be text" not in problem.rule:
         return problem
@@ -111,7 +109,7 @@ def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
 
 
 def _items_at(document: Document, path: str) -> Iterator[Any]:
-    """Yield the items of a list in a file, each as its text."""
+    """Yield the items of a list in a file as text."""
     node: Any = document.values
     for name in path.split("."):
         node = node.get(name) if isinstance(node, dict) else None

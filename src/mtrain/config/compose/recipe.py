@@ -1,6 +1,5 @@
-"""Recipes: one YAML file of choices and values that somebody else wrote.
-
-It is data and is validated before use.
+"""Recipes: YAML files of choices and values that others wrote. They are data, validated
+before use.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DEFAULTS_FORM = (
 
 @dataclass
 class Recipe:
-    """A recipe that passed: choices and values with the document they come from."""
+    """A valid recipe: choices and values with their document."""
 
     document: Document
     path: Path
@@ -51,7 +50,7 @@ def find_recipe(name: str) -> Path:
     """Return the file of a recipe: a shared one by its name under `recipes/`, or any path.
 
     Raises:
-        ConfigError: there is none; with the names near it.
+        ConfigError: it is missing; the message lists similar names.
     """
     shared = find_recipe_file(name)
     for path in (
@@ -74,9 +73,7 @@ def find_recipe(name: str) -> Path:
 
 
 def _beside(path: Path, most: int = 3) -> list[str]:
-    """Return files of YAML in the folder of a path where none is, whose names are at least half
-    like its own.
-    """
+    """Return YAML files in the folder of a missing path whose names are similar."""
     try:
         with os.scandir(path.parent) as entries:
             names = [
@@ -94,7 +91,7 @@ def _beside(path: Path, most: int = 3) -> list[str]:
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
-    """Read and validates a recipe; None where not even its YAML can be read."""
+    """Read and validate a recipe; return None if it is not even YAML."""
     try:
         path = find_recipe(name)
         document = filled(load(path))
@@ -110,8 +107,8 @@ def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
 
 
 def reserved_keys(values: Any, document: Document, prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for every key that could make a loader run code: `_target_`, `hydra`,
-    and the like.
+    """Yield a problem for every key that could make a loader run code: `_target_`, `hydra` and
+    others.
     """
     if isinstance(values, list):
         for item in values:

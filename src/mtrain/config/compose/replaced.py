@@ -1,4 +1,4 @@
-"""What choices on the command line replace of the recipe or run file beneath them."""
+"""The parts of a recipe or run file that choices on the command line replace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import ConfigError, Problem
 
 MOST_SHOWN = 12
-"""Replaced values that one report names."""
+"""The number of replaced values that one report names."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """What the files of some choices bring beside their own groups."""
+    """The effects of choices' files on groups other than their own."""
 
     choices: dict[str, str] = field(default_factory=dict)
-    """group -> the choice that a defaults list of them makes."""
+    """group -> the choice that their defaults lists make."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Key that they set in another group -> the group of the choice that sets it."""
+    """Key in another group -> the group of the choice that sets it."""
 
 
 def brought(
@@ -36,13 +36,13 @@ def brought(
     chosen: Mapping[str, str],
     added: Mapping[str, str],
 ) -> Brought:
-    """What choices bring to other groups: by their defaults lists, or by `# @package _global_`.
+    """Return the effects of choices on other groups, by defaults lists or `# @package _global_`.
 
     Args:
-        library: what there is.
+        library: everything that can be composed.
         defaults: group -> the choice of `config.yaml`.
         chosen: group -> the choice of the command line.
-        added: the same of groups that only a user has.
+        added: the same for a user's own groups.
     """
     if not added and all(
         stays_in_its_group(library, group, choice) for group, choice in chosen.items()
@@ -74,17 +74,17 @@ def brought(
 
 @dataclass
 class Replaced:
-    """Values of a recipe or run file that choices on the command line replace."""
+    """The values of a recipe or run file that choices on the command line replace."""
 
     document: Document
     values: dict[str, Any]
-    """What is left of the file's values."""
+    """The file's remaining values."""
     gone: dict[str, tuple[str, Any]] = field(default_factory=dict)
     """Key -> the choice that replaces it, and its value in the file."""
 
     def replace(self, choices: Mapping[str, str], keys: Mapping[str, str]) -> None:
-        """Take away the whole group of each choice, and single keys, each with the choice that
-        sets it.
+        """Remove the whole group of each choice, and single keys, recording the choice that
+        replaces them.
         """
         for group, choice in choices.items():
             if isinstance(self.values.get(group), dict):
@@ -102,12 +102,12 @@ class Replaced:
     def problems(
         self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
     ) -> Iterator[Problem]:
-        """Yield a warning for each choice that replaced values, without those that the command line
-        or the result has.
+        """Yield a warning for each choice that replaced values, except values that the result has
+        anyway.
 
         Args:
             said: dotted key -> value of the command line.
-            run: the result; None: it was refused.
+            run: the result; None if it was refused.
             is_set: whether anything in the result sets a key.
         """
         here = run.flat() if run is not None else {}

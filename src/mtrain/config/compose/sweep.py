@@ -1,4 +1,6 @@
-"""A command line with several values for a key as several command lines, in Hydra's grammar."""
+"""Sweeps: a command line with several values for a key as several command lines, in Hydra's
+grammar.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,21 @@ class Job:
 
     argv: tuple[str, ...]
     swept: dict[str, str]
-    """The keys that are swept, with this run's values."""
+    """The swept keys with this run's values."""
 
     @property
     def differs(self) -> str:
-        """What tells this run from the others."""
+        """Return the settings that distinguish this run from the others."""
         return (
             " ".join(f"{key}={value}" for key, value in self.swept.items()) or "(nothing is swept)"
         )
 
 
 def jobs(argv: Sequence[str]) -> list[Job]:
-    """Return every combination of the swept values; the last key varies fastest, a key is given
-    once.
+    """Return every combination of the swept values; the last key varies fastest.
 
     Raises:
-        ConfigError: a value cannot be read, sweeps over nothing, or there are more than 1000 runs.
+        ConfigError: a value cannot be read, a sweep is empty, or there are more than 1000 runs.
     """
     words: dict[str, list[str]] = {}
     given: dict[str, str] = {}
@@ -85,11 +86,10 @@ def jobs(argv: Sequence[str]) -> list[Job]:
 
 
 def _values(key: str, text: str) -> list[str]:
-    """What a text stands for, each value as it is written.
+    """Return the values that a text stands for, each as written.
 
     Raises:
-        ValueError: it is not in the grammar, stands for nothing, or is one list where values were
-            meant.
+        ValueError: it is not in the grammar, stands for nothing, or is a list in place of values.
     """
     if not text and is_empty(key):
         raise ValueError("is empty")

@@ -1,4 +1,4 @@
-"""Where a run writes: a file that somebody else may have written decides it only beneath the
+"""Places that a run writes to: a recipe or run file may only name places below the
 working folder.
 """
 
@@ -19,25 +19,23 @@ RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
 RESUME = "checkpoint.resume"
 KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
-"""Keys that decide where something is written, and what."""
+"""Keys that decide where something is written, and the contents."""
 TAG_FILE = "CACHEDIR.TAG"
 TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made"
     " again.\n"
 )
-"""What marks a folder of caches for programs that keep backups (bford.info/cachedir), and for us as
-one of ours.
-"""
+"""The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain."""
 
 
 def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
-    """Return a problem for each place beyond the working folder that only a recipe or a run file
+    """Return a problem for each place outside of the working folder that only a recipe or run file
     names.
 
     Args:
         run: the configuration.
-        said: key -> who set it, of the keys that a recipe or a run file set.
-        base: the run file. One in its run folder is where it says that run folders are.
+        said: key -> origin, for the keys that a recipe or run file set.
+        base: the run file; one in its run folder may keep the place of its run folders.
     """
     values = run.flat()
     out = []
@@ -76,12 +74,14 @@ def _real(text: str) -> str:
 
 
 def _beneath(place: str, folder: str) -> bool:
-    """Return whether a place is in a folder; everything is in the root, which says nothing."""
+    """Return whether a place is in a folder; the root does not count, because everything
+    is in it.
+    """
     return folder not in ("", "/") and f"{place}/".startswith(f"{folder}/")
 
 
 def _is_ours(place: str) -> bool:
-    """Return whether a folder is a cache that mtrain made."""
+    """Return whether a folder is a cache of mtrain."""
     try:
         return (
             os.path.isfile(f"{place}/{TAG_FILE}")

@@ -1,8 +1,7 @@
-"""YAML as data: a bounded reader that knows the line of every key and can neither build objects nor
-convert slyly.
+"""A bounded YAML reader that knows the line of every key and can neither build objects nor guess
+types.
 
-Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strings, `12:30:45` is a
-string.
+Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no`, `on` and `12:30:45` are strings.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_KEYS = 2_000
 MAX_DIGITS = 400
 
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""Reads text as it stands: the type of a scalar is ours to say."""
+"""A loader that leaves every scalar as text: this module decides its type."""
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
@@ -38,7 +37,7 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
 # Characters that change how text is shown without being seen: bidirectional controls, zero-width
-# ones, line breaks beside the newline, tags, the BOM.
+# ones, line breaks other than the newline, tags, the BOM.
 _SIGHTLESS = (
     "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f"
@@ -51,19 +50,19 @@ UNSHOWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001{_SIGHTLE
 
 @dataclass
 class Document:
-    """What a YAML file says, and where."""
+    """The contents of a YAML file, with the place of every key."""
 
     values: dict[str, Any]
     """Plain mappings, lists and scalars."""
     lines: dict[str, int]
-    """Line of every key by its dotted path; items of a list by their index (`defaults.0`)."""
+    """The line of every key by dotted path; of list items by index (`defaults.0`)."""
     source: str
     """The file's name as problems show it."""
     text: str = ""
     texts: dict[str, str] = field(default_factory=dict)
-    """Dotted path of a number, a boolean or null -> the text that it was read from."""
+    """Dotted path of a number, a boolean or null -> its text."""
     repeated: list[str] = field(default_factory=list)
-    """Keys that are written twice, where that is taken."""
+    """Keys that occur twice, if that is allowed."""
 
     def where(self, path: str) -> str:
         """`file:line` of the key at `path`, or of the nearest key above it."""
@@ -73,7 +72,7 @@ class Document:
 
 
 def package_of(document: Document) -> str | None:
-    """Where the comment at the head of a file says that its values go, as `# @package _global_`."""
+    """Return the package that the comment at the head of a file sets, as `# @package _global_`."""
     for line in document.text.splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             return None
@@ -108,10 +107,10 @@ def load(path: Path, source: str | None = None) -> Document:
 
 
 def filled(document: Document) -> Document:
-    """Return the document, which must say something.
+    """Return the document, which must have contents.
 
     Raises:
-        ConfigError: it is empty, or holds nothing but comments.
+        ConfigError: it is empty, or holds only comments.
     """
     if document.values:
         return document
@@ -122,7 +121,7 @@ def filled(document: Document) -> Document:
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
-    """Refuse text with characters that change how it is shown without being seen, or others of a
+    """Refuse text with invisible characters that change how it is displayed, or with those of a
     `pattern`.
 
     Raises:
@@ -136,10 +135,9 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
 
 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
-    """Read YAML text whose top level is a mapping (or nothing).
+    """Read YAML text whose top level is a mapping or nothing.
 
-    With `foreign` it is another system's: keys may have dots, and the later of two that are the
-    same counts.
+    `foreign` files of other systems may have dots in keys, and the later of two equal keys counts.
 
     Raises:
         ConfigError: with one problem, which names the line.
@@ -159,11 +157,10 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
 
 
 def bounded(text: str, source: str) -> None:
-    """Look at YAML before any of it is built: how deep it is nested, how much it is, and that it
-    has no tags.
+    """Check the nesting and size of YAML, and that it has no tags, before anything is built.
 
     Raises:
-        ConfigError: it is nested too deep, too much, more than one document, or has a tag.
+        ConfigError: it is nested too deep, too large, several documents, or has a tag.
         yaml.YAMLError: it is not YAML.
     """
     depth = nodes = documents = 0
@@ -229,13 +226,13 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
 
 _EXPLAINED = {
     "mapping values": (
-        "a second colon in one line, or an indentation unlike that of the lines beside it"
+        "a second colon in one line, or an indentation unlike that of the lines around it"
     ),
     "',' or": "a bracket that is opened is not closed, or a comma is missing",
     "cannot start": "a value cannot begin so; put it into quotes",
     "end of stream": "a quote that is opened is not closed",
     "expected key": (
-        "an indentation unlike that of the lines beside it, a bracket too many, or text behind a"
+        "an indentation unlike that of the lines around it, a bracket too many, or text behind a"
         " quote"
     ),
     "document start": "there is more behind the end of the last bracket",
@@ -251,7 +248,7 @@ _EXPLAINED = {
     "incompatible": "a version of YAML that there is not",
     "tag": "a tag that does not end",
 }
-"""Words of what the parser says -> what that means to whoever wrote the file."""
+"""Words of the parser's messages -> their meaning for the author of a file."""
 
 
 def _explained(said: str, excerpt: str) -> str:
@@ -264,7 +261,9 @@ def _explained(said: str, excerpt: str) -> str:
 
 
 class _Reader:
-    """Turns nodes into plain values, counting them and their depth with every alias expanded."""
+    """A converter of nodes into plain values that counts them, and their depth, with every alias
+    expanded.
+    """
 
     def __init__(self, source: str, foreign: bool) -> None:
         self.source = source
@@ -278,7 +277,7 @@ class _Reader:
         """Return the value of a node at a dotted path.
 
         Raises:
-            ConfigError: it is too much, or a mapping has a key that is none.
+            ConfigError: it is too large, or a mapping has an invalid key.
         """
         self.nodes += 1
         if self.nodes > MAX_NODES:
@@ -310,8 +309,8 @@ class _Reader:
     def key(
         self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]
     ) -> str:
-        """Return the name of a key, noted with its line; `before` are the keys of its mapping so
-        far, `lines` theirs.
+        """Return the name of a key and record its line; `before` are the mapping's keys so far,
+        `lines` theirs.
         """
         name = node.value
         line = node.start_mark.line + 1
@@ -344,7 +343,7 @@ class _Reader:
         return str(name)
 
     def at(self, node: yaml.Node) -> str:
-        """`file:line` of a node."""
+        """Return `file:line` of a node."""
         return f"{self.source}:{node.start_mark.line + 1}"
 
     def refuse(

@@ -1,7 +1,6 @@
-"""What lies on the disk, looked at within bounds: files that a user names, text of a corpus, and
-folders to write to.
+"""Bounded inspection of the disk: files that a user names, text corpora, and folders to write to.
 
-Pipes, sockets and devices are never opened, so nothing here waits for a writer or reads without an
+mtrain never opens pipes, sockets and devices here, so nothing waits for a writer or reads without
 end.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 import stat
 import sys
 import time
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir
+from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir, user_path
 from mtrain.errors import ConfigError, Problem
 
 MAX_BYTES = 1 << 20
@@ -38,8 +38,7 @@ SKIPPED_FOLDERS = frozenset(
 )
 """Folders of a Python installation that are not the standard library, or are its tests."""
 PIECE = 16 << 10
-"""A corpus that is one file is cut at blank lines into documents of at least this many characters.
-"""
+"""A corpus in one file is split at blank lines into documents of at least this many characters."""
 PSEUDO = frozenset(
     (
         "proc",
@@ -55,18 +54,18 @@ PSEUDO = frozenset(
         "configfs",
     )
 )
-"""Kinds of file systems that hold no files of users."""
+"""Kinds of file systems that hold no user files."""
 LOOKED_AT = 1 << 16
-"""Bytes of a file that are looked at to see whether it is text."""
+"""The bytes of a file that decide whether it is text."""
 
 
 def kind_of(path: str | Path) -> str:
-    """What stands at a path where it is no regular file, such as `a named pipe`; empty for a
+    """Return the kind of a path that is no regular file, such as `a named pipe`; empty for a
     regular file.
 
     Raises:
-        OSError: nothing is there, or it cannot be asked.
-        ValueError: no path can be spelled so.
+        OSError: the path does not exist or cannot be examined.
+        ValueError: no path can have this name.
     """
     return _kind(os.stat(path).st_mode)
 
@@ -78,12 +77,12 @@ def _kind(mode: int) -> str:
 
 
 def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
-    """`kind_of` what stands at a path, and the first bytes of it where it is a regular file."""
+    """Return `kind_of` a path, and the first bytes of a regular file."""
     if kind := kind_of(path):
         return kind, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        # another thing may stand there since it was asked
+        # something else may be at this path by now
         kind = _kind(os.fstat(descriptor).st_mode)
         return kind, b"" if kind else file.read(limit)
 
@@ -133,7 +132,7 @@ def read_text(path: Path, source: str, endings: Sequence[str] = YAML_ENDINGS) ->
     """Return the UTF-8 text of `read_bytes`.
 
     Raises:
-        ConfigError: as there, or it is not UTF-8.
+        ConfigError: as there, or the file is not UTF-8.
     """
     return _decoded(read_bytes(path, source, endings=endings), source)
 
@@ -172,11 +171,11 @@ def _decoded(data: bytes, source: str) -> str:
 
 
 def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
-    """Return the problem of a file that cannot be read, with the names near it."""
+    """Return the problem of a file that cannot be read, with similar names."""
     near = files_near(path)
     gone = isinstance(error, FileNotFoundError) and not os.path.islink(path)
     rule = "there is no such file" if gone else unreachable(path, error)
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    fix = f"did you mean {', '.join(near)}?" if near else "name an existing file"
     return Problem("MT002", "", None, rule, fix, source)
 
 
@@ -184,17 +183,17 @@ def _not_regular(path: Path, source: str, kind: str) -> Problem:
     near = (
         sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
     )
-    fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
+    fix = f"did you mean {', '.join(near)}?" if near else "name an existing file"
     return Problem("MT002", "", None, f"is {kind}; a regular file is needed", fix, source)
 
 
 def files_near(path: Path) -> list[str]:
-    """Return regular files beside a path, of names like its own."""
+    """Return regular files in the folder of a path with similar names."""
     return [name for name in names_near(path) if os.path.isfile(name) and name != str(path)]
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuse a file outside of the working folder, and not shipped, whose name has none of the
+    """Refuse a file outside of the working folder that does not ship and whose name has none of the
     `endings`.
     """
     real = os.path.realpath(path)
@@ -215,14 +214,14 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
 
 @dataclass
 class Bound:
-    """How far a walk through folders may go; `spent` says that it was ended before its end."""
+    """The limit of a walk through folders; `spent` tells that the walk stopped early."""
 
     entries: int = MAX_ENTRIES
     until: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
     spent: bool = False
 
     def step(self) -> bool:
-        """Count an entry; whether the walk may go on."""
+        """Count an entry; return whether the walk may continue."""
         self.entries -= 1
         self.spent = self.spent or self.entries < 0 or time.monotonic() > self.until
         return not self.spent
@@ -234,11 +233,12 @@ def files_below(
     skip: frozenset[str] = frozenset(),
     bound: Bound | None = None,
 ) -> Iterator[Path]:
-    """Yield regular files below a folder whose names are `wanted`, in no order, as far as `bound`
-    lets it go.
+    """Yield regular files below a folder with `wanted` names, unordered, within `bound`.
 
-    Not those in hidden folders, in folders that are called as one to `skip`, or behind links to
-    folders. Raises OSError for a folder that cannot be read.
+    Hidden folders, folders named in `skip` and linked folders are left out.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     waiting = [os.fspath(root)]
     while waiting:
@@ -254,7 +254,7 @@ def files_below(
 
 
 def unreadable(path: Path) -> str | None:
-    """Return why a path cannot be read, or None; it may be a file or a folder, and nothing else."""
+    """Return why a path, a file or a folder, cannot be read, or None."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
@@ -267,7 +267,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def unreachable(path: Path, error: OSError | ValueError) -> str:
-    """Return why there is nothing at a path, from the error that looking at it gave."""
+    """Return why a path cannot be reached, from the error of examining it."""
     number = getattr(error, "errno", None)
     if number == errno.ELOOP:
         return "a symbolic link leads back to itself"
@@ -279,7 +279,7 @@ def unreachable(path: Path, error: OSError | ValueError) -> str:
 
 
 def no_text(path: Path) -> str | None:
-    """Return why the beginning of a file is no UTF-8 text, or None."""
+    """Return why the start of a file is not UTF-8 text, or None."""
     try:
         kind, head = _beginning(path, LOOKED_AT)
         if kind:
@@ -293,9 +293,7 @@ def no_text(path: Path) -> str | None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why no folder can be made at a path, or written to where it is there; None where
-    that works.
-    """
+    """Return why a folder cannot be created or written to, or None."""
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
@@ -319,8 +317,8 @@ def unwritable(path: Path) -> str | None:
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Return whether a folder is the kernel's own, such as /proc, in which nobody makes
-    folders (Linux).
+    """Return whether a folder belongs to the kernel, such as /proc, which holds no user folders
+    (Linux).
     """
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -329,3 +327,62 @@ def _is_no_storage(place: Path) -> bool:
     path = os.path.realpath(place)
     over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
     return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = (".json", ".jsonl", ".yaml", ".yml", ".safetensors", ".model", ".txt")
+
+
+def download_of(text: str, files: str = "") -> tuple[str, str] | None:
+    """Return the command that downloads `files` (all if empty) of the hub model that `text` may
+    name, and the target folder.
+
+    Return None for the path of a file, or if the path or its folder exists.
+    """
+    if _NAME.fullmatch(text) is None or text.endswith(_FILES):
+        return None
+    if Path(user_path(text)).exists() or Path(user_path(text.partition("/")[0])).is_dir():
+        return None
+    folder = text.rpartition("/")[2]
+    words = ["hf download", text, *([files] if files else []), "--local-dir", folder]
+    return " ".join(words), folder
+
+
+ENDING = ".jsonl"
+MOST_ENTRIES = 100_000
+"""The number of entries of a folder that are examined: the file is next to folders of images, or
+among few images.
+"""
+
+
+WHICH = "which text belongs to which image"
+
+
+def records_of(path: Path, what: str) -> tuple[Path | None, str]:
+    """Return the JSON Lines file of a folder or path, or why there is none; `what` describes its
+    contents.
+    """
+    rule = unreadable(path)
+    if rule is not None:
+        return None, rule
+    if path.is_file():
+        if path.name.endswith(ENDING):
+            return (path, "")
+        return (None, f"is a file that does not end in {ENDING}")
+    found = []
+    with os.scandir(path) as entries:
+        for number, entry in enumerate(entries):
+            if number >= MOST_ENTRIES:
+                return None, f"holds more than {MOST_ENTRIES} entries: name its {ENDING} file"
+            if (
+                entry.name.endswith(ENDING)
+                and not entry.name.startswith(".")
+                and Path(entry.path).is_file()
+            ):
+                found.append(entry.name)
+    if len(found) == 1:
+        file = path / found[0]
+        rule = unreadable(file)
+        return (file, "") if rule is None else (None, f"{found[0]} {rule}")
+    said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
+    return None, f"holds {said} that ends in {ENDING}, and one says {what}"

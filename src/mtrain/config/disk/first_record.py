@@ -1,6 +1,4 @@
-"""Chats among files: told by the first line of a JSON Lines file, before anything of it is
-prepared.
-"""
+"""Detection of chats from the first record of a JSON Lines file, before anything is prepared."""
 
 from __future__ import annotations
 
@@ -11,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.files import unreadable
-from mtrain.config.disk.image_files import ENDING
+from mtrain.config.disk.files import ENDING, unreadable
 
 FIRST_BYTES = 1 << 24
-"""Bytes in which the first line has to end."""
+"""The bytes within which the first line must end."""
 BLANK = b"\xef\xbb\xbf \t\r\n"
-"""Bytes that may stand before it: a byte order mark, and lines with nothing in them."""
+"""The bytes that may precede it: a byte order mark and empty lines."""
 
 
 def kind_of_chats(path: str | None) -> str | None:
-    """Return the kind of data that a file of chats is, by its first record: sft or preference;
-    None: it is none.
+    """Return the kind of chats, sft or preference, that a file holds by its first record; None: no
+    chats.
     """
     record = _record(path)
     if "chosen" in record and "rejected" in record:
@@ -33,12 +30,14 @@ def kind_of_chats(path: str | None) -> str | None:
 
 
 def is_documents(path: str | None) -> bool:
-    """Return whether a file holds a document a line, as `{"text": ...}`, by its first record."""
+    """Return whether a file holds one document per line, as `{"text": ...}`, by its first
+    record.
+    """
     return isinstance(_record(path).get("text"), str)
 
 
 def _record(path: str | None) -> dict[str, Any]:
-    """Return the first record of a JSON Lines file; empty where there is none."""
+    """Return the first record of a JSON Lines file; empty if it has none."""
     file = user_path(path) if path else None
     if (
         file is None
@@ -56,10 +55,7 @@ def _record(path: str | None) -> dict[str, Any]:
 
 @cache
 def _first(file: Path, size: int, changed: int) -> dict[str, Any]:
-    """Return the first record; empty where it is no object.
-
-    A file that was changed is another one.
-    """
+    """Return the first record; empty if it is no object. The cache key changes with the file."""
     with file.open("rb") as stream:
         head = stream.readline(FIRST_BYTES)
         while head and not head.strip(BLANK) and stream.tell() < FIRST_BYTES:

@@ -1,10 +1,8 @@
-"""The manifest beside `.bin/.idx`: what a corpus was made of, and the hashes of its files.
+"""The manifest next to `.bin/.idx`: the sources of a corpus, and the hashes of its files. Needs no
+numpy.
 
-Read without numpy.
-
-`PREFIX.manifest.json` is written by `data tokenize` and what changes a corpus. A digest over the
-rest of it, and a form in which every value is written in one way, make every changed byte of it
-known.
+`data tokenize`, and every command that changes a corpus, writes `PREFIX.manifest.json`. A digest
+over its canonical form reveals every changed byte.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
-from mtrain.config.schema.trainer import DataConfig
+from mtrain.config.schema.data import DataConfig
 from mtrain.errors import CorruptData
 from mtrain.units import MIB, bytes_
 
@@ -26,14 +24,14 @@ FORMAT = 1
 SUFFIX = ".manifest.json"
 MAX_BYTES = 256 * MIB
 READ_BYTES = 16 * MIB
-"""A manifest up to this size is read in a fraction of a second, and by `check` too."""
+"""The size up to which `check` reads a manifest, in a fraction of a second."""
 COUNTS = ("documents", "sequences", "tokens", "largest_id", "vocab_size")
 FILES = (".bin", ".idx")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a corpus says of itself; see the module."""
+    """The facts of a corpus; see the module."""
 
     path: Path
     body: dict[str, Any]
@@ -44,31 +42,32 @@ class Manifest:
 
     @property
     def eod(self) -> int | None:
-        """Return id behind each document; None: there is none."""
+        """Return the id at the end of each document; None if there is none."""
         found = self.body["eod"]
         return found if isinstance(found, int) else None
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Return hash of the tokenizer.json that made the tokens; None: it was another kind of
+        """Return the hash of the tokenizer.json that made the tokens; None for another kind of
         tokenizer.
         """
         tokenizer = self.body["tokenizer"]
         return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
 
     def bytes_of(self, suffix: str) -> int:
-        """Return size of one of FILES."""
+        """Return the size of one of FILES in bytes."""
         return int(self.body["files"][suffix]["bytes"])
 
     def sha256_of(self, suffix: str) -> str:
-        """Return hash of one of FILES."""
+        """Return the hash of one of FILES."""
         return str(self.body["files"][suffix]["sha256"])
 
     def sizes_differ(self, prefix: Path, *, remote: bool = False) -> str:
-        """Which file of the corpus has not the size that is said here; empty: none. Reads nothing.
+        """Return the first file of the corpus whose size differs from the manifest; empty if none
+        does.
 
-        Of a `remote` one, whose `.bin` lies elsewhere, the index is looked at: opening compares the
-        two.
+        It reads no contents. Of a `remote` corpus it compares the local index; opening compares the
+        `.bin`.
 
         Raises:
             OSError: a file is missing.
@@ -81,17 +80,19 @@ class Manifest:
 
 
 def path_of(prefix: Path) -> Path:
-    """Where the manifest of a corpus lies."""
+    """Return the path of a corpus's manifest."""
     return prefix.with_name(prefix.name + SUFFIX)
 
 
 def dump(body: dict[str, Any]) -> bytes:
-    """Return a manifest as it is written; `body` is without its digest."""
+    """Return the text of a manifest; `body` lacks its digest."""
     return _written(body | {"digest": _digest(body)})
 
 
 def unwatched(data: DataConfig) -> str:
-    """What is to be said of corpora of `data=indexed` without a manifest; empty: there are none."""
+    """Return a warning about corpora of `data=indexed` without a manifest; empty if all
+    have one.
+    """
     if data.kind != "indexed":
         return ""
     data = data.without_excluded()
@@ -113,11 +114,10 @@ def unwatched(data: DataConfig) -> str:
 
 
 def read_manifest(prefix: Path, limit: int = MAX_BYTES) -> Manifest | None:
-    """Return the manifest of a corpus; None where there is none, or where it is larger than
-    `limit`.
+    """Return the manifest of a corpus; None if it is missing or larger than `limit`.
 
     Raises:
-        CorruptData: it is not as it was written.
+        CorruptData: it was changed after it was written.
         OSError: it cannot be read.
     """
     path = path_of(prefix)
@@ -149,7 +149,7 @@ def _parsed(path: Path, data: bytes) -> Manifest:
 
 
 def _wrong(body: dict[str, Any]) -> str:
-    """What of a manifest is missing, or is none; empty: nothing."""
+    """Return a message for the first missing or invalid field of a manifest, or ""."""
     if body.get("format") != FORMAT:
         return f"format {str(body.get('format'))[:20]} of the manifest; {FORMAT} is known"
     missing = [
@@ -184,7 +184,7 @@ def _is_file(held: Any) -> bool:
 
 
 def _is_input(held: Any) -> bool:
-    """Return a file, and counts of it."""
+    """Return whether an entry is a valid input: a file with counts."""
     if not isinstance(held, dict) or not isinstance(held.get("file"), str):
         return False
     return all(_is_count(value) for name, value in held.items() if name != "file")

@@ -27,15 +27,15 @@ from mtrain.units import MIB, bytes_
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""Dtype codes of token files. 6 and 7 are floating-point numbers: no token ids."""
+"""The dtype codes of token files. 6 and 7 are floating-point numbers and no token ids."""
 _LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 MAX_TOKENIZER = 128 * MIB
 READ_TOKENIZER = 16 * MIB
-"""A tokenizer.json up to this size is read in a fraction of a second, and by `check` too."""
+"""The size up to which `check` reads a tokenizer.json, in a fraction of a second."""
 MAPPED = ("BPE", "WordPiece", "WordLevel")
 """Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list."""
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
-"""Names under which tokenizers keep an end-of-document token, in the order they are tried."""
+"""Names of end-of-document tokens in use, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,34 @@ class Header:
     code: int
     """One of CODES."""
     count: int
-    """Sequences."""
+    """The number of sequences."""
     indices: int
-    """Document indices: documents + 1."""
+    """The number of document indices: documents + 1."""
 
     @property
     def item_bytes(self) -> int:
-        """Return bytes of a token."""
+        """Return the bytes of a token."""
         return struct.calcsize(f"<{_LETTERS[self.code]}")
 
     @property
     def pointers_at(self) -> int:
-        """Return offset of the pointers."""
+        """Return the offset of the pointers."""
         return HEADER.size + 4 * self.count
 
     @property
     def documents_at(self) -> int:
-        """Return offset of the document indices."""
+        """Return the offset of the document indices."""
         return self.pointers_at + 8 * self.count
 
 
 def read_header(path: Path, head: bytes, size: int) -> Header:
-    """Return the header in the first bytes of an `.idx` that has `size` bytes in all.
+    """Return the header in the first bytes of an `.idx` of `size` bytes.
 
-    Raises CorruptData, with the offset, for one that does not add up.
+    Raises:
+        CorruptData: it is inconsistent; the message has the offset.
     """
     if size < HEADER.size:
-        raise CorruptData(f"{path}: {size} bytes, a header alone has {HEADER.size}")
+        raise CorruptData(f"{path}: {size} bytes, and a header has {HEADER.size}")
     magic, version, code, count, indices = HEADER.unpack(head[: HEADER.size])
     if magic != MAGIC:
         raise CorruptData(
@@ -98,25 +99,24 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
 
 
 class Documents(Protocol):
-    """Where the documents of a corpus begin."""
+    """An interface to the document starts of a corpus."""
 
     @property
     def num_documents(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
     def document_start(self, document: int) -> int:
-        """Place of a document's first token in the stream; of document `num_documents`, the
-        stream's end.
+        """Return the place of a document's first token in the stream; for `num_documents`, the end
+        of the stream.
         """
         ...
 
 
 class TokenFiles:
-    """A corpus of `.bin/.idx`, of which only the places that are asked for are read.
+    """A corpus of `.bin/.idx` that reads only the requested places.
 
-    Raises CorruptData, with file and offset, where header, ends and sizes do not add up, and
-    OSError for a file that cannot be read. What lies between is looked at when the corpus is opened
-    to train on it.
+    Raises CorruptData with file and offset if header, ends and sizes are inconsistent, and OSError
+    for an unreadable file. Opening the corpus for training checks the rest.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -149,12 +149,12 @@ class TokenFiles:
 
     @property
     def num_documents(self) -> int:
-        """Return documents in the corpus."""
+        """Return the number of documents."""
         return self.header.indices - 1
 
     def document_start(self, document: int) -> int:
-        """Place of a document's first token in the stream; of document `num_documents`, the
-        stream's end.
+        """Return the place of a document's first token in the stream; for `num_documents`, the end
+        of the stream.
         """
         sequence = self._document(document)
         count = self.header.count
@@ -177,8 +177,8 @@ class TokenFiles:
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
-        """Return the smallest and the largest of `count` token ids from a place of the stream on;
-        None: there are none.
+        """Return the smallest and largest of `count` token ids from a place of the stream on; None
+        if there are none.
         """
         tokens = array(_LETTERS[self.header.code])
         size = self.header.item_bytes
@@ -189,7 +189,7 @@ class TokenFiles:
         return (min(tokens), max(tokens)) if tokens else None
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def _document(self, document: int) -> int:
@@ -209,10 +209,10 @@ class TokenFiles:
 
 
 def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
-    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens*
-    as whole documents allow; some share is above zero.
+    """Split the documents into consecutive ranges, one per share, as close to the shares of
+    *tokens* as whole documents allow.
 
-    A share above zero gets a document at least, if there are enough.
+    At least one share is positive. Each positive share gets a document, if there are enough.
     """
     count = corpus.num_documents
     tokens = corpus.num_tokens
@@ -242,18 +242,20 @@ def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a tokenizer.json says."""
+    """The facts of a tokenizer.json."""
 
     vocab_size: int
     """One more than the largest token id."""
     eod: int | None
-    """Id of the end-of-document token, where one has a name in use."""
+    """The id of the end-of-document token, if it has a known name."""
 
 
 def tokenizer_facts(path: Path) -> TokenizerFacts | None:
-    """What a tokenizer.json says of its ids; None for one that is too large to be read in a moment.
+    """Return the facts of a tokenizer.json; None if it is too large to read quickly.
 
-    Raises CorruptData for a file that is none, and OSError for one that cannot be read.
+    Raises:
+        CorruptData: it is no valid tokenizer.json.
+        OSError: it cannot be read.
     """
     stamp = path.stat()
     if stamp.st_size > MAX_TOKENIZER:
@@ -267,7 +269,7 @@ def tokenizer_facts(path: Path) -> TokenizerFacts | None:
 
 @lru_cache(maxsize=4)
 def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
-    """Return the facts of a file as long as its `stamp` is the same."""
+    """Return the facts of a file, cached while its `stamp` stays the same."""
     try:
         body = json.loads(path.read_bytes().decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
@@ -289,11 +291,10 @@ def _refuse(word: str) -> None:
 
 
 def _ids(body: Any) -> dict[str, int]:
-    """Return token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list),
+    """Return token -> id for a BPE, WordPiece or WordLevel model (a mapping) or Unigram (a list),
     and the added tokens.
 
-    As in Hugging Face's tokenizers, an added token that the model does not have takes the next free
-    id.
+    As in Hugging Face's tokenizers, an added token that the model lacks gets the next free id.
     """
     kind = body["model"].get("type")
     vocab = body["model"]["vocab"]

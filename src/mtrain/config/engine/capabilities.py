@@ -1,7 +1,7 @@
-"""What not every supported release of megatron-core can do: a key, one of its values, a family, an
-optimizer.
+"""Capabilities that only some supported releases of megatron-core have: one row each.
 
-One row each. A rule judges the rows, `explain KEY` shows those of a key, and `engines` lists all.
+A row is a key, a value, a family or an optimizer. A rule judges the rows, `explain KEY` shows those
+of a key, and `engines` lists all.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Capability:
 
     kind: Kind
     when: str
-    """The condition on a configuration that needs it, as `config.condition` reads it; its first key
-    is the row's.
+    """The condition on configurations that need it, in the syntax of `config.resolve.condition`;
+    its first key is the row's.
     """
     about: str
-    """What it is, as a clause."""
+    """Its description, as a clause."""
     versions: Versions
-    """The releases that can do it."""
+    """The releases that have it."""
     without: Mapping[str, Any]
     """Keys and values of a configuration that does without it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys of the condition, that of the row first."""
+        """Return the keys of the condition, the row's first."""
         return tuple(term.key for term in condition(self.when).terms)
 
 
@@ -50,7 +50,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "key",
         "model.mtp_detach_heads",
-        "predictions of further tokens train their own layers alone, with a gradient norm of"
+        "predictions of further tokens train only their own layers, with a gradient norm of"
         " their own",
         SINCE_0_19,
         {"model.mtp_detach_heads": False},
@@ -92,24 +92,22 @@ CAPABILITIES: tuple[Capability, ...] = (
 
 
 def keys() -> tuple[str, ...]:
-    """Return every key that a row reads."""
+    """Return every key that some row reads."""
     return tuple(dict.fromkeys(key for row in CAPABILITIES for key in row.keys))
 
 
 def of_key(key: str) -> Iterator[Capability]:
-    """Return the rows that a key is the first of."""
+    """Return the rows whose first key is this one."""
     return (row for row in CAPABILITIES if row.keys[0] == key)
 
 
 def is_here(row: Capability, release: Release | None) -> bool:
-    """Return whether a release can do it; one that is not known is not judged here, a run refuses
-    it.
-    """
+    """Return whether a release has it; an unknown release is refused by a run, not here."""
     return release is None or release in row.versions
 
 
 def where_it_is(row: Capability) -> str:
-    """In words, which releases have it and which one is here."""
+    """Describe which releases have it, and which release is installed."""
     found = engine.release()
     here = f"{engine.words(found)} is installed" if found else "none is installed"
     return f"{row.when}: megatron-core {row.versions}; {here}"

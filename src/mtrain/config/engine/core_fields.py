@@ -1,12 +1,8 @@
-"""Which field of megatron-core each key feeds: the tables that `build` fills its configurations
-from.
+"""The fields of megatron-core that each key feeds, and the tables that fill its configurations.
 
-Most keys feed a field with their value as it is, and say so in the schema (`feeds` of their `Key`).
-Here stand the fields that are computed.
-
-Values are plain: a dtype, an activation and an initialiser are named here and made in `build`. So
-nothing of torch is needed to say what a key reaches: `feeds` watches the tables read a
-configuration.
+Most keys feed a field with their value unchanged, and state it in the schema (`feeds` of their
+`Key`). This module has the computed fields. Values are plain: it names dtypes, activations and
+initialisers, and `assembly` makes them. So `explain` and `plan` need no torch to read the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from mtrain.config.engine.field_versions import is_there
+from mtrain.config.engine.fields import is_there
 from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import stages, uneven
@@ -29,7 +25,7 @@ from mtrain.config.schema.schedule import end_of_decay
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
 LEFT_OUT = object()
-"""Stands for no value: megatron-core's default stays."""
+"""A marker of no value: megatron-core's default stays."""
 _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
@@ -38,11 +34,11 @@ _OWNERS = {
     "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
 }
-"""Sections whose keys feed fields that are only there with them."""
+"""Sections whose keys feed fields that only exist with them."""
 
 
 def _fed(owner: str = "") -> dict[str, Get]:
-    """Return fields of an owner that get a key's value as it is."""
+    """Return the fields of an owner that get a key's value unchanged."""
     out = {}
     for path in schema_keys():
         section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
@@ -54,8 +50,8 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """Return the value of a key; a list where the schema has a tuple, nothing where a key without
-    effect is null.
+    """Return a reader of a key: a list in place of a tuple, nothing for a null key
+    without effect.
     """
     read = attrgetter(RESOLVED.get(path, path))
     null = LEFT_OUT if when_of(path) else None
@@ -74,17 +70,17 @@ def _unless_none(word: str) -> str | None:
 
 
 def frees_sent(run: RunConfig) -> bool:
-    """Return whether what a stage has sent on is freed: it is needed no more but for its shape.
+    """Return whether a stage frees what it has sent: only its shape is still needed.
 
-    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP
-    hands on is a view, whose memory is not its own to free.
+    Not if sends overlap, because they may still be reading it (Megatron-LM #4047), and not with
+    megatron-core's FSDP, whose outputs are views.
     """
     return run.parallel.pp > 1 and run.parallel.vpp == 1 and run.parallel.fsdp != "megatron"
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Return whether megatron-core fuses the activation of the model: plain swiglu, and dense
-    gelu_tanh with its bias.
+    """Return whether megatron-core fuses the model's activation: plain swiglu, and dense gelu_tanh
+    with its bias.
     """
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
@@ -95,16 +91,16 @@ def _fuses_activation(run: RunConfig) -> bool:
 
 
 def _activation(run: RunConfig) -> str:
-    """Return the function's name; megatron-core asks for its fused gelu, which is the tanh form, by
-    the exact one.
+    """Return the function's name; megatron-core expects the exact gelu for its fused one, which is
+    the tanh form.
     """
     fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
     return "gelu" if fused_gelu else run.model.activation
 
 
 def _output_init_std(run: RunConfig) -> float:
-    """Of what adds to the residual stream, smaller the more there is; where sums are normed,
-    nothing piles up.
+    """Return the initial deviation of matrices that add to the residual stream: smaller with depth,
+    unless sums are normed.
     """
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
@@ -114,7 +110,9 @@ def _output_init_std(run: RunConfig) -> float:
 
 
 def _init_std(run: RunConfig) -> float:
-    """Of matrices between embedding and output layer: with muP smaller the wider the model is."""
+    """Return the initial deviation of matrices between embedding and output layer; with muP smaller
+    with width.
+    """
     return run.model.init_method_std / math.sqrt(run.model.width_mult)
 
 
@@ -122,8 +120,17 @@ def _one_graph(run: RunConfig) -> bool:
     return run.trainer.cuda_graph_impl == "full_iteration"
 
 
+def main_grads_format(run: RunConfig) -> str | None:
+    """Return the format of the gradients that the optimizer reads."""
+    if run.precision.grad_reduce_in_fp32 or not run.optim.holds_main_weights:
+        return "fp32"
+    return run.precision.format
+
+
 def _graphs(run: RunConfig) -> str:
-    """Until 0.16 a whole step is a scope of megatron-core's own graphs."""
+    """Return the scopes of CUDA graphs; up to 0.16 a whole step is one of megatron-core's own
+    scopes.
+    """
     return (
         "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
     )
@@ -162,7 +169,7 @@ FIELDS: dict[str, Get] = {
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
-    # megatron-core gives these to TransformerEngine alone; layers of ours are told apart.
+    # megatron-core passes these only to TransformerEngine; our layers get them separately.
     "fp8": lambda r: None if r.kernels.linear in ("triton", "reference") else r.precision.fp8,
     "first_last_layers_bf16": _some_layers_in_bf16,
     # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the
@@ -186,7 +193,7 @@ FIELDS: dict[str, Get] = {
     ),
     "bias_activation_fusion": _fuses_activation,
 }
-"""Of every TransformerConfig."""
+"""Fields of every TransformerConfig."""
 
 
 def _moe(run: RunConfig) -> MoEConfig:
@@ -210,13 +217,13 @@ MOE_FIELDS: dict[str, Get] = {
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
 }
-"""And where there are experts."""
+"""Fields for models with experts."""
 
 MLA_FIELDS: dict[str, Get] = {
     **_fed("mla."),
     "multi_latent_attention": lambda r: True,
 }
-"""And with MLA, whose class is MLATransformerConfig."""
+"""Fields for MLA, whose class is MLATransformerConfig."""
 
 
 def _linear_layers(run: RunConfig) -> int | list[int]:
@@ -232,19 +239,19 @@ LINEAR_FIELDS: dict[str, Get] = {
     "linear_attention_freq": _linear_layers,
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
-"""And where some layers are gated delta nets."""
+"""Fields for models with gated delta nets."""
 
 DSA_FIELDS: dict[str, Get] = {
     **_fed("dsa."),
     "experimental_attention_variant": lambda r: "dsa",
 }
-"""And with sparse attention."""
+"""Fields for sparse attention."""
 
 HYBRID_FIELDS: dict[str, Get] = {
     **_fed("hybrid."),
     "is_hybrid_model": lambda r: True,
 }
-"""And in the family hybrid."""
+"""Fields of the family hybrid."""
 
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
@@ -252,21 +259,20 @@ GPT_FIELDS: dict[str, Get] = {
     "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
 }
-"""Of GPTModel."""
+"""Arguments of GPTModel."""
 
 WRAP_FIELDS: dict[str, Get] = {
     **_fed("wrap."),
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
-"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig.
-"""
+"""Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig."""
 
 DDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("ddp."),
 }
-"""Of DistributedDataParallelConfig."""
+"""Fields of DistributedDataParallelConfig."""
 
 FSDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
@@ -277,10 +283,10 @@ FSDP_FIELDS: dict[str, Get] = {
     "preserve_fp32_weights": lambda r: r.precision.format != "fp32",
     "megatron_fsdp_main_params_dtype": lambda r: None if r.precision.format == "fp32" else "fp32",
     "megatron_fsdp_main_grads_dtype": lambda r: "fp32" if r.precision.grad_reduce_in_fp32 else None,
-    # a division fused into the sum is NCCL's alone
+    # only NCCL fuses the division into the sum
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Of DistributedDataParallelConfig where megatron-core's FSDP shards the weights."""
+"""Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights."""
 
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
@@ -298,18 +304,14 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
     # An optimizer that holds the main weights reads gradients as they were reduced, any other an
     # fp32 copy of them.
-    "main_grads_dtype": lambda r: (
-        "fp32"
-        if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights
-        else r.precision.format
-    ),
+    "main_grads_dtype": main_grads_format,
 }
-"""Of OptimizerConfig; dtypes are words."""
+"""Fields of OptimizerConfig; dtypes are words."""
 
 OWN_FIELDS: dict[str, dict[str, Get]] = {
     name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
 }
-"""Optimizer -> those of OptimizerConfig that its own keys feed."""
+"""Optimizer -> the fields of OptimizerConfig that its own keys feed."""
 
 OWN_CURVE = "constant"
 """megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
@@ -326,13 +328,12 @@ SCHEDULE_FIELDS: dict[str, Get] = {
     "wd_incr_steps": end_of_decay,
     "wd_incr_style": lambda r: "constant",
 }
-"""Of OptimizerParamScheduler, in steps."""
+"""Fields of OptimizerParamScheduler, in steps."""
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
-    """What a table makes of a resolved configuration for the release that this process loads.
-
-    Fields that keep megatron-core's default are left out.
+    """Return the values of a table for a resolved configuration and the loaded release, without
+    fields that keep megatron-core's default.
     """
     return {
         name: value
@@ -342,8 +343,8 @@ def values(table: Table, run: RunConfig) -> dict[str, Any]:
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:
-    """Return every field of the TransformerConfig of a resolved configuration, or of its
-    MLATransformerConfig.
+    """Return every field of the TransformerConfig or MLATransformerConfig of a resolved
+    configuration.
     """
     out = values(FIELDS, run)
     if run.model.moe is not None:
@@ -361,10 +362,10 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
 
 
 def feeds(run: RunConfig) -> dict[str, list[str]]:
-    """Return key -> the fields of megatron-core whose value it has a part in, as
+    """Return key -> the fields of megatron-core that depend on it, as
     `TransformerConfig.hidden_size`.
 
-    Fields of experts and of MLA are there only where the model has them.
+    Fields of experts and of MLA only exist for models that have them.
     """
     out: dict[str, list[str]] = {}
     config = "TransformerConfig" if run.model.mla is None else "MLATransformerConfig"

@@ -1,4 +1,4 @@
-"""Number formats: what each word of a configuration stands for, for everything that asks."""
+"""Number formats: the facts behind each word of a configuration."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightFormat = Literal["fp32", "bf16", "fp16"]
-"""What weights and activations are in."""
+"""Formats of weights and activations."""
 MainFormat = Literal["fp32", "bf16"]
-"""What updates add up in, and what an optimizer multiplies in."""
+"""Formats of main weights, in which updates accumulate, and of an optimizer's GEMMs."""
 MomentFormat = Literal["fp32", "bf16", "fp8"]
-"""What moments of an optimizer are kept in."""
+"""Formats of an optimizer's moments."""
 ProductFormat = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
-"""What linear layers multiply in."""
+"""Formats of linear layers' GEMMs."""
 Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
-"""What a device states a peak of."""
+"""Formats with a stated peak of a device."""
 
 
 @dataclass(frozen=True)
 class FormatFacts:
-    """What is known of a number format."""
+    """The facts of a number format."""
 
     torch: str
-    """The torch dtype of a tensor of it; formats of eight bits and less are bytes, with scales
-    beside them.
+    """The torch dtype of its tensors; formats of eight bits and less are bytes with separate
+    scales.
     """
     bits: int
     largest: float
-    """Its largest number; of eight bits that of e4m3."""
+    """Its largest number; for eight bits that of e4m3."""
     flag: str | None = None
-    """Megatron-LM's flag for weights in it; None: it has none."""
+    """Megatron-LM's flag for weights in it; None if there is none."""
 
     @property
     def bytes(self) -> int:
-        """Of an element, rounded up."""
+        """Return the bytes of an element, rounded up."""
         return -(-self.bits // 8)
 
 
@@ -48,10 +48,10 @@ FORMATS: dict[str, FormatFacts] = {
 
 
 def bytes_of(word: str) -> int:
-    """Return bytes of an element in a format."""
+    """Return the bytes of an element in a format."""
     return FORMATS[word].bytes
 
 
 def is_half(word: str) -> bool:
-    """Return whether weights in a format need main weights of more bits beside them."""
+    """Return whether weights in a format need main weights of higher precision."""
     return FORMATS[word].bits < FORMATS["fp32"].bits

@@ -1,6 +1,4 @@
-"""Operations that are made together in one pass over memory, and what speaks against it in a
-resolved run.
-"""
+"""Operations that kernels fuse into one pass over memory, and the obstacles in a resolved run."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from mtrain.config.schema.run import RunConfig
 
 
 def sums_apart(run: RunConfig) -> str | None:
-    """Return why the sums of the residual stream are not made by the norms that read them, or None
-    where they are.
-    """
+    """Return why norms do not add up the residual stream that they read, or None if they do."""
     if run.kernels.norm != "triton":
         return f"kernels.norm is {run.kernels.norm}, and Triton's kernel makes the sum"
     if run.parallel.fsdp != "none":
@@ -28,7 +24,7 @@ def sums_apart(run: RunConfig) -> str | None:
 
 
 def operands_apart(run: RunConfig) -> str | None:
-    """Return why norms and SwiGLU do not quantise for the linear layers behind them, or None where
+    """Return why norms and SwiGLU do not quantise for the next linear layers, or None if
     they do.
     """
     k = run.kernels
@@ -44,8 +40,8 @@ def operands_apart(run: RunConfig) -> str | None:
 
 
 def positions_apart(run: RunConfig) -> str | None:
-    """Return why queries and keys are not normed and turned as they are unpacked, in one launch, or
-    None where they are.
+    """Return why queries and keys are not normed and rotated as they are unpacked, or None if they
+    are.
     """
     m = run.model
     k = run.kernels
@@ -80,11 +76,13 @@ FUSIONS: dict[str, tuple[str, Callable[[RunConfig], str | None]]] = {
     "linear": ("gets inputs that norms and SwiGLU quantise", operands_apart),
     "rope": ("norms and turns queries and keys as it unpacks them", positions_apart),
 }
-"""Operation whose kernel does more, what it does, and why not in a resolved run, or None."""
+"""Operation whose kernel does more, the extra work, and why not in a resolved run, or None."""
 
 
 def fusions(run: RunConfig) -> dict[str, str]:
-    """Of each operation that Triton does, whether its kernel does what else it can, or why not."""
+    """Return, for each operation that Triton runs, the extra work of its kernel or the reason
+    against it.
+    """
     out = {}
     for name, (words, apart) in FUSIONS.items():
         if getattr(run.kernels, name) == "triton":

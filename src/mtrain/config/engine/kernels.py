@@ -1,5 +1,5 @@
-"""Which implementation of each operation runs where: what there is, what speaks against it, and
-what `auto` takes.
+"""The implementation of each operation: what exists, what speaks against it, and the choice of
+`auto`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtrain.errors import Problem
 
 
 class Facts(Protocol):
-    """What is known of the machine."""
+    """Facts of the machine."""
 
     @property
     def gpus(self) -> int: ...
@@ -42,7 +42,7 @@ class Operation:
     applies: Callable[[RunConfig], bool] = lambda run: True
     """Whether a model has it."""
     needs: str = ""
-    """What a model must have for it, as a user writes it."""
+    """The condition on the model, as a user writes it."""
 
 
 def _routes(run: RunConfig) -> bool:
@@ -56,15 +56,15 @@ def _activates(run: RunConfig) -> bool:
 
 
 OPERATIONS = (
-    Operation("norm", ("te", "triton", "reference")),
+    Operation("norm", ("te", "triton", "cpu", "reference")),
     Operation(
         "rope",
-        ("triton", "reference"),
+        ("triton", "cpu", "reference"),
         lambda r: r.model.mla is not None or r.model.position_embedding_type == "rope",
         "model.position_embedding_type=rope",
     ),
-    Operation("attention", ("te", "torch", "triton", "reference")),
-    Operation("linear", ("te", "triton", "reference")),
+    Operation("attention", ("te", "torch", "triton", "cpu", "reference")),
+    Operation("linear", ("te", "triton", "cpu", "reference")),
     Operation(
         "activation",
         ("triton", "reference"),
@@ -73,7 +73,7 @@ OPERATIONS = (
     ),
     Operation(
         "experts",
-        ("te", "triton", "torch", "reference"),
+        ("te", "triton", "torch", "cpu", "reference"),
         lambda r: r.model.moe is not None,
         "a model.moe",
     ),
@@ -86,10 +86,10 @@ OPERATIONS = (
     Operation(
         "moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"
     ),
-    Operation("loss", ("triton", "reference", "megatron")),
+    Operation("loss", ("triton", "cpu", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
-"""All of them, in the order of the keys of `kernels`."""
+"""All operations, in the order of the keys of `kernels`."""
 
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -97,12 +97,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("grouped_gemm",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
-"""Ops of `mtrain_kernels` that do an operation by Triton; the others have its name."""
+"""Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name."""
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this
-    run.
+    """Return the ops of `mtrain_kernels` whose kernels run if Triton implements an operation of
+    this run.
     """
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
@@ -112,9 +112,9 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
 
 
 OURS = ("tensorwise", "blockwise")
-"""Recipes of precision.fp8 that linear layers and experts of ours know."""
+"""Recipes of precision.fp8 that our linear layers and experts support."""
 WIDEST_HEAD = 256
-"""Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
+"""Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 NO_COUNTS = (
     "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
     " none"
@@ -122,11 +122,10 @@ NO_COUNTS = (
 
 
 def routes_by_lists(run: RunConfig) -> bool:
-    """Return whether experts of a resolved run are routed to by lists of them, so that no layer
-    waits for the device.
+    """Return whether a resolved run routes tokens by lists, so that no layer waits for the device.
 
-    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it,
-    no token is dropped, and nobody else needs a map.
+    It does if routing and permutation are kernels, or `model.moe.pad_alltoall` is set, no token is
+    dropped, and nothing else needs a map.
     """
     moe = run.model.moe
     k = run.kernels
@@ -145,10 +144,10 @@ def routes_by_lists(run: RunConfig) -> bool:
 
 
 def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
-    """What does an operation of the model that nobody named; None: it is named, or the machine that
-    runs it decides.
+    """Return the implementation of an operation that no key names; None if one does, or if the
+    machine that runs it decides.
 
-    What `kernels.default` names is known everywhere; only what `auto` takes depends on the machine.
+    `kernels.default` holds everywhere; only `auto` depends on the machine.
     """
     word = getattr(run.kernels, op.name)
     default = run.kernels.default
@@ -161,10 +160,9 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 
 
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
-    """Return why each operation of a resolved run is done by whom it is: key -> a sentence.
+    """Return key -> a sentence with the reason for its implementation in a resolved run.
 
-    It tells what speaks against those that `auto` would have tried before, or that somebody named
-    it.
+    It names the obstacles of those that `auto` would have preferred, or the key that set it.
     """
     out: dict[str, str] = {}
     for op in OPERATIONS:
@@ -179,8 +177,8 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Return the operations that `auto` would do by Triton if its kernels had been run on this
-    generation of GPUs.
+    """Return the operations for which `auto` would choose Triton if its kernels had been run on
+    this generation of GPUs.
     """
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
@@ -198,9 +196,7 @@ def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
 
 
 def summary(run: RunConfig) -> str:
-    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te:
-    norm`.
-    """
+    """Return the operations of a resolved run by implementation: `triton: rope, loss; te: norm`."""
     by_word: dict[str, list[str]] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)
@@ -212,8 +208,8 @@ def summary(run: RunConfig) -> str:
 
 
 def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
-    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are
-    chosen.
+    """Return the choice of `auto` and the obstacles of each preferred one; earlier OPERATIONS are
+    chosen already.
     """
     against: dict[str, str] = {}
     for word in op.order:
@@ -234,6 +230,8 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
             return f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device}"
         if machine.gpus and not machine.transformer_engine:
             return "TransformerEngine is not installed"
+    if word == "cpu" and not facts.on_host:
+        return f"cpu is for operations on a CPU, and the device is {device}"
     if word == "triton":
         if not machine.triton and (facts.on_host or machine.gpus):
             return "Triton is not installed"
@@ -248,15 +246,17 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
-    """Return why an implementation has not what this run asks of an operation, on any device, or
-    None.
-    """
+    """Return what an implementation lacks for this run on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
         return (
             "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
             " tensorwise or blockwise"
+        )
+    if op in ("linear", "experts") and word == "cpu" and run.precision.quantized is not None:
+        return (
+            f"cpu multiplies in {run.precision.dtype}, and precision is {run.precision.quantized}"
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return (
@@ -282,7 +282,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
 
 
 def _experts_lack(word: str, run: RunConfig) -> str | None:
-    """What a run asks of experts that an implementation has not, or None."""
+    """Return what an implementation of experts lacks for this run, or None."""
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
     if (
@@ -291,7 +291,7 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
         and run.kernels.linear in ("triton", "reference")
     ):
         return (
-            "TransformerEngine's experts read precision.fp8 beside its linear layers, which are"
+            "TransformerEngine's experts need its linear layers for precision.fp8, and those are"
             f" {run.kernels.linear}"
         )
     if word == "torch" and run.precision.quantized is not None:
@@ -303,8 +303,8 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Return why experts in eight bits are not TransformerEngine's, whose linear layers they would
-    be beside, or None.
+    """Return why experts in eight bits need our linear layers instead of TransformerEngine's, or
+    None.
     """
     moe = run.model.moe
     word = run.kernels.experts
@@ -312,14 +312,15 @@ def _experts_are_ours(run: RunConfig) -> str | None:
         return None
     if word in ("triton", "reference"):
         return (
-            "experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is"
+            "experts and linear layers in precision.fp8 need one implementation, and"
+            " kernels.experts is"
             f" {word}"
         )
     return NO_COUNTS if word != "te" and moe.padded else None
 
 
 def _fused_attention_lacks(run: RunConfig) -> str | None:
-    """What a model wants of attention that Triton's kernel has not, or None."""
+    """Return what Triton's attention lacks for this model, or None."""
     m = run.model
     if m.position_embedding_type == "relative":
         return "Triton's attention knows no biases of model.position_embedding_type relative"
@@ -339,12 +340,12 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
 
 
 def update_obstacle(word: str, run: RunConfig) -> str | None:
-    """Return why an implementation does not update what this run trains, or None."""
+    """Return why an implementation cannot update the weights that this run trains, or None."""
     return OPTIMIZERS[run.optim.name].obstacle(word, run)
 
 
 def torch_experts_obstacle(run: RunConfig) -> str | None:
-    """Return why torch's grouped product does not take the experts of this model, or None."""
+    """Return why torch's grouped GEMM cannot run the experts of this model, or None."""
     if run.precision.dtype != "bf16":
         return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
     if run.model.moe:
@@ -360,7 +361,7 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
 
 
 def te_norm_obstacle(run: RunConfig) -> str | None:
-    """Return why TransformerEngine's norms are not those of this model, or None."""
+    """Return why TransformerEngine's norms do not fit this model, or None."""
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return None
@@ -368,7 +369,7 @@ def te_norm_obstacle(run: RunConfig) -> str | None:
 
 
 def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -> str | None:
-    """Return why `auto` passes an implementation over that could run, or None."""
+    """Return why `auto` skips an implementation that could run, or None."""
     facts = facts_of(device)
     if facts.on_host and word == "triton" and machine.triton_interpreted:
         return (
@@ -379,7 +380,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return None
     if facts.on_host and word == "torch":
         if op == "attention":
-            return "the reference calls the same kernels of torch on a CPU"
+            return "cpu and the reference call the same kernels of torch"
         return "measured on no CPU"
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
@@ -415,8 +416,8 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits,
-    or None.
+    """Return why `auto` skips Triton's kernels on a generation of GPUs without admitted results, or
+    None.
     """
     anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
@@ -439,8 +440,8 @@ KEYS = ("default", *(op.name for op in OPERATIONS))
 def problems(
     run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
 ) -> Iterator[Problem]:
-    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is
-    a rule's).
+    """Return a problem for each named implementation that this machine cannot run (a rule covers te
+    on a wrong device).
     """
     for key in keys:
         yield from _problem(run, machine, origins, key)
@@ -451,7 +452,7 @@ def _problem(
 ) -> Iterator[Problem]:
     word = getattr(run.kernels, key)
     device = run.cluster.device
-    if word not in ("triton", "te") or (word == "te" and not facts_of(device).cuda_kernels):
+    if word not in ("triton", "te", "cpu") or (word == "te" and not facts_of(device).cuda_kernels):
         return
     if key != "default" and word == run.kernels.default:
         return

@@ -1,7 +1,7 @@
-"""Which megatron-core this process loads: its release, read from its files without importing it.
+"""The release of megatron-core that this process loads, read from its files without an import.
 
-The module that Python finds counts, not what pip's metadata say: a path in front of the installed
-one has its own.
+The module that Python finds counts, not pip's metadata: a folder at the front of the path has its
+own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 Release = tuple[int, int, int]
 SUPPORTED: tuple[Release, ...] = ((0, 16, 1), (0, 19, 2))
-"""The releases that adaptations and patches were checked against; later ones of their series pass
-for them.
+"""The releases that adaptations and patches were checked against, each for later ones of its series
+too.
 """
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,6})\s*$", re.MULTILINE)
 _MAX_BYTES = 1 << 16
@@ -25,7 +25,9 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The releases from `first` on, and before `before`; without `before`, all that follow."""
+    """The releases from `first` up to, but not including, `before`; without `before` all later
+    ones.
+    """
 
     first: Release = SUPPORTED[0]
     before: Release | None = None
@@ -54,14 +56,12 @@ def supported_words() -> str:
 
 
 def is_supported(release: Release) -> bool:
-    """Return whether a release is one that was checked, or a later one of its series."""
+    """Return whether a release was checked, or is a later one of a checked series."""
     return any(release[:2] == known[:2] and release >= known for known in SUPPORTED)
 
 
 def folder() -> Path | None:
-    """Return the folder of the module `megatron.core` that Python finds; None where
-    there is none.
-    """
+    """Return the folder of the module `megatron.core` that Python finds; None if it is missing."""
     try:
         if "megatron.core" in sys.modules:
             spec = sys.modules["megatron.core"].__spec__
@@ -78,13 +78,13 @@ def folder() -> Path | None:
 
 @cache
 def release() -> Release | None:
-    """Return the release of that module; None where there is none, or where it does not say."""
+    """Return the release of that module; None if it is missing or states no release."""
     found = folder()
     return None if found is None else release_in(found)
 
 
 def version() -> str | None:
-    """That release as it is written; None where there is none."""
+    """Return that release as text; None if it is unknown."""
     found = release()
     return None if found is None else words(found)
 
@@ -96,7 +96,7 @@ def at_least(*first: int) -> bool:
 
 
 def release_in(found: Path) -> Release | None:
-    """Return the release that a folder `megatron/core` says it is, as numbers in its text."""
+    """Return the release in the text of a folder `megatron/core`, as numbers."""
     try:
         with (found / "package_info.py").open("rb") as file:
             text = file.read(_MAX_BYTES).decode("utf-8", "replace")

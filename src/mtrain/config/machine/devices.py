@@ -1,5 +1,5 @@
-"""What a configuration needs to know of a device before torch is there: facts, by the name that a
-user writes.
+"""The device facts that a configuration needs before torch is imported, by the name that a user
+writes.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 
 GROUP = "mtrain.devices"
 """Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What is known of a device; of a plug-in that says nothing, nothing is taken for granted."""
+    """The facts of a device. The defaults assume nothing about a plug-in's device."""
 
     name: str
     on_host: bool = False
@@ -64,15 +64,15 @@ def facts_of(name: str) -> DeviceFacts:
 
 @cache
 def _of_plug_in(name: str) -> DeviceFacts:
-    entry = plug_ins.found(FACTS_GROUP).get(name)
+    entry = installed.found(FACTS_GROUP).get(name)
     if entry is None:
         return DeviceFacts(name=name)
-    return plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
+    return installed.load(entry, f"facts of device {name!r}", DeviceFacts)
 
 
 def names() -> list[str]:
     """Return every device that can be named: those that ship, then those of plug-ins."""
-    return [*SHIPPED, *sorted(plug_ins.found(GROUP).keys() - SHIPPED.keys())]
+    return [*SHIPPED, *sorted(installed.found(GROUP).keys() - SHIPPED.keys())]
 
 
 def with_cuda_kernels() -> str:

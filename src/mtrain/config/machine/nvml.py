@@ -23,7 +23,7 @@ LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 TEXT_BYTES = 96
 """Size of the library's longest texts: names and UUIDs."""
 USUAL_PROCESSES = 64
-"""Processes of a GPU that are asked for at first."""
+"""The number of processes of a GPU in the first query."""
 TRIES = 3
 INSUFFICIENT_SIZE = 7
 ENABLED = 1
@@ -78,7 +78,7 @@ class _Process(Structure):
 
 @cache
 def driver() -> Driver | None:
-    """Return the driver of this machine, which is asked once per process; None: no
+    """Return the driver of this machine, queried once per process; None: no
     library answers.
     """
     for name in LIBRARIES:

@@ -53,9 +53,7 @@ def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
 
 
 def counted(gpus: int, visible: str | None) -> Seen:
-    """Count the GPUs that CUDA shows of `gpus` whose number alone is known; every UUID counts as
-    one of them.
-    """
+    """Count the GPUs that CUDA shows of `gpus` with unknown UUIDs: every UUID counts as one."""
     if visible is None:
         return Seen(gpus)
     places, fault, on_purpose = _listed(visible, _Named([Gpu("")] * gpus, anonymous=True))
@@ -63,9 +61,7 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
-    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the
-    first alone.
-    """
+    """Return the GPUs as `Seen`; of instances of partitioned GPUs CUDA shows only the first."""
     instance = next((gpu for gpu in found if _is_instance(gpu)), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:

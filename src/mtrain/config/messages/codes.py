@@ -1,5 +1,5 @@
-"""What each code of a problem means and what to do: those of the rules, and a table of
-all others.
+"""The meaning of each problem code and what to do: the codes of the rules, and a table of all
+others.
 """
 
 from __future__ import annotations
@@ -7,8 +7,10 @@ from __future__ import annotations
 from functools import cache
 
 from mtrain.config.compose.paths import program
+from mtrain.config.families import configs, ships
 from mtrain.config.messages.runtime_codes import OF_WORK
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
+from mtrain.config.rules.families import code_prefix
 from mtrain.config.rules.rule import Code, Rule
 
 FAMILIES = {
@@ -25,11 +27,13 @@ FAMILIES = {
     "MT6": "the corpus, found when it is opened",
     "MT7": "recipes, locks and imports",
 }
-"""Begin of a code -> what codes of that kind are about."""
+"""Prefix of a code -> the subject of such codes."""
 
 OTHERS = (
     Code(
-        "MT001", "An input was refused that has no code of its own.", "Read the sentence beside it."
+        "MT001",
+        "An input was refused that has no code of its own.",
+        "Read the sentence next to it.",
     ),
     Code(
         "MT002",
@@ -45,7 +49,7 @@ OTHERS = (
     ),
     Code(
         "MT004",
-        "Something is said twice, and the later one would win silently.",
+        "The same thing is set twice, and the later setting would win silently.",
         "Keep one of the two.",
         example="model=llama_tiny model=llama3_8b",
     ),
@@ -206,7 +210,7 @@ OTHERS = (
     ),
     Code(
         "MT140",
-        "The state of the model alone is larger than this machine's memory.",
+        "The state of the model is larger than this machine's memory, even without activations.",
         "Name the machines it is meant for, as in cluster=h100x64, or take a smaller model.",
         severity="warning",
         example="model=llama3_70b",
@@ -225,7 +229,7 @@ OTHERS = (
     ),
     Code(
         "MT247",
-        "Text is asked for from a model that does not continue texts, such as an encoder.",
+        "Text generation needs a model that continues text; an encoder does not.",
         "Take a decoder-only model, or `evaluate` this one.",
         says="model.family=bert: a model of the family bert does not continue texts",
     ),
@@ -241,7 +245,7 @@ OTHERS = (
         "A step of this configuration cannot be traced: its program needs values that shapes do not"
         " give.",
         "Leave out --trace: the plan counts it.",
-        says="a step of it does not run on shapes alone",
+        says="a step of it does not run on shapes only",
     ),
     Code(
         "MT256",
@@ -261,8 +265,8 @@ OTHERS = (
     ),
     Code(
         "MT258",
-        "The layout is to be chosen, and none keeps all rules beside what is said.",
-        "Say less of the layout, or make the batch a multiple of the number of devices.",
+        "No layout is valid with the keys that are set, so none can be chosen.",
+        "Set fewer keys of the layout, or make the batch a multiple of the number of devices.",
         example=(
             "model=llama3_8b parallel=auto cluster=h100x8 trainer.global_batch_size=8"
             " trainer.micro_batch_size=3"
@@ -319,22 +323,28 @@ imports.
 @cache
 def codes() -> dict[str, Code]:
     """Return every code in order."""
-    known = {
-        code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))
-    }
+    of_rules = (code for rule in all_rules() for code in rule.codes)
+    known = {code.code: code for code in (*OTHERS, *of_rules)}
     return dict(sorted(known.items()))
 
 
+@cache
+def kinds() -> dict[str, str]:
+    """Return the beginning of a code -> its subject: `FAMILIES`, and the families of plug-ins."""
+    added = {code_prefix(name): f"the model family {name}" for name in configs() if not ships(name)}
+    return FAMILIES | added
+
+
 def family(code: str) -> str:
-    """What codes of this kind are about."""
-    return next((words for begin, words in FAMILIES.items() if code.startswith(begin)), "")
+    """Return the subject of a code, by its beginning."""
+    return next((words for begin, words in kinds().items() if code.startswith(begin)), "")
 
 
 def rules_of(code: str) -> list[Rule]:
     """Return the rules that raise a code."""
-    return [rule for rule in RULES if code in {c.code for c in rule.codes}]
+    return [rule for rule in all_rules() if code in {c.code for c in rule.codes}]
 
 
 def validating(key: str) -> list[str]:
     """Return codes of the rules that read `key`."""
-    return sorted({code.code for rule in RULES if key in rule.reads for code in rule.codes})
+    return sorted({code.code for rule in all_rules() if key in rule.reads for code in rule.codes})

@@ -1,6 +1,4 @@
-"""A key in words, from the schema alone: what it may be, its default, what it means
-beside others.
-"""
+"""Keys in words, derived from the schema: their type, default, condition and effect."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ EFFECTS = {
     ),
     Effect.RUNTIME: "runtime: no weight; names, places, limits, output",
 }
-"""Effect -> what changing a key changes, in words."""
+"""Effect -> what a change of the key changes, in words."""
 
 _PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -44,8 +42,8 @@ _BOUNDS = {
 
 
 def type_of(path: str) -> str:
-    """What a key may be: `a whole number, at least 1, or null`; empty where there is no
-    such key.
+    """Return a key's type in words: `a whole number, at least 1, or null`; empty for an unknown
+    key.
     """
     field = field_of(path)
     if field is None:
@@ -84,26 +82,26 @@ def keys_of(path: str) -> list[str]:
 
 
 def meaning(path: str) -> str:
-    """What a key's documentation says, in one line; empty where there is no such key."""
+    """Return a key's documentation in one line; empty for an unknown key."""
     documented()
     field = field_of(path)
     return " ".join((field.description or "").split()) if field is not None else ""
 
 
 def summary(path: str) -> str:
-    """Return the first sentence that a key's documentation says."""
+    """Return the first sentence of a key's documentation."""
     text = meaning(path)
     head, dot, _ = text.partition(". ")
     return head + "." if dot else text
 
 
 def example_section(section: type[BaseModel]) -> dict[str, Any]:
-    """Return the smallest values of a section: what is required, at 1."""
+    """Return the smallest valid values of a section: its required keys, at 1."""
     return {name: 1 for name, info in section.model_fields.items() if info.is_required()}
 
 
 def groups() -> Mapping[str, str]:
-    """group -> what its section says of itself."""
+    """Return group -> the documentation of its section."""
     out = {}
     for group in GROUPS:
         text = " ".join((getattr(section_of(group), "__doc__", "") or "").split())
@@ -147,7 +145,7 @@ def _words(annotation: Any) -> str:
 
 
 def _annotated(annotation: Any) -> list[Any]:
-    """Limits that stand inside the annotation."""
+    """Return the limits inside an annotation."""
     out: list[Any] = []
     if get_origin(annotation) is Annotated:
         out += get_args(annotation)[1:]

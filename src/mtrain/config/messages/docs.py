@@ -1,8 +1,7 @@
-"""What the schema says of its keys: the text under each field, read from the source when somebody
-asks.
+"""The documentation of keys: the text below each field, read from the source on demand.
 
-pydantic can read it while it makes a class (`use_attribute_docstrings`), by parsing the source of
-every section in every start; `check` never asks for a word of it.
+pydantic can read it when it builds a class (`use_attribute_docstrings`), but parses the source of
+every section at each start; `check` needs no word of it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mtrain.config.schema.run import RunConfig
 
 @cache
 def documented() -> type[RunConfig]:
-    """Return the schema, with the text under each field as its `description`."""
+    """Return the schema with the text below each field as its `description`."""
     sections = list(dict.fromkeys(_sections(RunConfig)))
     for section in sections:
         of_module = _words(section.__module__)
@@ -49,7 +48,7 @@ def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 @cache
 def _words(module: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, of one module."""
+    """Return class -> field -> the text below it, for one module."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: dict(_under(node)) for node in classes}

@@ -1,4 +1,4 @@
-"""The page of all keys and the fields of megatron-core that they feed, and of all fields without a
+"""The page of all keys with the fields of megatron-core that they feed, and of all fields without a
 key.
 """
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.engine import core_fields, unmapped
+from mtrain.config.engine import core_fields
+from mtrain.config.engine import fields as facts
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.field_versions import FIELD_VERSIONS
-from mtrain.config.hybrid import HybridConfig
+from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.dsa import SparseAttentionConfig
@@ -19,6 +19,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import HybridConfig
 
 HEAD = """# Keys and fields
 
@@ -48,14 +49,14 @@ def fed() -> dict[str, list[str]]:
 
 
 def _owned(field: str) -> str:
-    """Return the field under the class that declares it: MLA's has all fields of the other, and
-    more.
+    """Return a field under the class that declares it, because the MLA configuration inherits all
+    fields of the other.
     """
     owner, _, name = field.partition(".")
-    inherited = owner == unmapped.LATENT and (
+    inherited = owner == facts.LATENT and (
         name not in core_fields.MLA_FIELDS or name == "multi_latent_attention"
     )
-    return f"{unmapped.TRANSFORMER}.{name}" if inherited else field
+    return f"{facts.TRANSFORMER}.{name}" if inherited else field
 
 
 def page() -> str:
@@ -82,16 +83,12 @@ def _fields() -> Iterator[str]:
     yield "## Fields without a key\n"
     yield "| field | why | |"
     yield "|---|---|---|"
-    rows = {
-        name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()
-    } | unmapped.UNMAPPED
-    for name in sorted(
-        rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)
-    ):
+    rows = {name: ("fixed", text) for name, text in facts.FIXED_IN_TABLES.items()} | facts.UNMAPPED
+    for name in sorted(rows, key=lambda n: (facts.OWNERS.index(n.partition(".")[0]), rows[n], n)):
         why, text = rows[name]
         yield f"| {_named(name)} | {why} | {text} |"
 
 
 def _named(field: str) -> str:
-    """Return a field, and the releases of megatron-core that have it where not all do."""
+    """Return a field with the releases of megatron-core that have it, if not all do."""
     return f"`{field}` ({FIELD_VERSIONS[field]})" if field in FIELD_VERSIONS else f"`{field}`"

@@ -1,4 +1,4 @@
-"""The fixes of what the schema refuses, tried against the rules before they are shown."""
+"""Fixes for keys that the schema refuses, tried against the rules before they are shown."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
-"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that
-was written, or what is nearest to it.
+"""Codes whose fix is a value of mtrain's choice, which must not even cause a warning. Other fixes
+repeat the written value or its nearest.
 """
 KEPT = ("MT010", "MT012", "MT013")
-"""Codes whose fix is what was written in other words, whatever it breaks beside the rest."""
+"""Codes whose fix is the written value in other words, valid whatever rule it breaks."""
 
 
 def with_fixes(
     problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
 ) -> list[Problem]:
-    """`problems` with fixes that break no rule; `partial` is the configuration with each refused
-    key as it would be if nobody had set it.
+    """Return `problems` with fixes that break no rule.
 
-    A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys:
-    then the fix is the value that the key had before it was set, unless that would throw away a
-    text, a list or a path.
+    `partial` is the configuration with each refused key unset. The schema allows a bound such as
+    "at least 1" that may be useless with the other keys: then the fix is the key's previous value,
+    unless that would discard a text, a list or a path.
     """
     trial = _Trial(partial, resolve)
     return [
@@ -55,12 +54,12 @@ def _with_fix(problem: Problem, trial: _Trial) -> Problem:
 
 
 def _is_meant(problem: Problem) -> bool:
-    """Return whether the fix is what was written, in other words."""
+    """Return whether the fix is the written value in other words."""
     return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
 
 
 class _Trial:
-    """Tries settings of one key beside those that were not refused."""
+    """A trial of settings of one key against the keys that were not refused."""
 
     def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
         self.partial = partial
@@ -70,11 +69,11 @@ class _Trial:
         self.before = self._said(partial, unusual=False)
 
     def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
-        """Those alternatives of a fix that work; empty where the first does not.
+        """Return the alternatives of a fix that work; empty if the first does not.
 
-        What is to `keep` stays where the rest is broken already, for it may fit once that is
-        corrected; else it comes with the change of another key that lets it fit, where there is
-        one.
+        An alternative in `keep` stays if the rest is broken anyway, because it may fit once the
+        rest is corrected; otherwise it comes with the change of another key that makes it fit, if
+        there is one.
         """
         changes = [_change(text) for text in fix.split(" or ")]
         known = [change for change in changes if change is not None]
@@ -93,10 +92,10 @@ class _Trial:
         return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
 
     def before_it(self, path: str, value: object) -> str:
-        """Return the value that a key held before one that says nothing: a number out of any range,
-        and no text or list.
+        """Return the value that a key had before an empty one: an out-of-range number, but no text
+        or list.
 
-        Null is no such value for a number: no minutes are not the usual minutes.
+        Null does not replace a number: zero minutes do not mean the default minutes.
         """
         said = (isinstance(value, (str, list)) and len(value) > 0) or (
             is_number(value) and self.held.get(path) is None
@@ -111,8 +110,8 @@ class _Trial:
         return override(path, self.held[path])
 
     def _with_another(self, key: str, value: Any) -> str:
-        """Return a setting together with the first change of other keys that lets it break no rule;
-        empty: there is none.
+        """Return a setting with the first change of other keys that makes it valid; empty if there
+        is none.
         """
         try:
             run = self.resolve(apply(self.partial, {key: value}))
@@ -146,8 +145,8 @@ class _Trial:
             return False
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
-        """What the rules say of a run; warnings, and inputs that lack, only where nothing `unusual`
-        may be.
+        """Return the findings of the rules for a run; warnings and missing inputs count only if
+        nothing `unusual` may remain.
         """
         found = findings(self.resolve(run), self.answers)
         return {
@@ -159,14 +158,14 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout in one word, and the values of the parallel group that it stands for."""
+    """A layout string and the values of the group `parallel` that it stands for."""
 
     word: str
     values: dict[str, Any]
 
 
 def _layout(word: str) -> dict[str, Any]:
-    """Return the values of a named layout, or of one in a word.
+    """Return the values of a named layout or of a layout string.
 
     Raises:
         ValueError: it is neither.
@@ -180,7 +179,7 @@ def _spelled(key: str, value: Any) -> str:
 
 
 def _change(text: str) -> tuple[str, Any] | None:
-    """Return the key and value of an override of one key that exists; None for any other text."""
+    """Return the key and value of an override of one existing key; None for any other text."""
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")

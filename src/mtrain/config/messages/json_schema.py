@@ -1,8 +1,7 @@
-"""The schema for editors: JSON Schema draft-07, which yaml-language-server reads, of a group, a
-recipe or a run file.
+"""JSON Schema draft-07 for editors (yaml-language-server reads it), of a group, a recipe or a run
+file.
 
-Made from the pydantic schemas alone, so a new key is completed and documented in an editor as soon
-as it exists.
+It is derived from the pydantic schemas, so an editor completes and documents a new key at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 DRAFT = "http://json-schema.org/draft-07/schema#"
 COMMENT = "made by `mtrain schema`; make it again after an update"
 KINDS = ("run", "recipe", *GROUPS)
-"""What there is a schema of."""
+"""The kinds of files that have a schema."""
 
 LAYOUT = r"^((vpp|etp|tp|pp|cp|ep|dp)[1-9][0-9]{0,5}|sp)+$"
 REFERENCE = {
@@ -35,8 +34,8 @@ Json = dict[str, Any]
 def json_schema(kind: str) -> Json:
     """Return the draft-07 schema of `run`, `recipe` or a group.
 
-    A run file says every group; a recipe says any keys of any group, choices, and words about
-    itself; a file of a group says the keys of the group.
+    A run file has every group; a recipe has any keys, choices and its own metadata; a group file
+    has the keys of its group.
 
     Raises:
         KeyError: there is no such kind.
@@ -54,7 +53,7 @@ def _finished(schema: Json, words: str) -> Json:
 
 
 def _lowered_schema(model: type[BaseModel]) -> Json:
-    """pydantic's schema (2020-12) as draft-07."""
+    """Return pydantic's schema (2020-12) as draft-07."""
     documented()
     lowered: Json = _lowered(model.model_json_schema())
     if "$defs" in lowered:
@@ -63,11 +62,10 @@ def _lowered_schema(model: type[BaseModel]) -> Json:
 
 
 def _lowered(node: Any, *, named: bool = False) -> Any:
-    """Return a part of a schema in the older draft.
+    """Return a part of a schema in draft-07.
 
-    `$ref` hides its neighbours there, so they go around it; a list of positions is `items`; a title
-    that only repeats the key's name is left out. `named` parts are mappings from names, not
-    schemas.
+    `$ref` hides its siblings there, so they wrap it; a tuple is `items`; a title that repeats the
+    key is dropped. `named` parts are mappings from names and no schemas.
     """
     if isinstance(node, list):
         return [_lowered(item) for item in node]
@@ -95,7 +93,9 @@ def _lowered(node: Any, *, named: bool = False) -> Any:
 
 
 def _recipe() -> Json:
-    """Return a recipe: nothing is required, and a value may be a reference to another key."""
+    """Return the schema of a recipe: nothing is required, and a value may be a reference to another
+    key.
+    """
     whole = _lowered_schema(RunConfig)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
@@ -116,7 +116,7 @@ def _groups(whole: Mapping[str, Any]) -> Json:
 
 
 def _partial(section: Mapping[str, Any]) -> Json:
-    """Return a section of which a file may say any part."""
+    """Return the schema of a section of which a file may set any part."""
     out = {key: value for key, value in section.items() if key != "required"}
     out["properties"] = {
         name: _or_reference(part) for name, part in section.get("properties", {}).items()
@@ -125,8 +125,8 @@ def _partial(section: Mapping[str, Any]) -> Json:
 
 
 def _or_reference(part: Json) -> Json:
-    """Return a value, or `${another.key}`; sections stay sections, and text may be anything
-    already.
+    """Return the schema of a value or of `${another.key}`; sections and free text stay as
+    they are.
     """
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
     if any(
@@ -140,7 +140,7 @@ def _or_reference(part: Json) -> Json:
 
 
 def _choices() -> Json:
-    """Return the list `defaults`: which file of each group."""
+    """Return the schema of the list `defaults`: a file for each group."""
     properties: Json = {}
     for group in GROUPS:
         files: Json = {"enum": choices_of_group(group)}

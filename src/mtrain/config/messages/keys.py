@@ -1,8 +1,13 @@
-"""Every key there is, the ones near a misspelt one, and the names other systems use for them."""
+"""Every key, suggestions for misspelt keys, the names that other systems use, and texts read as
+values.
+"""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator
+from decimal import Decimal, DecimalException
 from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,16 +15,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtrain.config.engine.unmapped import UNMAPPED
-from mtrain.config.messages.intended import as_key
+from mtrain.config.engine.fields import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, RunConfig
 
 PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
-"""Keys whose words are those that ship, and those of installed plug-ins."""
+"""Keys whose values are the shipped names plus those of installed plug-ins."""
 
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}
-"""How a foreign name's value differs from that of the key here."""
+"""Differences between the value of a foreign name and that of our key."""
 
 DERIVED = {
     "data_parallel_size": "the data-parallel size is derived: ranks / (tp * pp * cp)",
@@ -53,7 +57,7 @@ DERIVED = {
     ),
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
-"""Names that have no key here, and why."""
+"""Names without a key here, and the reason."""
 
 
 RESOLVED = {
@@ -61,9 +65,9 @@ RESOLVED = {
     "data.seq_length": "data.length",
     "optim.lr": "optim.rate",
 }
-"""Keys that are null until they are resolved -> the property that has a value at any time."""
+"""Keys that are null until they are resolved -> the property that always has a value."""
 MERGE = "<<"
-"""YAML's key for a mapping that is merged into another one. It is not read."""
+"""YAML's merge key, which mtrain does not read."""
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
@@ -78,7 +82,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
-    """Return every leaf key by its dotted path, the recipe's words about itself included."""
+    """Return every leaf key by its dotted path, including the metadata of a recipe."""
     return {
         path: field for path, field in _all_keys().items() if section_in(field.annotation) is None
     }
@@ -107,7 +111,7 @@ def field_of(path: str) -> FieldInfo | None:
 
 @cache
 def keys() -> dict[str, Key]:
-    """What the schema says of each key, and of sections, in its annotation."""
+    """Return the schema's annotation of each key and section."""
     none = Key()
     return {
         path: next((item for item in field.metadata if isinstance(item, Key)), none)
@@ -116,14 +120,12 @@ def keys() -> dict[str, Key]:
 
 
 def key_of(path: str) -> Key:
-    """What the schema says of the key at `path` in its annotation; nothing where it
-    says nothing.
-    """
+    """Return the annotation of the key at `path`; an empty one if it has none."""
     return keys().get(path) or Key()
 
 
 def effect_of(path: str) -> Effect:
-    """What changing the key at `path` changes: what is said of it, else of its section."""
+    """Return the effect of changing the key at `path`: its own, or that of its section."""
     while path:
         effect = key_of(path).effect
         if effect is not None:
@@ -133,9 +135,7 @@ def effect_of(path: str) -> Effect:
 
 
 def when_of(path: str) -> str:
-    """Return the condition of a key, or of the section that it stands in; empty where it always has
-    an effect.
-    """
+    """Return the condition of a key or of its section; empty if it always has an effect."""
     while path and not key_of(path).when:
         path = path.rpartition(".")[0]
     return key_of(path).when
@@ -143,8 +143,8 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Return names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face
-    -> the key here.
+    """Return the key for each name of megatron-core's fields, Megatron-LM's flags and Hugging
+    Face's configs.
     """
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
@@ -159,7 +159,7 @@ def foreign() -> dict[str, str]:
 
 @cache
 def opposites() -> frozenset[str]:
-    """Return names of flags that make a key false: what they say is the opposite of it."""
+    """Return the names of flags that set a key to false."""
     flags = [flag for path in keys() if (flag := flag_of(path)) is not None and flag.off]
     return frozenset(name for flag in flags for name in _words_of_flag(flag))
 
@@ -169,16 +169,14 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 
 
 def flag_of(path: str) -> Flag | None:
-    """Return the flag of Megatron-LM that says the key at `path` alone; None where
-    there is none.
-    """
+    """Return the Megatron-LM flag that sets only the key at `path`; None if there is none."""
     flag = key_of(path).flag
     return Flag(flag) if isinstance(flag, str) and flag else flag or None
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """Return the words that a key, an item of its list or a name in its table may be, where they
-    are few; else empty.
+    """Return the choices of a key, of the items of its list or of the names in its table; empty for
+    an open set.
     """
     field = field_of(path) or (
         field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
@@ -194,9 +192,7 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def suggest(path: str) -> tuple[list[str], str]:
-    """Return keys that `path` may have meant, best first, and a sentence about it where there is
-    something to say.
-    """
+    """Return the keys that `path` may have meant, best first, and a sentence about it or ""."""
     near, why = _suggested(path)
     return list(near), why
 
@@ -243,7 +239,7 @@ def _suggested(path: str) -> tuple[list[str], str]:
 
 
 def is_under_a_value(path: str) -> bool:
-    """Return whether a dotted key goes on behind one that holds a plain value, as in
+    """Return whether a dotted key continues below a key with a plain value, as in
     `model.num_layers.x`.
     """
     names = path.split(".")
@@ -256,8 +252,8 @@ def is_under_a_value(path: str) -> bool:
 
 @cache
 def is_content(key: str) -> bool:
-    """Return whether a key takes text of the user's own, a list or a mapping: no number, no switch,
-    no word of a few.
+    """Return whether a key takes free text, a list or a mapping instead of a number, a switch or a
+    choice.
     """
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)
@@ -272,3 +268,113 @@ def _is_free(annotation: Any) -> bool:
         for inner in get_args(annotation)
         if not isinstance(inner, (str, int, float))
     )
+
+
+_CYRILLIC = dict(zip("аеорсухіјѕкмтвнгп", "aeopcyxijskmtbhrn", strict=True))
+_CAPITALS = dict(zip("АЕОРСУХІЈЅКМТВНΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "AEOPCYXIJSKMTBHABEZHIKMNOPTYX", strict=True))
+_GREEK = dict(zip("αεηικνορτυχ", "aenikvoptux", strict=True))
+_DASHES = dict.fromkeys("‐‑‒–—―−", "-")
+LOOKALIKES = str.maketrans(
+    {**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'}
+)
+"""Letters of other alphabets that look like ours (Unicode's confusables) and typographic signs."""
+TRUE = ("true", "yes", "y", "on", "t", "1", "enabled")
+FALSE = ("false", "no", "n", "off", "f", "0", "disabled")
+NULL = ("null", "none", "nil", "~", "", "undefined")
+_NUMBER = re.compile(
+    r"([-+]?)([0-9][0-9_, ]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([-+]?[0-9]{1,3}))?\s*([A-Za-z]*|%)\Z"
+)
+_TIMES = {"ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
+_SIZES = {"m": "0.0009765625", "g": "1", "t": "1024"}
+_COUNTS = {"k": "1e3", "m": "1e6", "g": "1e9", "b": "1e9", "t": "1e12", "%": "0.01"}
+_OF_TOKENS = re.compile(r"(_size|_length|_embeddings|_rank|_dim|_channels)\Z")
+"""Keys for which k means 1,024: a sequence of 4k has 4,096 tokens."""
+
+
+def plain(text: str) -> str:
+    """Return `text` with confusable letters replaced."""
+    return unicodedata.normalize("NFKC", text).translate(LOOKALIKES)
+
+
+def as_key(text: str) -> str:
+    """Return `text` in the spelling of a dotted key: lower case, underscores, no leading dashes."""
+    return re.sub(r"[-\s]+", "_", plain(text).strip().lstrip("-").lower())
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a value means "nothing": null, an empty text, `none`."""
+    return value is None or (isinstance(value, str) and plain(value).strip().lower() in NULL)
+
+
+def as_name(value: Any) -> str:
+    """Return a value as the text in a file."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return plain(str(value)).strip()
+
+
+def readings(path: str, value: Any) -> Iterator[list[Any]]:
+    """Yield values of other types that `value` at the key `path` may have meant, most
+    likely first.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        yield [value[0]]
+    if isinstance(value, (bool, dict)) or value is None:
+        return
+    text = plain(str(value)).strip().strip("\"'").strip()
+    word = text.lower()
+    yield [
+        reading for words, reading in ((TRUE, True), (FALSE, False), (NULL, None)) if word in words
+    ]
+    numbers = list(_numbers(path, text))
+    yield [kind for number in numbers for kind in _kinds(number)]
+    yield [round(number) for number in numbers if abs(number) < 1 << 63]
+    if isinstance(value, list):
+        return
+    parts = [part.strip() for part in text.strip("[]()").split(",")]
+    yield [str(value)]
+    yield [[value]]
+    yield [parts]
+    yield [
+        [
+            int(n) if n == n.to_integral_value() else float(n)
+            for part in parts[:64]
+            for n in _numbers(path, part)
+        ]
+    ]
+
+
+def _kinds(number: Decimal) -> Iterator[Any]:
+    """Yield a number as an integer, if it is integral, and as a float."""
+    if number == number.to_integral_value() and abs(number) < 1 << 63:
+        yield int(number)
+    yield float(number)
+
+
+def _numbers(path: str, text: str) -> Iterator[Decimal]:
+    """Yield the numbers that a text with separators, a unit or a stray letter may stand for."""
+    match = _NUMBER.match(text)
+    if match is None or len(text) > 64:
+        return
+    sign, digits, power, unit = match.groups()
+    digits = digits.replace("_", "").replace(" ", "")
+    grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]*)?", digits) is not None
+    digits = digits.replace(",", "" if grouped else ".")
+    try:
+        number = Decimal(f"{sign}{digits}e{power or 0}")
+        for scale in _scales(path, unit.lower()):
+            yield number * Decimal(scale)
+    except DecimalException:
+        return
+
+
+def _scales(path: str, unit: str) -> list[str]:
+    last = path.rpartition(".")[2]
+    if last.endswith("_s"):
+        return [_TIMES.get(unit, "1")]
+    if last.endswith(("_gib", "_mib")):
+        scale = _SIZES.get(unit[:1], "1")
+        return [str(Decimal(scale) * 1024) if last.endswith("_mib") and unit else scale]
+    if unit in ("k", "ki") and _OF_TOKENS.search(last):
+        return ["1024", "1000"]
+    return [_COUNTS.get(unit, "1")]

@@ -1,4 +1,4 @@
-"""A problem of a run, with the values of its keys and who set them."""
+"""Problems of a run, with the values and origins of their keys."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def problem_of(
     severity: Severity = "error",
     related: Iterable[str] = (),
 ) -> Problem:
-    """Return the problem `code` of the key `path`; `related` are the other keys that its rule is
-    about.
-    """
+    """Return the problem `code` of the key `path`; `related` are the other keys of its rule."""
     others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
     return Problem(
         code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
@@ -39,14 +37,16 @@ def problem_of(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML has it."""
+    """Return a value as YAML spells it."""
     if isinstance(value, Section):
         return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
 
 
 def distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """`problems` without repetitions; a refused reference is not validated by its type as well."""
+    """Return `problems` without duplicates; a refused reference causes no second problem about its
+    type.
+    """
     seen: dict[tuple[str, str, str, str], Problem] = {}
     refused_at: set[str] = set()
     for problem in problems:

@@ -1,4 +1,4 @@
-"""The codes of what runs, files and data are refused for, which no rule of a configuration says."""
+"""Codes of problems outside of the rules: with running, files and data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OF_WORK = (
     Code(
         "MT509",
         "A chat cannot be written as the model reads it.",
-        "Put the tokenizer_config.json of the model beside its tokenizer.json, or give a prompt"
+        "Put the tokenizer_config.json of the model next to its tokenizer.json, or give a prompt"
         " without chat=true.",
         says="runs/mine has no chat_template.jinja and no chat_template in tokenizer_config.json",
     ),

@@ -1,4 +1,4 @@
-"""What a misspelt or foreign key may have meant, with a value that the key takes."""
+"""Suggestions for misspelt and foreign keys, each with a value that the key accepts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,29 @@ from mtrain.config.compose.paths import (
 )
 from mtrain.config.compose.yaml_reader import load, scalar
 from mtrain.config.engine.formats import FORMATS, WeightFormat
-from mtrain.config.messages.intended import as_key, is_nothing, plain, readings
-from mtrain.config.messages.keys import field_of, opposites, suggest
+from mtrain.config.messages.keys import (
+    as_key,
+    field_of,
+    is_nothing,
+    opposites,
+    plain,
+    readings,
+    suggest,
+)
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
 SWEPT = "-m, with the same words"
-"""Words to add to a command line with several values of a key, from which none is to be dropped."""
+"""The words that introduce the alternatives of a sweep; all of them must stay."""
 NEAREST = "is the nearest"
-"""Said of the choice that a misspelt one was meant as."""
+"""The words before the choice that a misspelt one may have meant."""
 FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
-"""What other systems call a choice of a key."""
+"""Names that other systems use for a choice of a key."""
 CHOOSING = {"data.kind": "data", "optim.name": "optim", "peft.kind": "peft"}
-"""Keys whose values are the names of choices of a group."""
+"""Keys whose values are names of choices of a group."""
 NO_CHOICE = (None, "preference")
-"""Their values of which no choice has the name."""
+"""Their values that no choice is named after."""
 INSTEAD: dict[str, Callable[[Any], str]] = {
     **{
         word: lambda value, word=word: f"precision.dtype={word}" if value is True else NOTHING  # type: ignore[misc]
@@ -50,11 +57,11 @@ INSTEAD: dict[str, Callable[[Any], str]] = {
         f"optim.beta1={value[0]} optim.beta2={value[1]}" if _is_pair(value) else NOTHING
     ),
 }
-"""Names that have no key of their own here, and the settings that do what they did."""
+"""Names without a key here -> the settings that do the same."""
 CONVERTED: dict[str, Callable[[Any], Any]] = {
     "distributed_timeout_minutes": lambda value: 60.0 * value,
 }
-"""Foreign names whose values mean something else under our key, and what."""
+"""Foreign names whose values mean something else under our key -> the difference."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)((?:[kmbt](?![a-z]))?)")
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _WORDS = {
@@ -65,7 +72,7 @@ _WORDS = {
 
 
 def accepts(path: str, value: Any) -> bool:
-    """Return whether the schema takes `value` at `path`, whatever the other keys are."""
+    """Return whether the schema accepts `value` at `path`, whatever the other keys are."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     field = field_of(path)
@@ -86,8 +93,8 @@ def accepts(path: str, value: Any) -> bool:
 
 
 def taken(path: str, value: Any) -> list[Any]:
-    """What `value` may have been meant as, of what the key at `path` takes: the likeliest, and
-    others as likely.
+    """Return the values that the key at `path` accepts and `value` may have meant: the likeliest,
+    then equally likely ones.
     """
     for group in readings(path, value):
         out: list[Any] = []
@@ -102,11 +109,11 @@ def taken(path: str, value: Any) -> list[Any]:
 
 
 def suggestions(path: str, value: Any) -> list[str]:
-    """Return overrides that an unknown key at `path` may have stood for, best first; each key takes
-    its value.
+    """Return overrides that an unknown key at `path` may have meant, best first, each with a valid
+    value.
 
-    Where no near key takes the value, a page that says what the nearest takes; where none is near,
-    to leave it out.
+    If no near key accepts the value, return a page about the nearest; if no key is near, advise to
+    remove it.
     """
     last = as_key(path).rpartition(".")[2]
     near = suggest(path)[0]
@@ -143,7 +150,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def at_default(path: str) -> str:
-    """Return the override that sets a key to its default; empty where it has none."""
+    """Return the override that sets a key to its default; empty if it has none."""
     field = field_of(path)
     if field is None or field.default is PydanticUndefined:
         return ""
@@ -151,15 +158,15 @@ def at_default(path: str) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number; a boolean is not one."""
+    """Return whether a value is a finite number and no boolean."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def as_shipped(path: str) -> str:
-    """Return the override that sets a key to the value of its group's default choice; empty where
-    that says nothing.
+    """Return the override that sets a key to the value of its group's default choice; empty if that
+    sets none.
     """
     group, _, key = path.partition(".")
     choice = default_choices()[0].get(group, "")
@@ -169,7 +176,7 @@ def as_shipped(path: str) -> str:
 
 
 def near_choice(word: str, choices: Sequence[str]) -> list[str]:
-    """Return choices that `word` may have meant, best first."""
+    """Return the choices that `word` may have meant, best first."""
     import difflib
 
     word = plain(word).strip().lower()
@@ -184,8 +191,8 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
-    """Return the order of choices that begin alike: those of the very name with a size behind it,
-    other words behind it, other names; and of each the smallest.
+    """Return an order of choices with a common prefix: the name plus a size, the name plus other
+    words, other names; the smallest of each first.
     """
     rest = choice.removeprefix(begin)
     order = 2
@@ -195,12 +202,12 @@ def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
 
 
 def _in_ones(size: tuple[str, str]) -> float:
-    """Return a number with a unit, as 1.7 and b, as a number."""
+    """Return a number with a unit (1.7, "b") as a plain number."""
     return float(size[0]) * _UNITS.get(size[1], 1.0)
 
 
 def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
-    """Return choices that differ from a word in one number that stands in it, the nearest first."""
+    """Return the choices that differ from a word in one number, the nearest first."""
     sizes = _SIZE.findall(word)
     outside = _SIZE.sub("#", word)
     away: dict[str, float] = {}
@@ -217,16 +224,14 @@ def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
-    """Return the distance of two sizes; without their units where one of them has none."""
+    """Return the distance of two sizes, without units if one has none."""
     if one[1] and other[1]:
         return abs(_in_ones(one) - _in_ones(other))
     return abs(float(one[0]) - float(other[0]))
 
 
 def layouts_near(word: str) -> list[str]:
-    """Return layouts that a word may have meant: its letters in another case or with signs between,
-    or a bare number.
-    """
+    """Return the layouts that a word may have meant: other case, separators, or a bare number."""
     letters = re.sub(r"[^a-z0-9]", "", plain(word).lower())
     if letters.isdigit() and int(letters[:7]) > 0 and len(letters) < 7:
         return [f"{axis}{int(letters)}" for axis in ("tp", "pp", "dp")]
@@ -238,25 +243,21 @@ def layouts_near(word: str) -> list[str]:
 
 
 def spelled(group: str, value: object) -> str:
-    """Return the choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1;
-    else the value as text.
+    """Return the choice whose unquoted name YAML reads as a value (1.10 as 1.1); else the value as
+    text.
     """
     return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
 
 
 def usual_choice(group: str) -> str:
-    """Return the default choice of a group; where there is none the first of its files, and empty
-    where there is none.
-    """
+    """Return the default choice of a group, or the first of its files; empty if it has none."""
     names = choices_of_group(group)
     usual = default_choices()[0].get(group, "")
     return usual if usual in names or layouts_near(usual) == [usual] else next(iter(names), "")
 
 
 def with_choices(change: Mapping[str, Any]) -> str:
-    """Return the overrides of a change; a choice of a group in place of the key that says it and
-    the rest of its group.
-    """
+    """Return the overrides of a change, with a choice in place of the key that it sets."""
     chosen = {
         CHOOSING[key]: value
         for key, value in change.items()
@@ -269,16 +270,16 @@ def with_choices(change: Mapping[str, Any]) -> str:
 
 
 def chooses(group: str, choice: str) -> str:
-    """Return the argument that makes a choice; of a group that nothing chooses from so far it
-    begins with a +.
+    """Return the argument that makes a choice; a group without a default choice needs a
+    leading +.
     """
     known = group in GROUPS or group in default_choices()[0]
     return f"{'' if known else '+'}{group}={choice}"
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Return overrides that a choice which is none may have meant, best first; the default one for
-    a word like none.
+    """Return overrides that an unknown choice may have meant, best first; the default for a word
+    like "none".
     """
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
@@ -293,8 +294,8 @@ def choice_fix(group: str, text: str) -> str:
 
 
 def bare_word(word: str) -> list[str]:
-    """Settings that a word without a `=` may have meant: a choice, a layout, a recipe or a key with
-    a colon.
+    """Return the settings that a word without `=` may have meant: a choice, a layout, a recipe or
+    `key:value`.
     """
     key, _, value = word.partition(":")
     path = as_key(key)
@@ -323,10 +324,10 @@ def bare_word(word: str) -> list[str]:
 
 
 def default_choices() -> tuple[dict[str, str], dict[str, str]]:
-    """group -> the choice of `config.yaml`, and group -> the line that makes it.
+    """Return group -> choice of `config.yaml`, and group -> the line that makes it.
 
     Raises:
-        ConfigError: an entry of its defaults is none.
+        ConfigError: `defaults` contains an invalid entry.
     """
     config = load(find_config("config") or conf_dir() / "config.yaml")
     choices: dict[str, str] = {}
@@ -351,7 +352,7 @@ def default_choices() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _is_file(entry: object) -> bool:
-    """Return whether an entry of defaults names a file beside `config.yaml`."""
+    """Return whether an entry of the defaults names a file next to `config.yaml`."""
     return _is_name(entry) and find_config(entry) is not None
 
 
@@ -360,7 +361,7 @@ def _is_name(word: object) -> TypeGuard[str]:
 
 
 def _no_default(entry: object, group: object, choice: object, source: str) -> Problem:
-    """Return the problem of an entry of the defaults of `config.yaml` that is none."""
+    """Return the problem of an invalid entry of the defaults of `config.yaml`."""
     rule = (
         "an entry of defaults is `GROUP: CHOICE`, with the name of one choice and once for each"
         " group, or `_self_`"

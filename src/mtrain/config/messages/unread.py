@@ -1,5 +1,5 @@
-"""Values that the grammar of a command line does not read, or that stand for no run, and what they
-were meant as.
+"""Values that the grammar of the command line cannot read, or that stand for no run, and
+suggestions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtrain.config.messages.suggestions import NOTHING, accepts, chooses, near_c
 from mtrain.config.schema.run import GROUPS
 
 MOST = 1000
-"""Values that a sweep has at most."""
+"""The largest number of values of a sweep."""
 FORMS = {
     "choice": "choice(A,B,...)",
     "range": "range(START,STOP) or range(START,STOP,STEP)",
@@ -24,14 +24,16 @@ FORMS = {
     "sort": "sort(B,A)",
     "shuffle": "shuffle(A,B)",
 }
-"""Functions that stand for several values, as they are written."""
-ALONE = "a function of several values stands alone: none is within another, or beside other values"
+"""Functions that stand for several values."""
+ALONE = "a function of several values must be the whole value, not inside or next to another one"
 _CALL = re.compile(r"([A-Za-z_]+)\s*[(\[](.*)\Z", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
 
 
 def names_of(key: str) -> list[str]:
-    """What a key can be called: the files of a group, the shared recipes, the words of a key."""
+    """Return the values that a key can name: the files of a group, the shared recipes,
+    its choices.
+    """
     if key == "recipe":
         return recipe_names()
     key = key.lstrip("+")
@@ -39,7 +41,7 @@ def names_of(key: str) -> list[str]:
 
 
 def why_unread(key: str, text: str, said: str) -> str:
-    """What is wrong with a value, in more words than what the grammar `said`."""
+    """Return the fault of a value in plainer words than the message of the grammar."""
     parts = _parts(text)
     if not text.strip():
         return "is empty: a value stands behind the ="
@@ -96,11 +98,10 @@ def _why_no_range(parts: list[str], said: str) -> str:
 
 
 def meant(key: str, text: str, *, sweep: bool) -> str:
-    """Return overrides that a value may have been meant as, each tried against the grammar and the
-    key.
+    """Return overrides that a value may have meant, each tried against the grammar and the key.
 
-    With `sweep` they may stand for several values, and where none works words say how several are
-    written.
+    With `sweep` they may stand for several values; if none works, return words about how to write
+    them.
     """
     found = (
         candidate for candidate in _candidates(key, text) if _works(key, candidate, sweep=sweep)
@@ -118,9 +119,7 @@ def _written(key: str, text: str) -> str:
 
 
 def _call(text: str) -> tuple[str, list[str]]:
-    """Return the name and the arguments of a function that stands alone, whatever its brackets;
-    else nothing.
-    """
+    """Return the name and arguments of a function call that is the whole text; else empty."""
     alone = [part for part in _parts(text) if part]
     call = _CALL.match(alone[0]) if len(alone) == 1 else None
     if call is None:
@@ -162,7 +161,7 @@ def _candidates(key: str, text: str) -> Iterator[str]:
 
 
 def _ranges(parts: list[str]) -> Iterator[str]:
-    """Ranges with numbers, of the bounds of one that has none."""
+    """Return ranges with numeric bounds for a range without them."""
     start, stop, step = _bounds(parts)
     low, high = (parts[0], parts[1]) if len(parts) > 1 else ("0", parts[0])
     size = f"{abs(step):g}" if step else "1"
@@ -184,7 +183,7 @@ def _bounds(parts: list[str]) -> tuple[float, float, float]:
 
 
 def _values(part: str) -> list[str]:
-    """Return the values of a part that is a function of several; else the part."""
+    """Return the values of a part that is a function; else the part."""
     try:
         return sweep_values(part, [], MOST) or [part]
     except ValueError:
@@ -192,7 +191,7 @@ def _values(part: str) -> list[str]:
 
 
 def values_of(key: str, text: str) -> list[str]:
-    """Return the values that a text sweeps over; empty where the key does not take each of them."""
+    """Return the values that a text sweeps over; empty if the key does not accept each of them."""
     try:
         values = sweep_values(text, names_of(key), MOST) or []
     except ValueError:
@@ -201,8 +200,8 @@ def values_of(key: str, text: str) -> list[str]:
 
 
 def _works(key: str, text: str, *, sweep: bool) -> bool:
-    """Return whether a text is read, stands for a run at least, and has values that the
-    key takes.
+    """Return whether a text can be read, stands for at least one run, and has values that the key
+    accepts.
     """
     if not text:
         return False
@@ -230,7 +229,7 @@ def _is_choice(key: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """Return a text parted by its commas, those within brackets or quotes aside."""
+    """Return a text split at commas outside of brackets and quotes."""
     out = [""]
     depth = 0
     quote = ""
@@ -247,9 +246,7 @@ def _parts(text: str) -> list[str]:
 
 
 def as_text(key: str, text: str, value: object) -> str | list[str] | None:
-    """Return a number, or a list with some, as it was written, where a key takes text or a list of
-    texts; None elsewhere.
-    """
+    """Return numbers as written if the key takes text or a list of texts; else None."""
     if (
         value is None
         or isinstance(value, (str, dict))
@@ -264,7 +261,7 @@ def as_text(key: str, text: str, value: object) -> str | list[str] | None:
 
 
 def is_empty(key: str) -> bool:
-    """Return whether nothing behind the = of a key is no value of it."""
+    """Return whether an empty value is invalid for the key."""
     return (
         _is_choice(key)
         or key in ("recipe", "run")
@@ -273,7 +270,7 @@ def is_empty(key: str) -> bool:
 
 
 def is_list_of_values(key: str, text: str) -> bool:
-    """Return whether a text is a list where a key takes one of its items."""
+    """Return whether a text is a list although the key takes one of its items."""
     if _is_choice(key):
         return text.startswith("[")
     try:

@@ -1,6 +1,4 @@
-"""pydantic's report in words: every error with key, value, origin, the rule in numbers
-and a fix.
-"""
+"""pydantic's errors in mtrain's words: key, value, origin, the rule in numbers and a fix."""
 
 from __future__ import annotations
 
@@ -16,12 +14,14 @@ from pydantic_core import PydanticUndefined
 from mtrain.config.compose.dump import override, spell
 from mtrain.config.compose.interpolate import leaves
 from mtrain.config.compose.paths import choices_of_group
-from mtrain.config.messages.intended import as_key, as_name, is_nothing
 from mtrain.config.messages.keys import (
     MERGE,
+    as_key,
+    as_name,
     choices_of,
     field_of,
     is_content,
+    is_nothing,
     schema_keys,
     section_in,
     suggest,
@@ -44,9 +44,9 @@ from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
 MAX_ITEMS = 64
-"""Items of a list that a fix repeats."""
+"""The items of a list that a fix repeats at most."""
 MISSING = "???"
-"""What stands in a file for a value that it leaves to others, in Hydra's words."""
+"""Hydra's mark of a value that a file leaves open."""
 OPEN = {
     "model.vocab_size": (
         (
@@ -56,7 +56,7 @@ OPEN = {
         "model.vocab_size=32000",
     )
 }
-"""Key that an import may leave null -> what to write there, and a value that passes."""
+"""Keys that an import may leave null -> a remark, and a value that passes."""
 
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -90,8 +90,8 @@ _PATTERNS = {
 
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
-    """Checks `values` against the schema; returns the configuration, or the problems, up to too
-    many.
+    """Validate `values` against the schema; return the configuration or a bounded list of
+    problems.
     """
     known = dict(leaves(values))
     wrong = [
@@ -120,15 +120,13 @@ def _huge_numbers(value: Any) -> list[int]:
 
 
 def _huge(path: str, number: int, where: Where) -> Problem:
-    """Return the problem of a number that no machine word holds; what is computed from it would not
-    be either.
-    """
+    """Return the problem of a number that exceeds a machine word."""
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
     return Problem("MT014", path, number, rule, _unset(path, number), where(path))
 
 
 def _open(path: str, values: Mapping[str, Any], where: Where) -> Problem:
-    """Return the problem of a value that a file leaves to another one, where none says it."""
+    """Return the problem of a value that one file leaves open and no other sets."""
     rule = f"{MISSING} stands for a value that is set over it, and nothing sets it"
     return Problem(
         "MT015", path, MISSING, rule, at_default(path) or _required(path, values), where(path)
@@ -204,9 +202,7 @@ def _is_section(path: str) -> bool:
 
 
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
-    """Return the problem of a key that the schema does not have, with the keys it may
-    have meant.
-    """
+    """Return the problem of an unknown key, with suggestions."""
     near, why = suggest(path)
     top = path.split(".")[0]
     if MERGE in path.split("."):
@@ -282,8 +278,8 @@ def _wrong_type(
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
-    """Return the problem of a text where the keys of a group are to stand: `lr:1e-3` without the
-    space, or a choice.
+    """Return the problem of a text in place of a group's keys: `lr:1e-3` without the space, or a
+    choice.
     """
     pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
     known = [
@@ -305,17 +301,18 @@ def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem
 
 
 def _converted(path: str, value: Any) -> str:
-    """What a value of another type may have meant, as overrides; the default where it says that
-    there is none.
+    """Return overrides that a value of another type may have meant; the default if it means
+    "nothing".
     """
     meant = " or ".join(override(path, reading) for reading in taken(path, value)[:2])
     return meant or (at_default(path) if is_nothing(value) else _unset(path, value))
 
 
 def _unset(path: str, value: Any) -> str:
-    """Return the default in place of a value that says nothing; empty where it would throw away a
-    text, a list or a path, or say null, which means something else, for a number: 0 minutes are no
-    default of minutes.
+    """Return the default in place of an empty value; empty if that discarded a text, a list or a
+    path.
+
+    Null does not replace a number: zero minutes do not mean the default minutes.
     """
     if is_content(path) or (isinstance(value, (str, list)) and value):
         return ""
@@ -323,15 +320,15 @@ def _unset(path: str, value: Any) -> str:
 
 
 def _item_as(kind: str) -> Callable[[Any], Any]:
-    """What an item of a list, of which one is of a wrong type, may have meant."""
+    """Return what one item of the wrong type may have meant."""
     if kind.startswith("int"):
         return lambda item: round(item) if isinstance(item, float) and math.isfinite(item) else item
     return lambda item: as_name(item) if kind == "string_type" else item
 
 
 def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
-    """Return the list that an item at `path` stands in, its items as they were meant; empty where
-    the key takes no such.
+    """Return the list around the item at `path` with its items as meant; empty if the key rejects
+    it.
     """
     outer = whole(path)
     said = values.get(outer)
@@ -349,13 +346,13 @@ def _length(path: str, value: Any, where: Where) -> Problem:
     if isinstance(default, tuple):
         want += f", such as {spell(default)}"
     filled = [*value, *[0] * (size - len(value))] if isinstance(value, list) and size else []
-    # a share that is not said is none
+    # an unset share is 0
     fix = override(path, filled) if value and accepts(path, filled) else ""
     return Problem("MT014", path, value, f"must have {want}", fix, where(path))
 
 
 def _size(path: str) -> int | None:
-    """Return how many values a list must have, where that is fixed."""
+    """Return the fixed number of values of a list, if there is one."""
     field = field_of(path)
     annotations = [field.annotation, *get_args(field.annotation)] if field is not None else []
     parts = next((get_args(a) for a in annotations if get_origin(a) is tuple), ())
@@ -363,24 +360,20 @@ def _size(path: str) -> int | None:
 
 
 def whole(path: str) -> str:
-    """Return the list that an item at `path` stands in, also where lists stand in it; any other
-    path as it is.
-    """
+    """Return the path of the outermost list around `path`, or `path` itself."""
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
     return path
 
 
 def unfilled(path: str, source: str) -> Problem:
-    """Return the problem of a key that an import left to fill in."""
+    """Return the problem of a key that an import left open."""
     rule, fix = OPEN[path]
     return Problem("MT702", path, None, f"is left to fill in: {rule}", fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
-    """Return a value for a key that must have one: that of another key of its name, or its whole
-    section off.
-    """
+    """Return a value for a required key: that of another key of its name, or its section unset."""
     if path in GROUPS:
         return choice_fix(path, "")
     section, _, last = path.rpartition(".")

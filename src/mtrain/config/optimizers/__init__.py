@@ -1,4 +1,4 @@
-"""The optimizers: every module of this package is one, found by being here."""
+"""The optimizers: every module of this package is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER
     for found in iter_modules(__path__)
 }
-"""By name, which is that of the module, in the order of the alphabet."""
+"""Optimizers by name, which is that of the module, in alphabetical order."""
 
 
 def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
@@ -34,10 +34,10 @@ def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
 
 
 def read_by(key: str) -> str:
-    """Return the condition of a key of `optim` that not all optimizers read."""
+    """Return the condition of a key of `optim` that only some optimizers read."""
     return f"optim.name={'|'.join(readers(key))}"
 
 
 def readers(key: str) -> tuple[str, ...]:
-    """Return the optimizers that read a key of `optim` which not all of them do."""
+    """Return the optimizers that read a key of `optim`, if not all do."""
     return tuple(name for name, spec in OPTIMIZERS.items() if key in spec.keys)

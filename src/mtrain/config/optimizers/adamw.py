@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019): two moments, and a decay apart from the gradient."""
+"""AdamW (Loshchilov and Hutter 2019): two moments, and weight decay decoupled from the gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from mtrain.config.schema.optimizer import Optimizer, Run
 
 
 def arguments(run: Run) -> dict[str, Any]:
-    """Of `mtrain_kernels`' FusedAdam, beside what megatron-core passes to any Adam."""
+    """Return the arguments of `mtrain_kernels`' FusedAdam in addition to those that megatron-core
+    passes to any Adam.
+    """
     from mtrain.devices.dtypes import torch_dtype
 
     o = run.optim
@@ -31,11 +33,13 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
 
 
 def _obstacle(word: str, run: Run) -> str | None:
-    """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
+    """Return why an implementation cannot run AdamW here: ours needs plain tensors of the device,
+    the others keep everything in 32 bits.
+    """
     o = run.optim
     p = run.parallel
     if word in ("torch", "te"):
-        few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
+        few = "keeps 32 bits of each moment and main weight, and optim requests fewer"
         return f"{word} {few}" if o.in_low_precision else None
     if o.in_low_precision or (p.fsdp == "none" and not o.cpu_offload):
         return None
@@ -50,8 +54,13 @@ OPTIMIZER = Optimizer(
     obstacle=_obstacle,
     keys=frozenset(
         {
-            *("beta1", "beta2", "eps"),
-            *("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders"),
+            "beta1",
+            "beta2",
+            "eps",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "main_params_dtype",
+            "store_param_remainders",
         }
     ),
     usual_lr=(1e-5, 1e-2),

@@ -1,6 +1,5 @@
-"""Lion (Chen et al.
-
-2023, arXiv 2302.06675): the sign of an interpolated momentum, and a decay apart from it.
+"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of an interpolated momentum, and decoupled
+weight decay.
 """
 
 from __future__ import annotations
@@ -11,15 +10,19 @@ from mtrain.config.schema.optimizer import Optimizer, Run, only
 
 
 def update(param: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """w <- (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 - beta2) g."""
-    (beta1, beta2), lr, average = group["betas"], group["lr"], state["exp_avg"]
+    """Apply w <- (1 - lr decay) w - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 -
+    beta2) g.
+    """
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    average = state["exp_avg"]
     param.mul_(1 - lr * group["weight_decay"])
     param.add_(average.lerp(grad, 1 - beta1).sign_(), alpha=-lr)
     average.lerp_(grad, 1 - beta2)
 
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
-    from mtrain.mcore.elementwise import Elementwise
+    from mtrain.mcore.state.elementwise import Elementwise
 
     return Elementwise, {"update": update, "states": ("exp_avg",)}
 

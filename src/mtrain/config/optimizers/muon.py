@@ -91,19 +91,21 @@ class MuonConfig(Section):
 
 
 def is_matrix(param: Any, name: str) -> bool:
-    """Return whether Muon takes a parameter: a matrix, but for tables that are looked up in and the
-    output layer.
+    """Return whether Muon updates a parameter: a matrix, but no embedding table and no output
+    layer.
     """
     return takes(name, param.ndim)
 
 
 def takes(name: str, axes: int) -> bool:
-    """Return the same by its name and number of axes."""
+    """Return the same from a name and number of axes."""
     return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 
 def _states(run: Run, name: str, axes: int) -> Mapping[str, str]:
-    """Return the momentum of a matrix; of everything else the moments of adamw."""
+    """Return the state of a parameter: momentum for a matrix, the moments of adamw for everything
+    else.
+    """
     return OPTIMIZER.states(run) if takes(name, axes) else adamw.OPTIMIZER.states(run)
 
 
@@ -116,8 +118,8 @@ def _is_qkv_of_tower(name: str) -> bool:
 
 
 def _groups(run: Run) -> tuple[ParamGroup, ...]:
-    """Matrices, those of them that are three, in a vision tower with heads of its own, and the rest
-    with its rate.
+    """Return the parameter groups: matrices, fused qkv matrices, those of a vision tower, and the
+    rest with its own rate.
     """
     o = run.optim
     own = run.model.llava
@@ -142,7 +144,7 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
 
 
 def _qkv_rows(run: Run, name: str) -> tuple[int, ...]:
-    """Of queries, keys and values of a group of heads, and of gates."""
+    """Return the rows of queries, keys, values and gates of a group of heads."""
     m = run.model
     if m.llava is not None and _is_qkv_of_tower(name):
         return (m.llava.head_dim,) * 3
@@ -169,7 +171,7 @@ def _orthogonal(run: Run) -> Orthogonal:
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.devices.dtypes import torch_dtype
-    from mtrain.mcore.muon import ParallelMuon
+    from mtrain.mcore.state.muon import ParallelMuon
 
     muon = run.optim.muon
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
@@ -189,7 +191,7 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference", "triton"), "muon for matrices that are sharded over ranks"),
     keys=frozenset({"beta1", "beta2", "eps"}),
     section=MuonConfig,
-    section_doc="muon: what it does beside adamw's keys.",
+    section_doc="muon: its keys in addition to adamw's.",
     defaults={
         "ns_dtype": lambda r: "fp32" if r.precision.format == "fp32" else "bf16",
         "adamw_lr": lambda r: r.optim.rate,

@@ -1,4 +1,6 @@
-"""Momentum: an update is linear in the gradient, so it is the one to compare layouts with."""
+"""SGD with momentum: its update is linear in the gradient, which makes it the best optimizer to
+compare layouts with.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ OPTIMIZER = Optimizer(
     keys=frozenset({"momentum"}),
     core_name="sgd",
     cannot={
-        "distributed_optimizer": "megatron-core knows it with adam alone",
+        "distributed_optimizer": "megatron-core supports it only with adam",
         "megatron_fsdp": "it knows the two moments of adamw",
     },
     megatron_name="sgd",

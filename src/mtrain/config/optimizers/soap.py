@@ -48,7 +48,7 @@ def _rotated(run: Run) -> Rotated:
 
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
-    from mtrain.mcore.soap import ParallelSoap
+    from mtrain.mcore.state.soap import ParallelSoap
 
     return ParallelSoap, {
         **adamw.arguments(run),
@@ -64,7 +64,7 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference", "triton"), "soap"),
     keys=frozenset({"beta1", "beta2", "eps"}),
     section=SoapConfig,
-    section_doc="soap: what it does beside adamw's keys.",
+    section_doc="soap: its keys in addition to adamw's.",
     groups=lambda run: (ParamGroup("matrix", is_matrix, {"matrix": "whole"}),),
     cannot={
         "megatron_fsdp": "it knows the two moments of adamw",

@@ -1,1 +1,1 @@
-"""Values that follow from others: defaults, batches, stages and the machine's."""
+"""Values that follow from other values: defaults, batches, stages and the facts of the machine."""

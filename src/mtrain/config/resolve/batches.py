@@ -1,4 +1,4 @@
-"""How many samples each step takes: all the same number, or fewer at first."""
+"""Batch sizes: the number of samples of each step, constant or ramped up."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from typing import NamedTuple
 from mtrain.config.schema.run import RunConfig
 
 MOST_STAGES = 1000
-"""Sizes that a ramp may have; more of them are a slip of the pen."""
+"""The largest number of sizes of a ramp; more are surely a slip."""
 
 NO_RAMP = {"rampup_batch_size": None, "batch_size_schedule": None}
 """Keys of `trainer` with which all steps have the same size."""
 
 
 class Stage(NamedTuple):
-    """Steps of one size."""
+    """Consecutive steps of one size."""
 
     first: int
-    """Samples that are consumed when it begins; a step takes the size of the stage that it begins
-    in.
-    """
+    """Samples consumed before the stage; a step takes the size of the stage in which it starts."""
     size: int
     """Samples per step."""
 
 
 def stages(run: RunConfig) -> tuple[Stage, ...]:
-    """Return the sizes of a run in their order; of what the rules refuse, the last one alone."""
+    """Return the batch sizes of a run in order; of a ramp that the rules refuse, only the last."""
     t = run.trainer
     if t.rampup_batch_size is not None:
         return linear(t.rampup_batch_size, t.batch)
@@ -40,11 +38,11 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
 
 
 def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
-    """Megatron-LM's ramp `(first size, increment, samples)` up to `last`; where it has no whole
-    steps, `last` alone.
+    """Return Megatron-LM's ramp `(first size, increment, samples)` up to `last`; only `last` if it
+    has no whole steps.
 
-    The increments lie evenly in the samples. As there, a quotient of floating-point numbers decides
-    which of them a step is in, so that both make the same steps also where it is rounded.
+    The increments are evenly spaced in samples. As in Megatron-LM, a quotient of floats decides
+    which increment a step is in, so both make the same steps even where it is rounded.
     """
     first, increment, samples = ramp
     count, rest = divmod(last - first, increment)
@@ -63,13 +61,13 @@ def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
 
 
 def size_after(plan: Sequence[Stage], consumed: int) -> int:
-    """Return samples of the step that begins when `consumed` samples are used."""
+    """Return the samples of the step that starts after `consumed` samples."""
     return plan[bisect_right([stage.first for stage in plan], consumed) - 1].size
 
 
 def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
-    """Return how many steps of which size the first `steps` are; none of a size that is passed
-    over.
+    """Return (size, number of steps) for the first `steps` steps, without sizes that no
+    step has.
     """
     out: list[tuple[int, int]] = []
     consumed = 0
@@ -85,12 +83,12 @@ def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
 
 
 def samples_of(plan: Sequence[Stage], steps: int) -> int:
-    """Return samples that the first `steps` steps take."""
+    """Return the samples that the first `steps` steps consume."""
     return sum(number * size for number, size in counted(plan, steps))
 
 
 def steps_within(plan: Sequence[Stage], samples: int) -> int:
-    """Return the most steps that take no more than `samples`."""
+    """Return the largest number of steps that consume at most `samples`."""
     steps = consumed = 0
     for number, size in counted(plan, samples):
         here = min(number, (samples - consumed) // size)
@@ -102,8 +100,8 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
 
 
 def asked(run: RunConfig) -> tuple[int, int, int]:
-    """Return samples of train, validation and test that Megatron-LM asks of its data for such a
-    run.
+    """Return the train, validation and test samples that Megatron-LM requests from its data for
+    such a run.
     """
     t = run.trainer
     evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1

@@ -1,16 +1,14 @@
-"""A decoder-only transformer as the pattern of a hybrid model: what
-`model.builder=hybrid` builds.
+"""The pattern of a hybrid model that equals a decoder-only transformer, for
+`model.builder=hybrid`.
 """
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 
 OF_A_BLOCK = 2
-"""Letters of a pattern that are one layer of such a transformer: its attention, then its MLP or
-experts.
-"""
+"""The letters of one layer of such a transformer: attention, then MLP or experts."""
 
 
 def pattern(model: ModelConfig) -> str:

@@ -16,17 +16,15 @@ _TERM = re.compile(r"(?P<key>[a-z][\w.]*)(?:=(?P<words>[^>=]+)|>(?P<above>\d+))?
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a condition."""
+    """One term of a condition."""
 
     key: str
     words: tuple[str, ...] = ()
-    """The values that it may have; none: any that is set."""
+    """The values that fulfil it; empty: any value that is set."""
     above: int | None = None
 
     def holds(self, value: Any) -> bool:
-        """Return whether it holds for the key's value; null is also what has not been decided
-        to be true.
-        """
+        """Return whether the term holds for a value; an undecided null counts as not true."""
         if self.above is not None:
             return value is not None and value > self.above
         if self.words == ("false",):
@@ -44,12 +42,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Condition:
-    """Terms that hold together."""
+    """Terms that must all hold."""
 
     terms: tuple[Term, ...]
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Return whether every term holds, by a function that looks a key up."""
+        """Return whether every term holds, for a function that looks up a key."""
         return all(term.holds(value_of(term.key)) for term in self.terms)
 
     def __str__(self) -> str:
@@ -57,10 +55,10 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """Return the condition that `text` writes.
+    """Return the condition that `text` spells.
 
     Raises:
-        ValueError: it writes none.
+        ValueError: `text` is no condition.
     """
     return Condition(tuple(_term(part) for part in text.split(" and ")))
 

@@ -1,8 +1,7 @@
-"""Keys that mean something only beside another: what they are by default then, and what they wait
-for.
+"""Keys that only have an effect together with other keys, and their default then.
 
-Most say so in the schema (`when` and `null` of their `Key`); here stand conditions and defaults
-that are computed.
+Most state it in the schema (`when` and `null` of their `Key`); this module has the conditions and
+defaults that must be computed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from mtrain.config.engine.kernels import OPERATIONS
-from mtrain.config.hybrid import MAMBA
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
@@ -21,29 +19,28 @@ from mtrain.config.resolve.condition import condition
 from mtrain.config.schema.peft import TARGETS
 from mtrain.config.schema.precision import LOW_PRECISION
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """A key that is off, at its schema's default, unless `active` says that it reaches
-    something.
-    """
+    """A key that stays at its schema's default unless `active` holds."""
 
     path: str
     active: Callable[[RunConfig], bool]
     needs: str
     """The condition as a user writes it."""
     default: Callable[[RunConfig], Any] = lambda run: None
-    """The value that null stands for where the key is active."""
+    """The value of null if the key is active."""
     off: Any = None
 
     def value(self, run: RunConfig) -> Any:
-        """Return the key's value; `off` where its section is null."""
+        """Return the key's value; `off` if its section is null."""
         return _inside(run, self.path, self.off)
 
 
 def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
-    """Return the value at a path; `absent` where its section is null."""
+    """Return the value at a path; `absent` if its section is null."""
     node: Any = run
     for name in _names(path):
         if node is None:
@@ -58,8 +55,8 @@ def _names(path: str) -> tuple[str, ...]:
 
 
 def _meant(run: RunConfig, path: str) -> Any:
-    """What a condition sees of a key: what null stands for, and the default of a key that has no
-    effect itself.
+    """Return the value that conditions see: null replaced by its meaning, and the default of an
+    inactive key.
     """
     key = _BY_PATH.get(path)
     value = _inside(run, RESOLVED.get(path, path))
@@ -71,15 +68,15 @@ def _meant(run: RunConfig, path: str) -> Any:
 
 
 def _context_exchange(run: RunConfig) -> str | None:
-    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the
-    attention.
+    """Return the context-parallel exchange of the attention: TransformerEngine's has a ring. None:
+    the machine that runs it chooses the attention.
     """
     attention = run.kernels.attention
     return {"te": "p2p", "auto": None, None: None}.get(attention, "all_gather")
 
 
 def chunks_of_a_document(run: RunConfig) -> int:
-    """Chunks that a document may be split into, so that each is whole."""
+    """Return the chunks that a document may be split into so that each is whole."""
     p = run.parallel
     if p.hybrid_context_parallel:
         return 2 * p.dp * (p.tp if p.sequence_parallel else 1)
@@ -87,14 +84,14 @@ def chunks_of_a_document(run: RunConfig) -> int:
 
 
 def takes_experts(run: RunConfig) -> bool:
-    """Return whether there are experts, and adapters of this kind can be theirs: those of `peft`
-    know neither of the two.
+    """Return whether the model has experts that adapters of this kind can adapt; `peft` knows no
+    expert layers.
     """
     return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
 
 
 def _adapted(run: RunConfig) -> tuple[str, ...]:
-    """Return the kinds of layers that a model has, and its adapters take here and in `peft`."""
+    """Return the kinds of layers of a model that its adapters, here and in `peft`, can adapt."""
     without = {"out_proj"} if takes_experts(run) else {"out_proj", "experts"}
     without |= (
         {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()
@@ -124,7 +121,7 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
 }
-"""Conditions that are more than words: the check, and how a user writes it."""
+"""Conditions that need code: the check, and its text for users."""
 
 _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.cp_comm_type": _context_exchange,
@@ -144,7 +141,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
         r.model.moe.group_score_topk if r.model.moe else None
     ),
 }
-"""What null means where that follows from other keys."""
+"""Defaults that follow from other keys."""
 
 
 def _conditionals() -> Iterator[Conditional]:
@@ -167,11 +164,11 @@ def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[RunConfig
 
 
 CONDITIONAL = tuple(_conditionals())
-"""All of them, in the order of the schema; `resolve` fills their defaults in, and a rule refuses
-one that is set and has no effect.
+"""All conditional keys in the order of the schema; `resolve` fills in their defaults, and a rule
+refuses a key that is set without effect.
 """
 _BY_PATH = {key.path: key for key in CONDITIONAL}
 QUANTIZED = tuple(
     key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION)
 )
-"""Those of products in low precision."""
+"""The conditional keys of low-precision GEMMs."""

@@ -1,7 +1,7 @@
-"""What null stands for where model, device or layout decide it, each with the reason that `show`
+"""Defaults that depend on the model, the device or the layout, each with the reason that `show`
 prints.
 
-Every function looks at the configuration alone, and fills in nothing that has a value.
+Every function reads only the configuration, and replaces no value that is set.
 """
 
 from __future__ import annotations
@@ -17,28 +17,25 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import fine_tuning, run_length
 from mtrain.config.resolve.batches import stages
-from mtrain.config.resolve.fine_tuning import CHATS
-from mtrain.config.resolve.sizes import nearest
+from mtrain.config.resolve.fine_tuning import CHATS, nearest
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
+from mtrain.models.t5.config import lengths, padded, spans
 
 Filled = Mapping[str, tuple[Any, str]]
-"""Dotted key -> its value, and the reason as it stands behind `resolved from`."""
+"""Dotted key -> its value, and the reason as printed after `resolved from`."""
 Step = Callable[[RunConfig], Filled]
 
 CPU_BATCH = 8
 CPU_LENGTH = 256
 """Samples of a step and tokens of a sample that a CPU trains in a second."""
 SMALL_TOKENIZER = 4096
-"""Token ids that the text which every machine has is enough for."""
+"""The largest vocabulary for which text that every machine has is enough."""
 LONGEST = 8192
-"""Tokens of a sample where the model could take more; longer ones are for a later phase of a
-training.
-"""
+"""The longest default sample in tokens; longer samples belong to a later phase of training."""
 FIRST_WITH_BF16 = 80
-"""Generation of the first NVIDIA device that has bf16 (A100)."""
+"""The first NVIDIA generation with bf16 (A100)."""
 
 
 class Trained(NamedTuple):
@@ -61,11 +58,11 @@ GPT3 = (
     Trained("13B", 13e9, 1e-4, 1024 * 2048),
     Trained("175B", 175e9, 0.6e-4, 1536 * 2048),
 )
-"""Rate and batch by size; its batches of 0.5M to 3.2M tokens as whole samples of 2,048."""
+"""Rates and batches by size; batches of 0.5M to 3.2M tokens as whole samples of 2,048."""
 
 
 def data_kind(run: RunConfig) -> Filled:
-    """Return chats or text where some are named; what every machine has for a small vocabulary;
+    """Return the kind of data: chats or text if they are set, local text for a small vocabulary,
     else synthetic tokens.
     """
     d = run.data
@@ -91,7 +88,7 @@ def data_kind(run: RunConfig) -> Filled:
 
 
 def tokenizer_of_chats(run: RunConfig) -> Filled:
-    """Return chats are written for the model whose weights a run begins with."""
+    """Return the tokenizer of chats: that of the model whose weights the run starts from."""
     d = run.data
     key = "init_from"
     if run.checkpoint.resume is not None and run.checkpoint.resume not in RESUME_WORDS:
@@ -106,17 +103,15 @@ def tokenizer_of_chats(run: RunConfig) -> Filled:
 
 
 def number_format(run: RunConfig) -> Filled:
-    """bf16 on a device that has it, of NVIDIA's since sm_80; one of an unknown generation is taken
-    to have it.
+    """Return bf16 for a device that has it (NVIDIA: from sm_80); an unknown generation counts as
+    new.
     """
     p = run.precision
     c = run.cluster
     if p.dtype is not None:
         return {}
     if p.quantized is not None:
-        return {
-            "precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")
-        }
+        return {"precision.dtype": ("bf16", f"the {p.quantized} recipe needs bf16")}
     if c.sm is not None:
         has = c.sm >= FIRST_WITH_BF16
         return {
@@ -135,7 +130,7 @@ def number_format(run: RunConfig) -> Filled:
 
 
 def sample_length(run: RunConfig) -> Filled:
-    """Return the model's positions, at most 8,192 of them; on a CPU at most 256."""
+    """Return the model's positions, at most 8,192; on a CPU at most 256."""
     if run.data.seq_length is not None:
         return {}
     most = CPU_LENGTH if on_a_cpu(run) else LONGEST
@@ -151,12 +146,15 @@ def sample_length(run: RunConfig) -> Filled:
 
 
 def span_lengths(run: RunConfig) -> Filled:
-    """What an encoder-decoder reads and predicts of a sample, in multiples of 8."""
+    """Return the lengths that an encoder-decoder reads and predicts per sample, in
+    multiples of 8.
+    """
     t = run.model.t5
     tokens = run.data.length
     if t is None:
         return {}
-    (noise, parts), (read, written) = spans(t, tokens), lengths(t, tokens)
+    noise, parts = spans(t, tokens)
+    read, written = lengths(t, tokens)
     filled: dict[str, tuple[Any, str]] = {}
     for key, said, need, kept in (
         ("encoder_length", t.encoder_length, read, f"{tokens - noise} of them"),
@@ -169,7 +167,9 @@ def span_lengths(run: RunConfig) -> Filled:
 
 
 def sequence_parallel(run: RunConfig) -> Filled:
-    """On where tp shards layers, on a CPU only of experts, which train with tp only so."""
+    """Return whether sequence parallelism is on: with tp; on a CPU only for experts, which need it
+    with tp.
+    """
     p = run.parallel
     cut = run.parallel.tp * run.parallel.cp
     if p.sequence_parallel is not None:
@@ -200,7 +200,7 @@ def sequence_parallel(run: RunConfig) -> Filled:
 
 
 def distributed_optimizer(run: RunConfig) -> Filled:
-    """On where ranks hold the same weights on GPUs."""
+    """Return whether the optimizer is distributed: if ranks on GPUs hold the same weights."""
     if run.parallel.distributed_optimizer is not None:
         return {}
     on, why = _replicated(run)
@@ -211,7 +211,9 @@ def distributed_optimizer(run: RunConfig) -> Filled:
 
 
 def overlap_grad_reduce(run: RunConfig) -> Filled:
-    """On where ranks hold the same weights on GPUs, and all reduce at the same time."""
+    """Return whether gradient reduction overlaps: if ranks on GPUs hold the same weights and all
+    reduce at the same time.
+    """
     p = run.parallel
     if p.overlap_grad_reduce is not None:
         return {}
@@ -223,7 +225,9 @@ def overlap_grad_reduce(run: RunConfig) -> Filled:
 
 
 def overlap_param_gather(run: RunConfig) -> Filled:
-    """On where there is something to gather, and gradients are overlapped too."""
+    """Return whether parameter gathers overlap: if there are some, and gradient reduction overlaps
+    too.
+    """
     p = run.parallel
     if p.overlap_param_gather is not None:
         return {}
@@ -236,8 +240,8 @@ def overlap_param_gather(run: RunConfig) -> Filled:
 
 
 def learning_rate(run: RunConfig) -> Filled:
-    """That of the model's own training, or of the GPT-3 of the nearest size; for fine-tuning, a
-    published one.
+    """Return the rate of the model's own training or of the GPT-3 of the nearest size; a published
+    one for fine-tuning.
     """
     if run.optim.lr is not None:
         return {}
@@ -260,9 +264,10 @@ def learning_rate(run: RunConfig) -> Filled:
 
 
 def schedule(run: RunConfig) -> Filled:
-    """Return a warm-up of a twentieth of the steps and a final rate of a tenth; for fine-tuning a
-    warm-up of 3% and a rate that reaches zero only after the last step, so that a run of one step
-    still learns.
+    """Return a warm-up of 5% of the steps and a final rate of 10%.
+
+    Fine-tuning warms up for 3%, and its rate reaches zero after the last step, so that even a run
+    of one step learns.
     """
     o = run.optim
     tunes = run.trainer.fine_tuning
@@ -287,18 +292,18 @@ def schedule(run: RunConfig) -> Filled:
 
 
 def tenth(rate: float) -> float:
-    """Return a tenth of a learning rate, as one would write it."""
+    """Return a tenth of a learning rate in a short decimal form."""
     return as_written(rate / 10)
 
 
 def as_written(rate: float) -> float:
-    """Return a rate without the last digits that computing it made."""
+    """Return a rate without digits that only rounding produced."""
     return float(f"{rate:.6g}")
 
 
 def sample_tokens(run: RunConfig) -> Filled:
-    """Return text is generated where there is a tokenizer, whole sequences on a rank, and a model
-    that continues texts.
+    """Return the tokens to generate: some if there is a tokenizer, a rank holds whole sequences,
+    and the model continues text.
     """
     if run.trainer.sample_tokens is not None:
         return {}
@@ -321,9 +326,7 @@ def sample_tokens(run: RunConfig) -> Filled:
 
 
 def batch(run: RunConfig) -> Filled:
-    """Return as the micro-batch that nobody set is chosen for the batch, one that somebody set is a
-    part of it.
-    """
+    """Return the batch that fits the rest: with a given micro-batch, a multiple of it."""
     t = run.trainer
     p = run.parallel
     known = run.model.published
@@ -353,8 +356,8 @@ def batch(run: RunConfig) -> Filled:
 
 
 def micro_batch(run: RunConfig) -> Filled:
-    """Return the largest that splits every step evenly and fills the pipeline; on GPUs of few
-    tokens, which memory holds.
+    """Return the largest micro-batch that splits every step evenly and fills the pipeline; on GPUs
+    also one of few tokens, so that it fits in memory.
     """
     t = run.trainer
     p = run.parallel
@@ -378,12 +381,9 @@ def micro_batch(run: RunConfig) -> Filled:
 
 
 def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
-    """Yield a warning where a resolved run trains on synthetic tokens and nobody asked for them."""
+    """Yield a warning if a resolved run trains on synthetic tokens that the user did not choose."""
     if raw.data.kind is None and run.data.kind == "mock":
-        rule = (
-            "the tokens are synthetic, and what is learnt from them is worth nothing: name data of"
-            " your own"
-        )
+        rule = "trains on synthetic tokens; set data.path for a real run"
         named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
         if run.model.family == "llava":
             named = "data=image_text data.path=FOLDER"
@@ -392,8 +392,8 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
 
 
 def logits_at_once(run: RunConfig) -> Filled:
-    """Return a 128th of a device's memory, as a power of two: of more tokens at once there are
-    fewer passes over weights.
+    """Return a 128th of the device's memory as a power of two: more logits at once mean fewer
+    passes over the weights.
     """
     room = run.cluster.device_memory_gib
     k = run.kernels
@@ -409,8 +409,8 @@ def logits_at_once(run: RunConfig) -> Filled:
 
 
 def join_timeout(run: RunConfig) -> Filled:
-    """Derive the wait for ranks from the number of machines that load the same libraries from one
-    disk.
+    """Derive the time limit for joining from the number of machines that load the same libraries
+    from one disk.
     """
     nodes = run.cluster.nodes
     if run.trainer.join_timeout_s is not None:
@@ -424,28 +424,22 @@ def join_timeout(run: RunConfig) -> Filled:
 
 
 def usual_join_timeout_s(nodes: int) -> float:
-    """Return a minute, and one more for each doubling of the machines."""
+    """Return one minute, and one more for each doubling of the machines."""
     return 60.0 * (1 + max(0, nodes - 1).bit_length())
 
 
 def on_a_cpu(run: RunConfig) -> bool:
-    """Return whether the run, whose device is resolved, is one of processes without
-    accelerators.
-    """
+    """Return whether the resolved device of a run is a CPU."""
     return facts_of(run.cluster.device).on_host
 
 
 def nearest_gpt3(model: ModelConfig) -> Trained:
-    """Return the GPT-3 whose size is the nearest by its ratio to the parameters that a token
-    visits.
-    """
+    """Return the GPT-3 whose size is nearest, by ratio, to the parameters that a token visits."""
     return nearest(GPT3, model)
 
 
 def _replicated(run: RunConfig) -> tuple[bool, str]:
-    """Return whether ranks on GPUs hold the same weights, so that work on them is shared; and why,
-    or why not.
-    """
+    """Return whether ranks on GPUs hold the same weights, and the reason."""
     p = run.parallel
     if on_a_cpu(run):
         return False, "cluster.device cpu"
@@ -475,4 +469,4 @@ STEPS: tuple[Step, ...] = (
     logits_at_once,
     join_timeout,
 )
-"""In this order: later ones look at what earlier ones fill in."""
+"""The defaults in order: later ones read the values of earlier ones."""

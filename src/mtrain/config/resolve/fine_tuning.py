@@ -1,41 +1,40 @@
-"""Defaults of fine-tuning: published rates and batches by the size of the model, and steps by the
-number of chats.
+"""Defaults of fine-tuning: published rates and batches by model size, and steps by the number of
+chats.
 
-docs/defaults.md has the sources beside each other.
+docs/defaults.md lists the sources.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.image_files import records_of
-from mtrain.config.resolve.sizes import nearest
+from mtrain.config.disk.files import records_of
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 
 CHATS = ("sft", "preference")
-"""Kinds of data that are written by the chat template of a tokenizer."""
+"""Kinds of data that the chat template of a tokenizer formats."""
 EPOCHS = 2
-"""Times that Tulu 3 reads its chats."""
+"""Epochs of Tulu 3."""
 CHAT_TOKENS = 1024
-"""Tokens of a chat, where chats are packed and batches are counted in chats: Tulu 3's have 700 on
-average.
-"""
+"""Tokens of a chat if chats are packed but batches count chats: the mean of Tulu 3."""
 LETTERS = 4
-"""Bytes of a file of chats per token."""
+"""Bytes per token of a file of chats."""
 FEWEST_STEPS = 30
 SMALLEST_BATCH = 8
-"""Steps that an epoch has, as LIMA's (arXiv 2305.11206), before the batch of a small file is
-halved; and how far.
+"""The least steps of an epoch, as in LIMA (arXiv 2305.11206), below which the batch is halved, and
+the smallest batch.
 """
 STEPS_UNSEEN = 500
-"""Steps of a run whose chats cannot be counted here."""
+"""Steps of a run whose chats cannot be counted on this machine."""
 COUNTED_BYTES = 1 << 26
-"""Bytes of a file in which chats are counted; of a larger one, the rest is taken to be alike."""
+"""Bytes of a file in which chats are counted; the rest of a larger one is assumed to be alike."""
 
 
 class Tuned(NamedTuple):
@@ -55,25 +54,25 @@ ALL_WEIGHTS = (
     Tuned("8B", 8e9, 5e-6, 128, TULU_3),
     Tuned("70B", 70.6e9, 2e-6, 128, TULU_3),
 )
-"""Rate and chats per step where all weights are trained."""
+"""Rate and chats per step for training all weights."""
 ADAPTERS = (
     Tuned("7B", 6.7e9, 2e-4, 16, QLORA),
     Tuned("13B", 13e9, 2e-4, 16, QLORA),
     Tuned("33B", 32.5e9, 1e-4, 16, QLORA),
     Tuned("65B", 65.2e9, 1e-4, 16, QLORA),
 )
-"""The same where low-rank adapters are trained."""
+"""The same for low-rank adapters."""
 
 
 def published(run: RunConfig) -> Tuned:
-    """Return the published fine-tuning of the nearest size, of adapters where the run trains
+    """Return the published fine-tuning of the nearest size, of adapters if the run trains
     adapters.
     """
     return nearest(ADAPTERS if run.peft.kind is not None else ALL_WEIGHTS, run.model)
 
 
 def batch_of(run: RunConfig) -> tuple[int, str]:
-    """Return the samples of a step, and why: chats, or windows of packed chats that hold as many
+    """Return the samples of a step, and the reason: chats, or windows of packed chats with as many
     tokens.
     """
     row = published(run)
@@ -95,7 +94,7 @@ def batch_of(run: RunConfig) -> tuple[int, str]:
 
 
 def steps_of(run: RunConfig) -> tuple[int, str]:
-    """Return the steps of a run whose batch is known, and why."""
+    """Return the steps of a run whose batch is known, and the reason."""
     held = samples_of_an_epoch(run)
     if held is None:
         return (
@@ -109,8 +108,8 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
 
 
 def samples_of_an_epoch(run: RunConfig) -> int | None:
-    """Return how many samples of training data.path holds; None where it has no chats, or is not
-    here.
+    """Return the number of training samples in data.path; None if it has no chats, or is not on
+    this machine.
     """
     d = run.data
     if d.kind not in CHATS or d.path is None:
@@ -133,9 +132,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
 
 @cache
 def _count(file: Path, size: int, changed: int) -> int:
-    """Return the lines of a file that has something in them; a file that was changed is another
-    one.
-    """
+    """Return the number of non-empty lines of a file; the cache key changes with the file."""
     lines = read = 0
     with file.open("rb") as stream:
         while read < COUNTED_BYTES and (block := stream.read(1 << 20)):
@@ -147,3 +144,36 @@ def _count(file: Path, size: int, changed: int) -> int:
     if read < size:
         return max(1, round(lines * size / read))
     return lines + (last != b"\n")
+
+
+class Sized(Protocol):
+    """A row of a table by model size."""
+
+    @property
+    def parameters(self) -> float:
+        """Return the parameters of its model."""
+        ...
+
+
+Row = TypeVar("Row", bound=Sized)
+
+
+def nearest(rows: Sequence[Row], model: ModelConfig) -> Row:
+    """Return the row whose size is nearest, by ratio, to the parameters that a token visits."""
+    size = visited_parameters(model)
+    return min(rows, key=lambda row: max(row.parameters / size, size / row.parameters))
+
+
+def visited_parameters(model: ModelConfig) -> int:
+    """Return the weights of the matrices that a token visits, precise enough to find a row of a
+    table.
+    """
+    m = model
+    width = m.ffn_hidden_size
+    if m.moe is not None:
+        width = m.moe.router_topk * m.moe.ffn_hidden_size + (
+            m.moe.shared_expert_intermediate_size or 0
+        )
+    attention = 2 * m.head_dim * (m.num_attention_heads + m.query_groups)
+    layer = m.hidden_size * (attention + (3 if m.gated else 2) * width)
+    return m.num_layers * layer + m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)

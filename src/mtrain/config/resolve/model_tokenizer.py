@@ -1,38 +1,38 @@
-"""The tokenizer that a model has: that of the run or the Hugging Face folder whose weights a run
-goes on from.
-"""
+"""The tokenizer of a model: that of the run or Hugging Face folder that its weights come from."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
 
 TOKENIZER = "tokenizer.json"
 KEPT = "hf"
-"""The file of a folder, and the folder of a run with what came beside imported weights."""
+"""The file in such a folder, and the folder of a run with the files of its imported weights."""
 OTHERS = (
-    *(
-        "tokenizer.model",
-        "vocab.json",
-        "vocab.txt",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tekken.json",
-    ),
-    *("tiktoken.model", "qwen.tiktoken"),
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "qwen.tiktoken",
 )
-"""Files of tokenizers that are not read as those of a model."""
+"""Tokenizer files in formats that mtrain does not read as a model's tokenizer."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the folder that the weights of a run come from: that of `checkpoint`, else what the
-    configuration names by its path; None: the weights are drawn. A run that `auto` or `latest` goes
-    on with began with `checkpoint.init_from`.
+    """Return the folder of a run's starting weights; None if they are drawn at random.
+
+    It is that of `checkpoint`, else the one that the configuration names by path. A run that `auto`
+    or `latest` resumes started from `checkpoint.init_from`.
     """
     resumed = run.checkpoint.resume
     named = run.checkpoint.init_from if resumed is None or resumed in RESUME_WORDS else resumed
@@ -43,39 +43,39 @@ def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path 
 
 
 def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the `tokenizer.json` of the model whose weights a run goes on from; None:
-    it has none.
+    """Return the `tokenizer.json` of the model whose weights a run starts from; None if it has
+    none.
     """
     folder = folder_of_the_model(run, checkpoint)
     return None if folder is None else tokenizer_of(folder)
 
 
 def tokenizer_of(folder: Path) -> Path | None:
-    """Return the `tokenizer.json` of a run or Hugging Face folder; None: it has none."""
+    """Return the `tokenizer.json` of a run or Hugging Face folder; None if it has none."""
     file = folder / TOKENIZER
     return file if os.path.isfile(file) else None
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a file of a folder, or of what a run kept of one, that holds a tokenizer in a form
-    that is not read here.
+    """Return a tokenizer file in a folder, or in what a run kept of one, whose format mtrain does
+    not read.
     """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that
-    imported one.
+    """Return whether the weights of a folder were trained elsewhere: a Hugging Face folder, or a
+    run that imported one.
     """
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 
 def sha256_of(file: Path) -> str:
-    """Return the hash of a file, which is computed again when the file changes.
+    """Return the hash of a file, cached until the file changes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     stamp = file.stat()
     return _sha256(file, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ino))
@@ -85,3 +85,33 @@ def sha256_of(file: Path) -> str:
 def _sha256(file: Path, stamp: tuple[int, ...]) -> str:
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+KEY = "checkpoint.init_from"
+
+
+def at(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path; None if it is missing."""
+    node: Any = values
+    for name in path.split(".") if path else ():
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def start_of(
+    settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
+) -> str | None:
+    """Return the folder that the command line, else the recipe, else the choice of `checkpoint`
+    names; None if none does.
+    """
+    if KEY in settings:
+        found = settings[KEY]
+    else:
+        found = at(recipe, KEY) or choice.get("init_from")
+    return found if isinstance(found, str) and found else None
+
+
+def describes_a_model(recipe: Mapping[str, Any], needed: Collection[str]) -> bool:
+    """Return whether a recipe sets every required key of a model."""
+    stated = recipe.get("model")
+    return isinstance(stated, Mapping) and stated.keys() >= set(needed)

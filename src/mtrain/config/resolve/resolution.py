@@ -1,4 +1,4 @@
-"""The one place where `auto` and null become values: device, ranks and kernels here, the rest in
+"""The one place that resolves `auto` and null: device, ranks and kernels here, the rest in
 `defaults`.
 """
 
@@ -30,17 +30,27 @@ from mtrain.errors import Problem
 from mtrain.units import GIB
 
 HERE = "on this machine"
-"""Begins the reason of what only the machine decides."""
+"""The prefix of reasons that depend only on the machine."""
 LOCAL = ClusterConfig.model_fields["name"].default
-"""The cluster that is this machine."""
+"""The cluster that stands for this machine."""
 OF_A_DEVICE = {
-    *("sm", "device_memory_gib", "memory_gbps", "power_watts", "peak_tflops"),
-    *("fast_link_gbps", "fast_link_devices", "network_gbitps", "host_link_gbps"),
-    *("operation_us", "link_latency_us", "reached", "software"),
+    "sm",
+    "device_memory_gib",
+    "memory_gbps",
+    "power_watts",
+    "peak_tflops",
+    "fast_link_gbps",
+    "fast_link_devices",
+    "network_gbitps",
+    "host_link_gbps",
+    "operation_us",
+    "link_latency_us",
+    "reached",
+    "software",
 }
 """Keys of a cluster that follow from the kind of its devices."""
 MAX_CPU_RANKS = 64
-"""Processes that are started on a machine without GPUs."""
+"""The number of processes on a machine without GPUs."""
 
 
 NO_GPU = Seen()
@@ -48,7 +58,7 @@ NO_GPU = Seen()
 
 @dataclass(frozen=True)
 class Machine:
-    """What a configuration is resolved on."""
+    """The facts of a machine that a configuration is resolved for."""
 
     cpu_cores: int
     memory_bytes: int
@@ -61,9 +71,9 @@ class Machine:
     """Whether Triton's kernels run in its interpreter, on a CPU."""
 
     unusable_gpus: int = 0
-    """GPUs of AMD that the installed torch was not built for."""
+    """GPUs of AMD that the installed torch does not support."""
     nvidia: Seen = NO_GPU
-    """NVIDIA's GPUs, as far as the driver describes them."""
+    """NVIDIA's GPUs, as the driver describes them."""
 
     @classmethod
     def here(
@@ -75,9 +85,9 @@ class Machine:
         """Return this machine, as far as this process may use it.
 
         Args:
-            environment: the variables, some of which hide GPUs.
-            root: the folder that stands for `/`. With another one than `/`, no library is asked.
-            driver: NVIDIA's driver, if its library was asked before; None: it is asked.
+            environment: the variables; some hide GPUs.
+            root: the folder that stands for `/`. With another one than `/`, no library is called.
+            driver: NVIDIA's driver, if its library was called before; None: it is called now.
         """
         if driver is None and root == hardware.ROOT:
             driver = nvml.driver()
@@ -100,10 +110,10 @@ class Machine:
 
 
 def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of processes that a launcher such as torchrun started; None where there is
-    none.
+    """Return the number of processes that a launcher such as torchrun started; None without a
+    launcher.
 
-    One process that is not told how to find others is a run of its own.
+    A single process without a rendezvous is a run of its own.
     """
     text = environment.get("WORLD_SIZE", "")
     if not text.isdigit() or not environment.get("RANK"):
@@ -149,9 +159,7 @@ def resolve(
 
 
 def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
-    """Marks a key that is filled in now where others were made of it while it was null: not of what
-    it is made of.
-    """
+    """Mark a key that is filled in now as read by others that used it while it was null."""
     for other, reads in made_from.items():
         if path in reads:
             made_from[other] = reads - {path} | {f"{path}."}
@@ -177,11 +185,10 @@ def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
 
 
 def _described(run: RunConfig, machine: Machine) -> Filled:
-    """Fill in the facts of a device that a cluster leaves out, from the GPUs of this machine if all
-    are of one kind.
+    """Fill in the device facts that a cluster leaves out, from this machine's GPUs if all are of
+    one kind.
 
-    The driver is believed first, then the file of `conf/cluster` whose `driver_names` have the name
-    that it gives.
+    The driver has precedence over the file of `conf/cluster` whose `driver_names` list its name.
     """
     cluster = run.cluster
     gpu = machine.nvidia.kind
@@ -199,9 +206,7 @@ def _described(run: RunConfig, machine: Machine) -> Filled:
 
 
 def describes_this_machine(cluster: ClusterConfig) -> bool:
-    """Return whether a cluster leaves its devices to the machine: it is `local`, or it says nothing
-    of a device.
-    """
+    """Return whether a cluster leaves its devices to the machine: `local`, or no device facts."""
     if cluster.driver_names:
         return False
     said = (cluster.sm, cluster.device_memory_gib, cluster.memory_gbps, cluster.peak_tflops)
@@ -258,11 +263,11 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """Return the fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both
-    whole.
+    """Return the smallest number of ranks whose dense grid (tp pp cp) and expert grid (etp ep pp)
+    are whole.
 
-    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded
-    over two ranks.
+    With `hsdp_replicas` both grids divide into as many equal parts, and a dense one spans two
+    ranks.
     """
     replicas = parallel.hsdp_replicas
     dense = parallel.tp * parallel.cp
@@ -281,7 +286,7 @@ def machine_problems(
     world_size: int | None,
     origins: Mapping[str, str],
 ) -> Iterator[Problem]:
-    """What is wrong between a configuration and the processes or cores that are here."""
+    """Return the problems between a configuration and the processes or cores of this machine."""
     asked = run.parallel.ranks
     got = resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:

@@ -1,4 +1,4 @@
-"""How long a run is, and how often it is looked at and saved, where nobody says so."""
+"""The default length of a run, and its default intervals of evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve import fine_tuning
 from mtrain.config.resolve.batches import samples_of, stages, steps_within
-from mtrain.config.resolve.sizes import visited_parameters
+from mtrain.config.resolve.fine_tuning import visited_parameters
 from mtrain.config.schema.run import RunConfig
 from mtrain.units import count
 
 CPU_STEPS = 80
 CPU_INTERVAL = 40
-"""Steps of a minute on two cores with the default model, and of one half of it."""
+"""Steps per minute on two cores with the default model, and with half of it."""
 TOKENS_PER_PARAMETER = 20
 CHINCHILLA = "Chinchilla (arXiv 2203.15556)"
 MINUTES = 30.0
-"""From one checkpoint and evaluation to the next on GPUs: a failure then costs a quarter of an hour
-on average.
+"""Minutes between checkpoints and evaluations on GPUs: a failure then costs half of that on
+average.
 """
 
 
 def is_fine_tuning(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Chats, and adapters of a frozen model, are trained as fine-tunings are."""
+    """Return whether a run fine-tunes: on chats, or with adapters of a frozen model."""
     if run.trainer.fine_tuning is not None:
         return {}
     chats = run.data.kind in fine_tuning.CHATS
@@ -37,7 +37,9 @@ def is_fine_tuning(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
 
 
 def train_iters(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Epochs of chats; on a CPU a minute; else 20 tokens for each parameter that a token visits."""
+    """Return the steps: epochs of chats; a minute on a CPU; else 20 tokens per parameter that a
+    token visits.
+    """
     t = run.trainer
     if t.train_iters is not None:
         return {}
@@ -58,7 +60,9 @@ def train_iters(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
 
 
 def intervals(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Return steps between evaluations and between checkpoints on a CPU, minutes on GPUs."""
+    """Return the steps (on a CPU) or minutes (on GPUs) between evaluations and between
+    checkpoints.
+    """
     found: dict[str, tuple[Any, str]] = {}
     for section, name in (("trainer", "eval"), ("checkpoint", "save")):
         said = getattr(run, section)

@@ -1,4 +1,4 @@
-"""What each pipeline stage holds, from any of the ways to say it."""
+"""The contents of each pipeline stage, from any of the keys that split the layers."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,4})"), re.compile(r"([EtmL|])\*
 
 @dataclass(frozen=True)
 class Stage:
-    """One (virtual) stage."""
+    """One pipeline stage or virtual stage."""
 
     layers: range
     """Transformer layers, counted from 0."""
     embedding: bool = False
     mtp: int = 0
-    """Layers of multi-token prediction; all of a model are in one stage."""
+    """Layers of multi-token prediction; one stage has all of them."""
     loss: bool = False
     """Final norm, output layer and loss."""
 
     @property
     def empty(self) -> bool:
-        """Return whether there is nothing to do in this stage."""
+        """Return whether the stage has nothing to compute."""
         return not (self.layers or self.embedding or self.mtp or self.loss)
 
     def words(self) -> list[str]:
-        """megatron-core's names of what the stage holds, in order."""
+        """Return megatron-core's names of the stage's contents, in order."""
         held = ["embedding"] * self.embedding + ["decoder"] * len(self.layers)
         return held + ["mtp"] * self.mtp + ["loss"] * self.loss
 
 
 def parse_pipeline_layout(text: str) -> list[Stage]:
-    """Return the stages that a layout such as `Et*3|(tt|)*29,m|L` writes down, in the order of the
-    model.
+    """Return the stages of a layout such as `Et*3|(tt|)*29,m|L`, in the order of the model.
 
-    The grammar is that of Megatron-LM's `--pipeline-model-parallel-layout`; commas are for the eye.
+    The grammar is that of Megatron-LM's `--pipeline-model-parallel-layout`; commas have no meaning.
 
     Raises:
-        ValueError: says what cannot be read, or which part is missing or out of place.
+        ValueError: a part is unreadable, missing or out of place.
     """
     words = _unrolled(text).split("|")
     if len(words) > MAX_STAGES:
@@ -96,18 +95,17 @@ def _unrolled(text: str) -> str:
 
 
 def uneven(run: RunConfig) -> bool:
-    """Return whether a key says how layers are split into stages; else they are equal."""
+    """Return whether a key splits the layers unevenly."""
     p = run.parallel
     accounted = p.account_for_embedding_in_pipeline_split or p.account_for_loss_in_pipeline_split
     return p.pipeline_layout is not None or p.layers_per_stage is not None or accounted
 
 
 def stages(run: RunConfig) -> list[Stage]:
-    """Return every one of the pp * vpp stages in the order of the model; stage i is on pipeline
-    rank i % pp.
+    """Return the pp * vpp stages in the order of the model; stage i is on pipeline rank i % pp.
 
     Raises:
-        ValueError: the keys that say so do not fit the model or each other.
+        ValueError: the keys do not fit the model or each other.
     """
     p = run.parallel
     model = run.model

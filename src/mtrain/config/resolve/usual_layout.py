@@ -1,6 +1,4 @@
-"""The layout of a CPU where nobody names one: sharded, so that what runs on a laptop is what runs
-on a cluster.
-"""
+"""The default layout of a CPU: sharded, so that a laptop runs the code paths of a cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +16,9 @@ AUTO_LAYOUT = "parallel.auto"
 def on_a_cpu(
     raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
 ) -> tuple[RunConfig, dict[str, str]]:
-    """`raw` on a CPU with the layout that `parallel.auto` null leaves open, and why: tensor
-    parallel 2.
+    """Return `raw` on a CPU with tensor parallelism 2 in place of a null layout, and the reason.
 
-    One process where the number of processes, or the model, does not admit that; what is said of
-    the layout is kept.
+    One process if the number of processes or the model does not permit it; keys that are set stay.
     """
     said = [axis for axis in ("tp", "fsdp") if origins.get(f"parallel.{axis}", DEFAULT) != DEFAULT]
     plain = _changed(raw, auto=False)

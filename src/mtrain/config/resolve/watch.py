@@ -1,4 +1,4 @@
-"""Which keys a function reads of a configuration."""
+"""A recorder of the keys that a function reads from a configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from mtrain.config.schema.run import RunConfig
 
 
 def watched(run: RunConfig, reads: set[str]) -> RunConfig:
-    """`run` as it is, for a function that only looks at keys: each key that it reads is added to
-    `reads`.
+    """Return `run` for a function that only reads keys; each key that it reads is added to `reads`.
 
-    Keys are dotted; a section that is looked at itself, as in `model.moe is None`, ends in a dot
-    where it is there.
+    Keys are dotted; a section that is read itself, as in `model.moe is None`, ends in a dot.
     """
     return cast("RunConfig", _Watched(run, "", reads))
 
 
 class _Watched:
-    """Stands in front of one section, or of another that stands in front of it."""
+    """A proxy of a section, or of another proxy."""
 
     def __init__(self, section: Section | _Watched, path: str, reads: set[str]) -> None:
         self._section = section
@@ -50,7 +48,7 @@ class _Watched:
 
 
 def read_from(reads: Iterable[str], made_from: Mapping[str, frozenset[str]]) -> set[str]:
-    """`reads`, and every key that one of them was made from, and so on."""
+    """Return `reads` and every key that they were derived from, transitively."""
     out: set[str] = set()
     waiting = list(reads)
     while waiting:
@@ -62,7 +60,7 @@ def read_from(reads: Iterable[str], made_from: Mapping[str, frozenset[str]]) -> 
 
 
 def touches(reads: Iterable[str], keys: Iterable[str]) -> bool:
-    """Return whether any of `reads` is one of `keys`, a part of one, or holds one."""
+    """Return whether any of `reads` is one of `keys`, a part of one, or contains one."""
     wanted = tuple(keys)
     return any(
         read == key or read.startswith(f"{key}.") or key.startswith(f"{read}.")

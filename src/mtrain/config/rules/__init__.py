@@ -1,4 +1,4 @@
-"""Rules between keys: all asked, every fix tried before it is shown."""
+"""Rules between keys: all are evaluated, and every fix is tried before it is shown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,19 +18,15 @@ from mtrain.config.messages.suggestions import NOTHING, with_choices
 from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import (
     batch,
-    bert,
     chats,
     corpus,
     data,
     dsa,
     engines,
     experts,
-    families,
     graphs,
-    hybrid,
     layout,
     linear_attention,
-    llava,
     mixing,
     model,
     mup,
@@ -44,10 +41,10 @@ from mtrain.config.rules import (
     routing,
     sharding,
     storage,
-    t5,
     tokenizers,
     unused,
 )
+from mtrain.config.rules.families import rules_of_families
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related
 from mtrain.config.rules.rule import Rule
@@ -65,10 +62,6 @@ _MODULES = (
     mup,
     linear_attention,
     dsa,
-    families,
-    bert,
-    llava,
-    hybrid,
     rotary,
     data,
     mixing,
@@ -80,25 +73,30 @@ _MODULES = (
     optim,
     peft,
     storage,
-    t5,
     plug_ins,
     graphs,
     offload,
     unused,
     engines,
 )
-RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Return every rule: those of this package, then those of the families of models."""
+    return (*(rule for module in _MODULES for rule in module.RULES), *rules_of_families())
+
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
-"""What rules that look at files may take for trying fixes, of one configuration."""
+"""The seconds that rules on files may take to try the fixes of one configuration."""
 
 
 class Answers:
-    """What rules that look at files have said: a trial asks one again only where a key that it
-    reads has changed.
+    """Cached findings of rules that read files: a trial evaluates such a rule again only if a key
+    that it reads changed.
 
-    After `DISK_SECONDS` none is asked again, and of other values nothing is said.
+    After `DISK_SECONDS` none is evaluated again, and new values get no findings.
     """
 
     def __init__(self) -> None:
@@ -106,7 +104,7 @@ class Answers:
         self._left = DISK_SECONDS
 
     def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
-        """Return findings of a rule with the keys that it had read until each of them."""
+        """Return the findings of a rule, each with the keys that the rule had read by then."""
         known = self._known.setdefault(rule, {})
         values = tuple(value_at(run, key) for key in rule.reads)
         if values not in known:
@@ -129,10 +127,10 @@ def check(
 ) -> list[Problem]:
     """Return every broken rule of a resolved run, errors before warnings.
 
-    A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a
-    user edits) and resolved again, it removes its problem and brings no new one. Left out is what
-    is `hidden`, which is given the keys that the rule read. Where the configuration is not `to_run`
-    here, what it lacks is a warning.
+    A shown fix was tried: applied to `raw` (the run before it was resolved, which a user edits) and
+    resolved again, it removes its problem and causes no new one. Findings that `hidden` accepts, by
+    the keys that the rule read, are left out. If the configuration is not `to_run` on this machine,
+    inputs that it lacks are warnings.
     """
     raw = raw if raw is not None else run
     answers = Answers()
@@ -148,9 +146,7 @@ def check(
 
 
 def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
-    """Return a warning in place of an error, for what a configuration that runs elsewhere may
-    lack here.
-    """
+    """Return a warning in place of an error, for inputs that a run elsewhere may have."""
     if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
         return finding
     if finding.lacks == "device":
@@ -163,11 +159,11 @@ def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
 
 
 def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:
-    """What every rule has to say about a resolved run; `answers` are those of a run that differs in
-    a few keys.
+    """Return the findings of every rule on a resolved run; `answers` are those of a run that
+    differs in a few keys.
     """
     answers = answers or Answers()
-    for rule in RULES:
+    for rule in all_rules():
         yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
@@ -175,7 +171,7 @@ def findings_and_reads(
     run: RunConfig, answers: Answers
 ) -> Iterator[tuple[Finding, frozenset[str]]]:
     """Yield the same, each with the keys that its rule had read until then."""
-    for rule in RULES:
+    for rule in all_rules():
         yield from answers.of(rule, run) if rule.disk else _said(rule, run)
 
 
@@ -186,7 +182,7 @@ def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]
 
 
 def apply(run: RunConfig, change: Change) -> RunConfig:
-    """`run` with dotted keys set to new values.
+    """Return `run` with new values for dotted keys.
 
     Raises:
         ValidationError: the schema refuses a value.
@@ -203,7 +199,7 @@ def apply(run: RunConfig, change: Change) -> RunConfig:
 
 
 class _Trial:
-    """Tries fixes against the rules, a bounded number of them."""
+    """A bounded trial of fixes against the rules."""
 
     def __init__(
         self,
@@ -219,7 +215,7 @@ class _Trial:
         self.left = MAX_TRIES
 
     def outcome(self, change: Change) -> list[Finding] | None:
-        """What the rules say under `change`; None where it cannot be applied."""
+        """Return the findings after `change`; None if it cannot be applied."""
         self.left -= 1
         try:
             return list(findings(self.resolve(apply(self.raw, change)), self.answers))
@@ -227,7 +223,7 @@ class _Trial:
             return None
 
     def repair(self, change: Change, finding: Finding, depth: int) -> Change | None:
-        """`change`, with at most `depth` more changes for what it breaks; None where `finding`
+        """Return `change` with at most `depth` more changes for what it breaks; None if `finding`
         stays.
         """
         after = self.outcome(change) if self.left > 0 else None
@@ -244,9 +240,9 @@ class _Trial:
         return None
 
     def choose(self, finding: Finding, limit: int = 2) -> list[Change]:
-        """Return the fixes that remove `finding` and bring nothing new, in the order of the rule.
+        """Return the fixes that remove `finding` and cause nothing new, in the order of the rule.
 
-        Where none of them does so alone, the first that does so with one or two changes more.
+        If no fix does so by itself, return the first that does with one or two more changes.
         """
         good: list[Change] = []
         for change in finding.fixes:
@@ -306,8 +302,8 @@ def _problem(
 
 
 def _left_out(keys: Iterable[list[str]], path: str) -> list[str]:
-    """Return words that say which of the provided keys to leave out, for a finding at `path`: the
-    fewest of them.
+    """Return advice about which provided keys to leave out, as few as possible, for a finding at
+    `path`.
     """
     sets = [one for one in keys if one]
     least = [one for one in sets if not any(set(other) < set(one) for other in sets)]

@@ -26,8 +26,8 @@ LISTED = "trainer.batch_size_schedule"
         f"trainer.batch_size_schedule {DP}"
     ),
 )
-def batch_divides(run: RunConfig) -> Iterator[Finding]:
-    """The global batch is a whole number of micro-batches on every data-parallel rank."""
+def batch_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """The global batch divides into whole micro-batches on every data-parallel rank."""
     t = run.trainer
     dp = run.parallel.dp
     step = t.micro * dp
@@ -61,10 +61,8 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"trainer.global_batch_size data.seq_length trainer.micro_batch_size parallel.vpp {DP}",
 )
-def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
-    """A global batch is a number of samples; one that was written in tokens is thousands of times
-    too large.
-    """
+def batch_unit(run: RunConfig) -> Iterator[Finding]:
+    """The global batch counts samples; a number of tokens is thousands of times too large."""
     t = run.trainer
     seq = run.data.length
     if t.batch * seq > MOST_TOKENS:
@@ -93,7 +91,7 @@ def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"trainer.global_batch_size trainer.micro_batch_size parallel.pp parallel.vpp {DP}",
 )
-def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
+def pipeline_fill(run: RunConfig) -> Iterator[Finding]:
     """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer
     than pp.
     """
@@ -123,9 +121,9 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
         f"trainer.global_batch_size {DP}"
     ),
 )
-def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
-    """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as
-    many.
+def micro_batch_groups(run: RunConfig) -> Iterator[Finding]:
+    """A virtual stage processes at least pp micro-batches per turn; a remainder has as many, or is
+    empty.
     """
     t = run.trainer
     p = run.parallel
@@ -155,8 +153,8 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
     Code("MT134", example="trainer.profile_step=1000"),
     reads="trainer.profile_step trainer.train_iters trainer.profile_ranks parallel.ranks",
 )
-def profile_within_run(run: RunConfig) -> Iterator[Finding]:
-    """The profiled step and ranks are of the run."""
+def profile_range(run: RunConfig) -> Iterator[Finding]:
+    """The profiled step and ranks belong to the run."""
     t = run.trainer
     if t.profile_step is not None and t.profile_step > t.steps:
         rule = f"step {t.profile_step} never comes: the run has {t.steps} steps"
@@ -173,8 +171,8 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     Code("MT135", example="trainer.soft_timeout_s=700"),
     reads="trainer.soft_timeout_s trainer.timeout_s",
 )
-def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
-    """A run says where it hangs before it is ended."""
+def timeout_order(run: RunConfig) -> Iterator[Finding]:
+    """A hang is reported before the run is ended."""
     t = run.trainer
     if t.soft_timeout_s >= t.timeout_s:
         rule = (
@@ -199,8 +197,8 @@ def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="trainer.rampup_batch_size trainer.batch_size_schedule trainer.global_batch_size",
 )
-def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
-    """Steps grow by whole increments, or as a list says, and not by both."""
+def ramp_definition(run: RunConfig) -> Iterator[Finding]:
+    """Batch sizes grow by whole increments or by a list, never both."""
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
@@ -245,8 +243,8 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
         f"trainer.micro_batch_size parallel.vpp data.seq_length {DP}"
     ),
 )
-def every_size_divides(run: RunConfig) -> Iterator[Finding]:
-    """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule
+def ramp_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Every batch size divides into whole micro-batches per rank, in groups of pp if the schedule
     interleaves.
     """
     t = run.trainer
@@ -298,8 +296,8 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
         " trainer.global_batch_size data.seq_length"
     ),
 )
-def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
-    """A run that ends on the ramp never makes a step of the size that it names."""
+def ramp_end(run: RunConfig) -> Iterator[Finding]:
+    """The ramp reaches its final batch size before the run ends."""
     t = run.trainer
     plan = stages(run)
     made = counted(plan, t.steps)
@@ -316,13 +314,13 @@ def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    timeouts_are_ordered,
-    batch_divides,
-    batch_is_counted_in_samples,
-    micro_batches_fill_the_pipeline,
-    groups_of_micro_batches,
-    profile_within_run,
-    ramp_is_one,
-    every_size_divides,
-    ramp_ends_within_the_run,
+    timeout_order,
+    batch_divisibility,
+    batch_unit,
+    pipeline_fill,
+    micro_batch_groups,
+    profile_range,
+    ramp_definition,
+    ramp_divisibility,
+    ramp_end,
 )

@@ -11,16 +11,15 @@ from pathlib import Path, PurePath
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import kind_of, unreadable
+from mtrain.config.disk.files import kind_of, records_of, unreadable
 from mtrain.config.disk.first_record import is_documents, kind_of_chats
-from mtrain.config.disk.image_files import records_of
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
 BESIDE = ("chat_template.jinja", "tokenizer_config.json")
-"""Where a template stands beside a tokenizer.json."""
+"""Files next to a tokenizer.json that hold a template."""
 MAX_SETTINGS = 16 << 20
 
 
@@ -34,8 +33,8 @@ MAX_SETTINGS = 16 << 20
     reads="data.kind data.path",
     disk=True,
 )
-def chats_are_there(run: RunConfig) -> Iterator[Finding]:
-    """The file of chats is there."""
+def chat_file_existence(run: RunConfig) -> Iterator[Finding]:
+    """The file of chats exists."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -47,7 +46,8 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
     if d.path:
         found, rule = records_of(path, "what the chats are")
     else:
-        found, rule = (None, "is empty, and a file is needed")
+        found = None
+        rule = "is empty, and a file is needed"
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
         yield Finding("MT340", "data.path", rule, near)
@@ -59,15 +59,15 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT341",
         "Chats are written by a tokenizer and its chat template.",
-        "Name a tokenizer.json that has its tokenizer_config.json beside it, or"
+        "Name a tokenizer.json with its tokenizer_config.json in the same folder, or"
         " data.chat_template.",
         example="data=sft data.path=/nowhere/chats.jsonl",
     ),
     reads="data.kind data.tokenizer data.chat_template",
     disk=True,
 )
-def template_is_there(run: RunConfig) -> Iterator[Finding]:
-    """A tokenizer is named, and a chat template with it."""
+def chat_template_existence(run: RunConfig) -> Iterator[Finding]:
+    """Chats need a tokenizer with a chat template."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -115,7 +115,7 @@ def _has_template(folder: Path) -> bool:
     ),
     reads="model.family data.kind",
 )
-def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
+def chat_family(run: RunConfig) -> Iterator[Finding]:
     """Only decoder-only transformers learn from chats."""
     family = run.model.family
     kind = run.data.kind
@@ -134,7 +134,7 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="data.kind",
 )
-def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
+def preference_pairs(run: RunConfig) -> Iterator[Finding]:
     """No loss learns from pairs of answers yet."""
     if run.data.kind == "preference":
         rule = (
@@ -147,15 +147,15 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT344",
-        "A key that text alone has is not set for chats.",
+        "A key that only text has is not set for chats.",
         example=(
             "data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true"
         ),
     ),
     reads="data.kind data.eod_mask_loss data.packed data.fim.rate",
 )
-def keys_of_text(run: RunConfig) -> Iterator[Finding]:
-    """Chats end where they end, are read as they were said, and pairs are not packed."""
+def text_only_keys(run: RunConfig) -> Iterator[Finding]:
+    """Chats keep their own ends and their order, and pairs are not packed."""
     d = run.data
     if d.kind not in CHATS:
         return
@@ -192,8 +192,8 @@ def keys_of_text(run: RunConfig) -> Iterator[Finding]:
     reads="data.kind data.path",
     disk=True,
 )
-def records_are_no_text(run: RunConfig) -> Iterator[Finding]:
-    """A file whose first line is a chat or a document in JSON is not learned as text."""
+def text_file_format(run: RunConfig) -> Iterator[Finding]:
+    """A file that begins with a chat or a JSON document is not read as plain text."""
     d = run.data
     if d.kind != "text" or d.path is None:
         return
@@ -221,10 +221,10 @@ def records_are_no_text(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    chats_are_there,
-    template_is_there,
-    chats_are_for_decoders,
-    pairs_have_no_loss,
-    keys_of_text,
-    records_are_no_text,
+    chat_file_existence,
+    chat_template_existence,
+    chat_family,
+    preference_pairs,
+    text_only_keys,
+    text_file_format,
 )

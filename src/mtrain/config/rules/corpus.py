@@ -1,7 +1,6 @@
-"""Corpus: its files are there, are what they must be, and hold enough for the samples that are
-asked for.
+"""Corpus rules: the files exist, are well-formed, and hold enough for the requested samples.
 
-Training asks the same before it starts anything, and looks at every byte after that.
+Training validates the same before it starts, and reads every byte afterwards.
 """
 
 from __future__ import annotations
@@ -14,8 +13,15 @@ from contextlib import closing
 from pathlib import Path
 
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import (
+    PIECE,
+    SKIPPED_FOLDERS,
+    Bound,
+    download_of,
+    files_below,
+    no_text,
+    unreadable,
+)
 from mtrain.config.disk.manifest import READ_BYTES, Manifest, read_manifest
 from mtrain.config.disk.token_files import (
     READ_TOKENIZER,
@@ -26,9 +32,8 @@ from mtrain.config.disk.token_files import (
 )
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.schema.data import WEIGHTS_OF, read_corpora
+from mtrain.config.schema.data import WEIGHTS_OF, DataConfig, read_corpora
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import DataConfig
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
@@ -75,8 +80,8 @@ NO_END = Code(
     ),
     disk=True,
 )
-def text_is_there(run: RunConfig) -> Iterator[Finding]:
-    """The file or folder of text exists, can be read, and holds text for a sample of each split."""
+def text_existence(run: RunConfig) -> Iterator[Finding]:
+    """The file or folder of text exists, is readable, and holds text for a sample of each split."""
     d = run.data
     if d.kind != "text":
         return
@@ -122,8 +127,8 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
-    """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is
-    none.
+    """Return the bytes and documents of text at a path, counted up to `need` bytes, and why there
+    is no text.
     """
     if path.is_file():
         size = path.stat().st_size
@@ -172,7 +177,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     TOO_FEW,
     Code(
         "MT611",
-        "The .bin and .idx do not add up, or are none.",
+        "The .bin and .idx are inconsistent or invalid.",
         help=(
             "Write them again, or name the prefix of others; an index names dtype, sequences and"
             " documents."
@@ -191,9 +196,9 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     ),
     disk=True,
 )
-def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
-    """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of
-    each split.
+def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
+    """Both files of every indexed corpus exist, agree, and hold tokens for the samples of each
+    split.
     """
     d = run.data
     if d.kind != "indexed":
@@ -225,9 +230,11 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
             )
             for f in found[:1]:
                 if f.path == "data.path":
-                    path, rule = (f"data.{key}", f"{prefix}: {f.rule}")
+                    path = f"data.{key}"
+                    rule = f"{prefix}: {f.rule}"
                 else:
-                    path, rule = (f.path, f.rule)
+                    path = f.path
+                    rule = f.rule
                 yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
                 return
 
@@ -235,8 +242,10 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
 def _corpus(
     run: RunConfig, text: str, renamed: Callable[[str], Change], shares: Sequence[float]
 ) -> Iterator[Finding]:
-    """What is wrong with the corpus of a prefix; `renamed` is the change that names another,
-    `shares` are those of train, validation and test.
+    """Yield the findings of the corpus at a prefix.
+
+    `renamed` is the change that names another corpus; `shares` are those of train, validation and
+    test.
     """
     if "://" in text:  # an object store, which opening it asks
         return
@@ -269,10 +278,11 @@ def _corpus(
 
 
 def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
-    """What a manifest beside a corpus says fits its files, the model and the tokenizer; no
-    manifest: nothing is said.
+    """Yield where a corpus's manifest contradicts its files, the model or the tokenizer; nothing
+    without one.
 
-    Raises CorruptData for a manifest that was changed, or is of other files.
+    Raises:
+        CorruptData: the manifest was altered, or describes other files.
     """
     held = read_manifest(base, READ_BYTES)
     vocab = run.model.vocab_size
@@ -309,7 +319,7 @@ def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
 
 
 def _end_in_manifests(run: RunConfig) -> bool:
-    """Whether the manifests of all corpora say one token that ends documents."""
+    """Return whether the manifests of all corpora agree on the token that ends documents."""
     d = run.data
     ends = set[int | None]()
     named = d.blend or ((d.path,) if d.path else ())
@@ -325,7 +335,9 @@ def _end_in_manifests(run: RunConfig) -> bool:
 def _tokens_suffice(
     run: RunConfig, corpus: TokenFiles, shares: Sequence[float]
 ) -> Iterator[Finding]:
-    """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
+    """Yield each used split without tokens for a sample, and the first ids beyond the
+    vocabulary.
+    """
     d = run.data
     need = run.data.least_tokens
     vocab = run.model.vocab_size
@@ -388,8 +400,8 @@ def _tokens_suffice(
     ),
     disk=True,
 )
-def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
-    """A tokenizer that is named exists, is one, and has no more ids than the model."""
+def tokenizer_existence(run: RunConfig) -> Iterator[Finding]:
+    """A named tokenizer exists, is valid, and has no more ids than the model."""
     d = run.data
     if d.kind == "mock" or d.tokenizer is None:
         return
@@ -446,10 +458,8 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     ),
     disk=True,
 )
-def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
-    """Documents of indexed data are told apart by a token that the tokenizer knows, or the
-    manifest.
-    """
+def end_of_document_id(run: RunConfig) -> Iterator[Finding]:
+    """The tokenizer or the manifest states the token that ends documents of indexed data."""
     d = run.data
     wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
     if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):
@@ -472,4 +482,4 @@ def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
             yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
 
 
-RULES = (text_is_there, tokens_are_there, tokenizer_is_there, end_of_document_is_known)
+RULES = (text_existence, indexed_file_existence, tokenizer_existence, end_of_document_id)

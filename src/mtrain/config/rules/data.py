@@ -1,4 +1,4 @@
-"""Data: what each kind needs, and that token ids fit the embedding."""
+"""Data rules: the requirements of each kind, and token ids within the embedding."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ LEAST_SHARE = 1e-12
 
 
 def is_lost(share: float, total: float) -> bool:
-    """Whether a weight above 0 is too small a share of all, which is compared as
-    messages print it.
-    """
+    """Return whether a positive weight is lost in the sum of all, which messages print rounded."""
     return 0 < float(f"{share / total:.2g}") < LEAST_SHARE
 
 
@@ -49,8 +47,8 @@ def is_lost(share: float, total: float) -> bool:
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
-def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
-    """A key that the chosen kind does not read is an error, not ignored."""
+def data_kind_keys(run: RunConfig) -> Iterator[Finding]:
+    """A key that the chosen kind of data does not read is an error."""
     d = run.data
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
         rule = "data.blend names the corpora that are read, and data.path would have no effect"
@@ -84,7 +82,7 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
 
 
 def _kinds_that_read(path: str) -> str:
-    """The choices of data whose files end as `path` does."""
+    """Return the choices of data whose files end as `path` does."""
     ending = PurePath(path).suffix.lower()
     if ending in (".jsonl", ".json"):
         return "data=sft"
@@ -115,8 +113,8 @@ def _kinds_that_read(path: str) -> str:
         " data.test_blend data.test_weights"
     ),
 )
-def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
-    """Every corpus of a blend is named once, with a share of its own."""
+def blend_shares(run: RunConfig) -> Iterator[Finding]:
+    """A blend names every corpus once, with a share of its own."""
     d = run.data
     for names, weights in WEIGHTS_OF.items() if d.kind == "indexed" else ():
         corpora = getattr(d, names)
@@ -134,7 +132,7 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
 
 
 def _shares(weights: str, corpora: Sequence[str], shares: Sequence[float]) -> Iterator[Finding]:
-    """Some corpus is read, and none so seldom that its share is lost in rounding."""
+    """Yield a blend that reads no corpus, and shares that are lost in rounding."""
     total = math.fsum(shares)
     key = f"data.{weights}"
     if not total:
@@ -169,7 +167,7 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...]:
-    """Each corpus once; alone, one is a path."""
+    """Return changes that name each corpus once, or a single corpus as a path."""
     each: Change = {f"data.{names}": list(dict.fromkeys(corpora)), f"data.{weights}": None}
     alone: Change = {"data.blend": None, "data.blend_weights": None, "data.path": corpora[0]}
     return (each, alone) if names == "blend" else (each,)
@@ -179,13 +177,13 @@ def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...
     Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
     Code(
         "MT309",
-        "There is something to validate on where evaluation is asked for.",
+        "Evaluation has samples to validate on.",
         example="data.split=[1,0,0]",
     ),
     reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
 )
-def split_is_usable(run: RunConfig) -> Iterator[Finding]:
-    """There is something to train on, and to validate on where evaluation is asked for."""
+def split_usability(run: RunConfig) -> Iterator[Finding]:
+    """The split has data to train on, and to validate on if evaluation is requested."""
     d = run.data
     if d.validation_blend is not None or d.test_blend is not None:
         if d.validation_blend is None and run.trainer.eval_iters > 0:
@@ -237,10 +235,8 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     ),
     disk=True,
 )
-def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
-    """Every id of a tokenizer that is trained has a row in the embedding; few rows are
-    never used.
-    """
+def vocabulary_fit(run: RunConfig) -> Iterator[Finding]:
+    """The embedding has a row for every id of a trained tokenizer, and few unused rows."""
     d = run.data
     vocab = run.model.vocab_size
     size = d.tokenizer_vocab_size
@@ -274,8 +270,8 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
 )
-def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
-    """Generated text needs a tokenizer, and the whole sequence on a rank."""
+def sample_requirements(run: RunConfig) -> Iterator[Finding]:
+    """Generated text needs a tokenizer, and the whole sequence on one rank."""
     t = run.trainer
     d = run.data
     if not t.sample_tokens:
@@ -313,7 +309,7 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
-    """Documents that are cut and padded one by one, and what can be said of them."""
+    """Packing cuts and pads documents one by one, which excludes some keys."""
     d = run.data
     _p = run.parallel
     m = run.model
@@ -346,7 +342,7 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT357",
         "Whole documents are read in an order of their own, each as it stands.",
-        "Turn off data.packed_by=first_fit, or what goes with a stream of tokens alone.",
+        "Turn off data.packed_by=first_fit, or what needs a stream of tokens.",
         example=(
             "data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5"
             " data.fim.ids=[1,2,3]"
@@ -355,7 +351,7 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
     reads="data.kind data.packed data.packed_by data.order data.fim.rate",
 )
 def whole_documents(run: RunConfig) -> Iterator[Finding]:
-    """Megatron's order and fill in the middle are of a stream of tokens."""
+    """Megatron's sample order and fill-in-the-middle need a stream of tokens."""
     d = run.data
     if not d.whole_documents:
         return
@@ -386,10 +382,10 @@ def whole_documents(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     whole_documents,
-    keys_of_the_kind,
-    shares_of_a_blend,
-    split_is_usable,
-    vocabulary_fits,
-    sample_needs_text,
+    data_kind_keys,
+    blend_shares,
+    split_usability,
+    vocabulary_fit,
+    sample_requirements,
     packed_samples,
 )

@@ -1,10 +1,10 @@
-"""Sparse attention: what an indexer reads, and what it is not proven with."""
+"""Sparse-attention rules: the inputs of an indexer, and combinations that are not proven."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.families import SPARSE_ATTENTION
+from mtrain.config.families import Limit
 from mtrain.config.rules.families import beyond
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.quantized import FORMATS, without_low_precision
@@ -15,6 +15,46 @@ SECTION = "model.dsa"
 NONE: Change = {SECTION: None}
 CORE = "core_attn"
 TINY = "model=deepseek_v3_2_tiny"
+_CHOSEN = "sparse attention is not proven with it"
+_ALL_PAIRS = "an indexer chooses keys by a mask of each pair in a sequence"
+_ON_ONE_RANK = f"{_ALL_PAIRS} that one rank has whole"
+SPARSE_ATTENTION: tuple[Limit, ...] = (
+    Limit("model.add_bias_linear", (False,), "megatron-core has it without biases since 0.19"),
+    Limit("model.softmax_type", ("vanilla",), _CHOSEN),
+    Limit("model.attn_logit_softcapping", (None,), _CHOSEN),
+    Limit("model.attention_dropout", (0.0,), _CHOSEN),
+    Limit(
+        "model.window_size",
+        (None,),
+        "an indexer chooses keys, not their distance",
+        (("model.window_attn_skip_freq", None),),
+    ),
+    Limit("parallel.cp", (1,), _ON_ONE_RANK, (("parallel.ranks", None),)),
+    Limit("parallel.hybrid_context_parallel", (False,), _ON_ONE_RANK),
+    Limit(
+        "parallel.fsdp",
+        ("none",),
+        "an indexer is not proven with FSDP's weights; parallel.distributed_optimizer=true shards"
+        " the state",
+        (("parallel.fsdp_sharding", None), ("parallel.hsdp_replicas", 1)),
+    ),
+    Limit("data.packed", (False,), f"{_ALL_PAIRS}, and knows no documents in it"),
+    Limit(
+        "trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"
+    ),
+    Limit(
+        "parallel.activation_offload.modules",
+        (None,),
+        "what an indexer keeps is not tried in host memory",
+    ),
+    Limit(
+        "peft.kind",
+        (None,),
+        "an indexer would stay as it is, and the attention that it was taught would not",
+        tuple((f"peft.{key}", None) for key in ("r", "alpha", "target")),
+    ),
+)
+"""What `model.dsa` is limited to."""
 
 
 @rule(
@@ -26,7 +66,7 @@ TINY = "model=deepseek_v3_2_tiny"
     ),
     reads=f"{SECTION}.indexer_head_dim model.mla.q_lora_rank model.mla.qk_pos_emb_head_dim",
 )
-def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
+def indexer_inputs(run: RunConfig) -> Iterator[Finding]:
     """An indexer reads the latent queries of MLA, and its heads have room for their rotary
     positions.
     """
@@ -35,10 +75,7 @@ def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
     if dsa is None:
         return
     if mla is None or mla.q_lora_rank is None:
-        rule = (
-            "an indexer reads latent queries, and there are none without model.mla and"
-            " model.mla.q_lora_rank"
-        )
+        rule = "an indexer reads latent queries, which need model.mla and model.mla.q_lora_rank"
         yield Finding("MT450", SECTION, rule, (NONE, {"model.mla.q_lora_rank": 1536}))
     elif dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
         turned = mla.qk_pos_emb_head_dim
@@ -61,14 +98,14 @@ def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
         "Set it to what is proven, or take model.dsa away.",
         example=f"{TINY} data.packed=true",
     ),
-    reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
+    reads=" ".join((SECTION, *(limit.key for limit in SPARSE_ATTENTION))),
 )
-def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention keeps to what it is proven with."""
+def sparse_attention_support(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention is limited to the combinations that are proven."""
     if run.model.dsa is not None:
-        for only, fixes in beyond(run, SPARSE_ATTENTION):
+        for limit, fixes in beyond(run, SPARSE_ATTENTION):
             yield Finding(
-                "MT452", only.key, f"{SECTION}: {only.why}", (*fixes, NONE), also=(SECTION,)
+                "MT452", limit.key, f"{SECTION}: {limit.why}", (*fixes, NONE), also=(SECTION,)
             )
 
 
@@ -80,8 +117,8 @@ def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.recompute.granularity parallel.recompute.modules",
 )
-def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
-    """Sparse attention is computed again with its layer, or not at all."""
+def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention is recomputed with its whole layer, or not at all."""
     again = run.parallel.recompute
     modules = again.modules if again.modules is not None else (CORE,)
     if run.model.dsa is None or again.granularity != "selective" or CORE not in modules:
@@ -100,13 +137,15 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT454",
-        "Products beside an indexer are not in 8 or 4 bits.",
+        "GEMMs of a model with an indexer are not in 8 or 4 bits.",
         example=f"{TINY} precision.dtype=bf16 precision.fp8=hybrid cluster=h100",
     ),
     reads=f"{SECTION} {FORMATS}",
 )
-def products_are_whole(run: RunConfig) -> Iterator[Finding]:
-    """What an indexer reads is made by whole products: rounding would choose among near keys."""
+def indexer_precision(run: RunConfig) -> Iterator[Finding]:
+    """The inputs of an indexer come from full-precision products: rounding would decide between
+    near keys.
+    """
     if run.model.dsa is not None and run.precision.quantized is not None:
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
         rule = (
@@ -117,8 +156,8 @@ def products_are_whole(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    an_indexer_reads_latent_queries,
-    sparse_attention_has_it,
-    core_attention_is_kept,
-    products_are_whole,
+    indexer_inputs,
+    sparse_attention_support,
+    sparse_recomputation,
+    indexer_precision,
 )

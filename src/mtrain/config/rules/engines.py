@@ -1,4 +1,4 @@
-"""The rule of what the installed megatron-core can do."""
+"""The rule about capabilities of the installed megatron-core."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mtrain.config.schema.run import RunConfig
     ),
     reads=" ".join(keys()),
 )
-def release_can_do_it(run: RunConfig) -> Iterator[Finding]:
-    """What only some releases of megatron-core can do is asked of those alone."""
+def release_capability(run: RunConfig) -> Iterator[Finding]:
+    """A feature of some releases of megatron-core needs one of those releases."""
     found = engine.release()
     for row in CAPABILITIES:
         if (
@@ -41,4 +41,4 @@ def release_can_do_it(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT045", row.keys[0], says, (dict(row.without),), also=row.keys[1:])
 
 
-RULES = (release_can_do_it,)
+RULES = (release_capability,)

@@ -1,4 +1,4 @@
-"""Mixture of experts: how experts are sharded over ranks, and what sends tokens to them."""
+"""Mixture-of-experts rules: how experts are sharded over ranks, and how tokens reach them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
     ),
     reads="model.moe parallel.ep parallel.etp parallel.tp",
 )
-def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
-    """Axes of experts mean nothing in a dense model."""
+def expert_axes(run: RunConfig) -> Iterator[Finding]:
+    """A dense model has no axes of experts."""
     p = run.parallel
     if run.model.moe is not None:
         return
@@ -68,8 +68,8 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.ffn_hidden_size model.moe.num_experts parallel.ep parallel.etp parallel.tp",
 )
-def experts_divide(run: RunConfig) -> Iterator[Finding]:
-    """Every ep rank holds as many experts, every etp rank as much of each."""
+def expert_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Every ep rank holds the same number of experts, and every etp rank an equal part of each."""
     moe = run.model.moe
     p = run.parallel
     if moe is None:
@@ -96,8 +96,8 @@ def experts_divide(run: RunConfig) -> Iterator[Finding]:
     Code("MT124", example="model=mixtral_tiny parallel=ep2 parallel.ranks=3"),
     reads=f"{DP} parallel.etp parallel.ep model.moe.num_experts parallel.hsdp_replicas",
 )
-def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
-    """A stage's ranks hold whole expert grids."""
+def expert_grid(run: RunConfig) -> Iterator[Finding]:
+    """The ranks of a stage form whole expert grids."""
     p = run.parallel
     etp = p.etp or p.tp
     inner = p.dp * p.cp * p.tp
@@ -121,7 +121,7 @@ def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
     Code("MT125", example="model=mixtral_tiny parallel=tp2 parallel.sequence_parallel=false"),
     reads="model.moe parallel.tp parallel.sequence_parallel",
 )
-def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
+def expert_sequence_parallelism(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's MoE layer refuses to train with tp and without sequence parallelism."""
     p = run.parallel
     if run.model.moe is not None and p.tp > 1 and not p.sequence_parallel:
@@ -138,8 +138,8 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     Code("MT221", example="model=mixtral_tiny model.moe.first_dense_layers=4"),
     reads="model.num_layers model.moe.first_dense_layers",
 )
-def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
-    """The dense layers are fewer than all."""
+def dense_layer_count(run: RunConfig) -> Iterator[Finding]:
+    """A mixture of experts has fewer dense layers than layers."""
     moe = run.model.moe
     layers = run.model.num_layers
     if moe is not None and moe.first_dense_layers >= layers:
@@ -168,8 +168,8 @@ def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
         "model.add_bias_linear model.moe.shared_expert_intermediate_size parallel.etp parallel.tp"
     ),
 )
-def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core adds an expert's bias once per etp rank, so it allows one."""
+def expert_biases(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core adds an expert's bias once per etp rank, so biases need etp 1."""
     p = run.parallel
     if run.model.moe is not None and run.model.add_bias_linear and (p.etp or p.tp) > 1:
         rule = f"biases in experts need etp 1, and it is {p.etp or p.tp}"
@@ -219,10 +219,8 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         "model.activation_func_clamp_value"
     ),
 )
-def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then
-    plain ones.
-    """
+def shared_expert_overlap(run: RunConfig) -> Iterator[Finding]:
+    """Only the all-to-all dispatcher overlaps shared experts, which then have plain gates."""
     moe = run.model.moe
     m = run.model
     key = "model.moe.shared_expert_overlap"
@@ -265,8 +263,8 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
-    """Kernels that send tokens themselves run on GPUs, between ranks, and know capacity in one of
-    two.
+    """Fused dispatch kernels run on GPUs, between ranks; only one of the two supports a
+    capacity.
     """
     moe = run.model.moe
     p = run.parallel
@@ -322,7 +320,9 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def padded_exchange(run: RunConfig) -> Iterator[Finding]:
-    """Expert-parallel ranks send each other as many rows where tokens are routed to by lists."""
+    """Expert-parallel ranks exchange equal numbers of rows only if tokens are dispatched
+    by lists.
+    """
     moe = run.model.moe
     k = run.kernels
     key = "model.moe.pad_alltoall"
@@ -342,7 +342,7 @@ def padded_exchange(run: RunConfig) -> Iterator[Finding]:
 
 
 def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change]]:
-    """Keys that a padded exchange does not go with, why, and what they would have to be."""
+    """Yield keys that exclude a padded exchange, the reason, and the value that each would need."""
     lists = "and a padded exchange is one of lists"
     if moe.expert_capacity_factor is not None:
         why = f"experts with a capacity are routed to by maps, {lists}"
@@ -364,20 +364,20 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
         }
         yield "parallel.hybrid_context_parallel", why, one
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
-        why = f"a router that is captured alone hands on maps, {lists}"
+        why = f"a router that is captured by itself passes on maps, {lists}"
         yield "trainer.cuda_graph_modules", why, {"trainer.cuda_graph_modules": None}
     if run.kernels.experts == "te":
         yield "kernels.experts", NO_COUNTS, {"kernels.experts": "auto"}
 
 
 RULES = (
-    overlapped_shared_experts,
+    shared_expert_overlap,
     flex_dispatcher,
     padded_exchange,
-    expert_axes_need_experts,
-    experts_divide,
-    expert_grid_is_whole,
-    experts_with_tp_need_sequence_parallel,
-    some_layers_have_experts,
-    biases_in_experts,
+    expert_axes,
+    expert_divisibility,
+    expert_grid,
+    expert_sequence_parallelism,
+    dense_layer_count,
+    expert_biases,
 )

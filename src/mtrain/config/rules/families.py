@@ -1,14 +1,17 @@
-"""Rules of families of models: a key that a family does not have, and the sections of others."""
+"""Rules of every family: its limits, and its section; and the decorator of a family's own rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
-from mtrain.config.families import BUILDER, ONLY, SECTIONS, Only
+from mtrain.config import families
+from mtrain.config.families import Limit
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.errors import BadEnvironment
 
 ABSENT = Code(
     "MT248",
@@ -18,63 +21,109 @@ ABSENT = Code(
 )
 
 
-def family_has_it(family: str) -> Rule:
-    """The rule that a model of a family keeps to what the family has."""
-    limits = ONLY[family]
+OfFamily = Callable[[RunConfig, Any], Iterator[Finding]]
+"""A rule of one family: it is given the run and the family's section."""
 
-    @rule(ABSENT, reads=" ".join(("model.family", *(only.key for only in limits))))
+
+def of_family(
+    name: str, *codes: Code, reads: str, disk: bool = False
+) -> Callable[[OfFamily], Rule]:
+    """Make a rule of a function that is called only for models of the family `name`.
+
+    `reads` are the keys that it reads, as in `rule`, except for `model.family`.
+    """
+
+    def made(ask: OfFamily) -> Rule:
+        @wraps(ask)
+        def of_its_models(run: RunConfig) -> Iterator[Finding]:
+            if run.model.family == name:
+                section = getattr(run.model, name)
+                if section is not None:
+                    yield from ask(run, section)
+
+        return rule(*codes, reads=f"{reads} model.family", disk=disk)(of_its_models)
+
+    return made
+
+
+def limits_of(family: str) -> Rule:
+    """Return the rule that models of a family keep to its limits."""
+    limits = families.limits(family)
+
+    @rule(ABSENT, reads=" ".join(("model.family", *(limit.key for limit in limits))))
     def has_it(run: RunConfig) -> Iterator[Finding]:
         if run.model.family == family:
-            for only, fixes in beyond(run, limits):
-                yield Finding("MT248", only.key, only.why, fixes, also=("model.family",))
+            for limit, fixes in beyond(run, limits):
+                yield Finding("MT248", limit.key, limit.why, fixes, also=("model.family",))
 
     return has_it
 
 
-def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple[Change, ...]]]:
-    """The keys that have another value than they may, and what would make it one."""
-    for only in limits:
+def beyond(run: RunConfig, limits: Iterable[Limit]) -> Iterator[tuple[Limit, tuple[Change, ...]]]:
+    """Yield each limit that a key breaks, with the changes that would keep it."""
+    for limit in limits:
         node: Any = run
-        for name in only.key.split("."):
+        for name in limit.key.split("."):
             node = getattr(node, name)
-        if not any(node == value and type(node) is type(value) for value in only.values):
-            fixes: tuple[Change, ...] = tuple({only.key: value} for value in only.values)
-            yield only, (*({**fix, **dict(only.also)} for fix in fixes if only.also), *fixes)
+        if any(node == value and type(node) is type(value) for value in limit.values):
+            continue
+        fixes: tuple[Change, ...] = tuple({limit.key: value} for value in limit.values)
+        if limit.also:
+            fixes = (*({**fix, **dict(limit.also)} for fix in fixes), *fixes)
+        yield limit, fixes
 
 
-@rule(
-    Code(
-        "MT284",
-        "A key says something that a decoder-only transformer built as a hybrid model does not"
-        " have.",
-        "Take the key away, or build a GPTModel: model.builder=gpt.",
-        example="model.builder=hybrid model.parallel_residual=true",
-    ),
-    reads=" ".join(("model.family", "model.builder", *(only.key for only in BUILDER))),
-)
-def builder_has_it(run: RunConfig) -> Iterator[Finding]:
-    """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
-    if run.model.family == "gpt" and run.model.builder == "hybrid":
-        for only, fixes in beyond(run, BUILDER):
-            rule = f"model.builder=hybrid: {only.why}"
-            yield Finding(
-                "MT284", only.key, rule, ({"model.builder": "gpt"}, *fixes), also=("model.builder",)
-            )
+_SECTIONS = dict(families.sections())
 
 
-@rule(
-    Code("MT249", example="model.bert={}"),
-    reads=" ".join(("model.family", *SECTIONS.values())),
-)
-def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
-    """The section of a family's own keys is there for that family alone."""
-    for family, path in SECTIONS.items():
-        if (
-            run.model.family in (ONLY.keys() - {family})
-            and getattr(run.model, path.partition(".")[2]) is not None
-        ):
-            rule = f"has no effect without model.family={family}"
+@rule(Code("MT249", example="model.bert={}"), reads=" ".join(("model.family", *_SECTIONS.values())))
+def sections_of_other_families(run: RunConfig) -> Iterator[Finding]:
+    """The section of a family's own keys is there for that family only."""
+    family = run.model.family
+    for name, path in _SECTIONS.items():
+        known = family == name or not families.ships(family)
+        if not known and getattr(run.model, name) is not None:
+            rule = f"has no effect without model.family={name}"
             yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
 
 
-RULES = (*map(family_has_it, ONLY), builder_has_it, sections_of_other_families_are_absent)
+def rules_of(name: str) -> tuple[Rule, ...]:
+    """Return the rules of one family: its limits, and those of its module `rules`.
+
+    Raises:
+        BadEnvironment: the module of a plug-in does not load, or a code of it does not begin with
+            the name of its family.
+    """
+    own: tuple[Rule, ...] = ()
+    if families.has(name, "rules"):
+        own = families.part(name, "rules", "RULES", tuple)
+    if not families.ships(name):
+        begin = code_prefix(name)
+        for code in (code.code for each in own for code in each.codes):
+            if not code.removeprefix(begin).isdecimal() or not code.startswith(begin):
+                raise BadEnvironment(
+                    f"model family {name!r}: code {code} of its rules is not {begin} and a number"
+                )
+    return (limits_of(name), *own)
+
+
+def code_prefix(family: str) -> str:
+    """Return the beginning of the codes of a plug-in: the family's name in capitals."""
+    return family.replace("_", "").upper()
+
+
+def rules_of_families() -> tuple[Rule, ...]:
+    """Return the rules of every family; a plug-in whose rules do not load has none here.
+
+    A model that names such a family is refused by the registry, with the reason.
+    """
+    found: list[Rule] = []
+    for name in families.configs():
+        try:
+            found += rules_of(name)
+        except BadEnvironment:
+            continue
+    return (*found, *RULES)
+
+
+RULES = (sections_of_other_families,)

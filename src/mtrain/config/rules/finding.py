@@ -1,4 +1,4 @@
-"""What a rule yields: a finding with candidate fixes, of which only one that works is shown."""
+"""Findings of rules, with candidate fixes; only a fix that works is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule."""
+    """One broken rule with candidate fixes."""
 
     code: str
     path: str
@@ -23,20 +23,18 @@ class Finding:
     fixes: tuple[Change, ...] = ()
     """Changes that may correct it, the least surprising first."""
     severity: Severity = "error"
-    """A finding whose code is one of a warning is a warning, whatever stands here."""
+    """The severity; the code of a warning overrides it."""
     hint: str = ""
-    """What to say where no change of keys can correct it: a path that does not exist."""
+    """Advice if no change of keys can correct it, as for a missing path."""
     also: tuple[str, ...] = ()
-    """Other keys that the rule is about, where its text does not name them."""
+    """Other keys of the rule that its text does not name."""
     unset: bool = False
-    """True where a key may not be set at all.
-
-    Where no fix keeps what somebody gave it, words say to leave it out.
+    """True if the key must not be set. If no fix keeps a provided value, the advice is to leave it
+    out.
     """
     lacks: Literal["", "device", "input"] = ""
-    """What is not there yet, though nothing is wrong: a device that auto did not find, an input
-    that has to be named. A run is refused for it; `check`, which validates for wherever the run
-    will be, warns.
+    """True if only an input or a device is missing. A run is refused; `check`, which validates for
+    any machine, warns.
     """
 
 
@@ -45,27 +43,27 @@ DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
 
 
 def dp_of(run: RunConfig) -> int:
-    """`run.parallel.dp`."""
+    """Return `run.parallel.dp`."""
     return run.parallel.dp
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
-    """Divisors of `n` up to `limit`, rising."""
+    """Return the divisors of `n` up to `limit`, ascending."""
     return [d for d in range(1, min(n, limit or n, 4096) + 1) if n % d == 0]
 
 
 def nearest(value: int, candidates: list[int]) -> list[int]:
-    """`candidates` by their distance from `value`, the smaller of two equally near first."""
+    """Return `candidates` by distance from `value`, the smaller of two equally near first."""
     return sorted(candidates, key=lambda c: (abs(c - value), c))
 
 
 def listed(values: list[int], limit: int = 8) -> str:
-    """Return numbers in a sentence: `1, 2, 4`; long lists end in dots."""
+    """Return numbers as text: `1, 2, 4`; long lists end in dots."""
     text = ", ".join(str(v) for v in values[:limit])
     return f"{text}, ..." if len(values) > limit else text
 
 
 def multiples(value: int, step: int) -> list[int]:
-    """Return the multiples of `step` around `value`, the nearest first; none below `step`."""
+    """Return positive multiples of `step` around `value`, the nearest first."""
     below = value // step * step
     return nearest(value, [m for m in {below, below + step} if m >= step])

@@ -1,4 +1,4 @@
-"""CUDA graphs: what they run on, what of a model they can hold, and what may not change between two
+"""CUDA-graph rules: devices, what a graph may capture, and what must not change between two
 launches.
 """
 
@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import DELTA, MAMBA, MLP, SOFTMAX
 from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.moe import room_of
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import DELTA, MAMBA, MLP, SOFTMAX
 
 NONE: Change = {
     "trainer.cuda_graph_impl": "none",
@@ -29,8 +29,8 @@ _LAYERS = "trainer.cuda_graph_impl=local trainer.cuda_graph_modules"
 
 
 def captured(run: RunConfig) -> frozenset[str]:
-    """What of a layer is captured, as words of `trainer.cuda_graph_modules`; whole layers and
-    steps: all of them.
+    """Return the captured parts of a layer in words of `trainer.cuda_graph_modules`; all of them
+    for whole layers and steps.
     """
     t = run.trainer
     if t.cuda_graph_impl == "none":
@@ -48,8 +48,8 @@ def captured(run: RunConfig) -> frozenset[str]:
     ),
     reads="trainer.cuda_graph_impl cluster.device kernels.linear",
 )
-def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
-    """CUDA graphs run where CUDA does, and those of TransformerEngine with its layers."""
+def graph_device(run: RunConfig) -> Iterator[Finding]:
+    """CUDA graphs need CUDA, and TransformerEngine's graphs its layers."""
     impl = run.trainer.cuda_graph_impl
     device = run.cluster.device
     linear = run.kernels.linear
@@ -79,8 +79,8 @@ def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
         " model.num_layers model.moe.first_dense_layers model.hybrid.pattern"
     ),
 )
-def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
-    """Modules that are captured are those of the layers, and no part of one is captured twice."""
+def captured_modules(run: RunConfig) -> Iterator[Finding]:
+    """Captured modules exist in the layers, and no part is captured twice."""
     chosen = run.trainer.cuda_graph_modules
     m = run.model
     if run.trainer.cuda_graph_impl not in ("local", "transformer_engine") or not chosen:
@@ -141,8 +141,8 @@ _OF_KINDS = {"attn": (*SOFTMAX, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
         " model.moe.router_padding_for_quantization kernels.experts kernels.default"
     ),
 )
-def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
-    """A graph has one shape, and the host reads nothing while it is captured."""
+def captured_experts(run: RunConfig) -> Iterator[Finding]:
+    """A graph has fixed shapes, and the host reads nothing during its capture."""
     moe = run.model.moe
     held = captured(run)
     if moe is None or (moe.expert_capacity_factor is not None and moe.pad_expert_input_to_capacity):
@@ -153,7 +153,7 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
         "model.moe.pad_expert_input_to_capacity": True,
     }
     waits = (run.kernels.experts or run.kernels.default) == "reference"
-    # moe is captured as a part of a layer with a capacity alone
+    # moe can only be captured as a part of a layer if experts have a capacity
     whole = moe.padded and "moe" not in modules and not waits
     if "moe" in held and not whole:
         rule = "experts get another number of tokens in each step, and a CUDA graph has one shape"
@@ -186,7 +186,7 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT417",
-        "An evaluation that is one graph has room for all rows of padded exchanges.",
+        "An evaluation in one graph has room for all rows of padded exchanges.",
         "It ends at no capacity, and the graph has one shape. Outside of graphs it sends exactly"
         " what there is.",
         severity="warning",
@@ -202,8 +202,10 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
         " model.moe.num_experts"
     ),
 )
-def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
-    """What is planned of padded exchanges are the steps of training."""
+def captured_evaluations(run: RunConfig) -> Iterator[Finding]:
+    """Padded exchanges are planned for training steps, so evaluations are not captured
+    with them.
+    """
     t = run.trainer
     p = run.parallel
     moe = run.model.moe
@@ -244,8 +246,8 @@ def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
         " model.moe.input_jitter_eps"
     ),
 )
-def graphs_beside_recomputation(run: RunConfig) -> Iterator[Finding]:
-    """Recomputation and CUDA graphs go together within megatron-core's limits."""
+def captured_recomputation(run: RunConfig) -> Iterator[Finding]:
+    """Recomputation and CUDA graphs combine within megatron-core's limits."""
     impl = run.trainer.cuda_graph_impl
     again = run.parallel.recompute
     held = captured(run)
@@ -305,8 +307,8 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
         f" model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
     ),
 )
-def graphs_replay(run: RunConfig) -> Iterator[Finding]:
-    """Nothing that a graph holds changes from step to step."""
+def replay_invariants(run: RunConfig) -> Iterator[Finding]:
+    """No captured value changes between steps."""
     impl = run.trainer.cuda_graph_impl
     m = run.model
     t = run.trainer
@@ -363,10 +365,10 @@ def graphs_replay(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    graphs_have_a_device,
-    graph_modules_are_there,
-    graphs_of_experts,
-    evaluations_in_one_graph,
-    graphs_beside_recomputation,
-    graphs_replay,
+    graph_device,
+    captured_modules,
+    captured_experts,
+    captured_evaluations,
+    captured_recomputation,
+    replay_invariants,
 )

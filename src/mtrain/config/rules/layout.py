@@ -1,4 +1,4 @@
-"""Layout: what each parallel axis must divide."""
+"""Layout rules: what each parallel axis must divide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mtrain.config.schema.run import RunConfig
 
 
 def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
-    """Tensor-parallel degrees that divide `number`, nearest first, with what else they need."""
+    """Return tensor-parallel degrees that divide `number`, nearest first, with their other
+    requirements.
+    """
     p = run.parallel
     out: list[Change] = []
     for tp in nearest(p.tp, [d for d in divisors(number, 2 * p.tp) if d != p.tp]):
@@ -34,7 +36,7 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
     Code("MT101", example="parallel=tp3"),
     reads="parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
 )
-def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
+def tp_head_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds whole heads."""
     heads = run.model.num_attention_heads
     tp = run.parallel.tp
@@ -53,8 +55,8 @@ def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
         "parallel.sequence_parallel"
     ),
 )
-def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
-    """Key/value heads are sharded over tp, or copied to it."""
+def tp_query_groups(run: RunConfig) -> Iterator[Finding]:
+    """Key/value heads are sharded over tp, or replicated."""
     m = run.model
     tp = run.parallel.tp
     groups = m.query_groups
@@ -71,8 +73,8 @@ def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
         "parallel.ranks parallel.sequence_parallel"
     ),
 )
-def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
-    """Every dense MLP that tp shards has a width that divides."""
+def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """tp divides the width of every dense MLP that it shards."""
     m = run.model
     if m.moe is None or m.moe.first_dense_layers:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
@@ -88,8 +90,8 @@ def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
         " parallel.ranks parallel.sequence_parallel"
     ),
 )
-def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Shared experts, which tp shards as it does MLPs, have a width that divides."""
+def tp_shared_expert_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """tp divides the width of shared experts, which it shards as it does MLPs."""
     m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
         width = m.moe.shared_expert_intermediate_size
@@ -103,8 +105,8 @@ def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
         " parallel.sequence_parallel"
     ),
 )
-def tp_divides_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
-    """Every tp rank holds as many rows of the embedding."""
+def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Every tp rank holds the same number of rows of the embedding."""
     m = run.model
     tp = run.parallel.tp
     if m.padded_vocab_size % tp:
@@ -146,8 +148,8 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
         " parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp"
     ),
 )
-def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
-    """All ranks are used, each once."""
+def grid_size(run: RunConfig) -> Iterator[Finding]:
+    """The grid uses every rank once."""
     p = run.parallel
     ranks = p.ranks or 0
     few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
@@ -203,8 +205,8 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
         f" parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp {DP}"
     ),
 )
-def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
-    """A cluster is used whole."""
+def cluster_size(run: RunConfig) -> Iterator[Finding]:
+    """The layout uses the whole cluster."""
     c = run.cluster
     p = run.parallel
     if c.devices_per_node is None and facts_of(c.device).on_host:
@@ -252,7 +254,7 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp model.family",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Sequence parallelism shards over tp what is between the tensor-parallel regions."""
+    """Sequence parallelism shards activations between the tensor-parallel regions over tp."""
     p = run.parallel
     seq = run.data.length
     if not p.sequence_parallel:
@@ -307,8 +309,8 @@ def context_parallel(run: RunConfig) -> Iterator[Finding]:
         "parallel.overlap_param_gather parallel.distributed_optimizer parallel.overlap_grad_reduce"
     ),
 )
-def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Only the distributed optimizer has weights to gather, and the gather is overlapped with the
+def gather_overlap(run: RunConfig) -> Iterator[Finding]:
+    """Only the distributed optimizer gathers weights, and the overlapped gather needs overlapped
     gradients.
     """
     p = run.parallel
@@ -329,8 +331,8 @@ def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
-def device_is_known(run: RunConfig) -> Iterator[Finding]:
-    """The device ships with mtrain, or an installed plug-in provides it."""
+def device_name(run: RunConfig) -> Iterator[Finding]:
+    """mtrain or an installed plug-in provides the device."""
     device = run.cluster.device
     if device == AUTO or device in SHIPPED:
         return
@@ -345,15 +347,15 @@ def device_is_known(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    device_is_known,
-    tp_divides_heads,
-    tp_fits_query_groups,
-    tp_divides_mlps,
-    tp_divides_shared_experts,
-    tp_divides_the_vocabulary,
-    ranks_fill_the_grid,
-    ranks_use_the_cluster,
+    device_name,
+    tp_head_divisibility,
+    tp_query_groups,
+    tp_mlp_divisibility,
+    tp_shared_expert_divisibility,
+    tp_vocabulary_divisibility,
+    grid_size,
+    cluster_size,
     sequence_parallel,
     context_parallel,
-    gather_needs_distributed_optimizer,
+    gather_overlap,
 )

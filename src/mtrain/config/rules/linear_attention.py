@@ -1,4 +1,4 @@
-"""Linear attention: heads that fit each other and the layout, and what does not go together with a
+"""Linear-attention rules: heads that fit each other and the layout, and features that exclude a
 state.
 """
 
@@ -26,8 +26,8 @@ LOW_PRECISION_ROWS = 16
     ),
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads",
 )
-def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
-    """As many heads of values share each head of queries and keys."""
+def value_head_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Every head of queries and keys serves the same number of value heads."""
     own = run.model.linear_attention
     if own is None or own.num_value_heads % own.num_key_heads == 0:
         return
@@ -49,8 +49,8 @@ def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION}.num_value_heads {SECTION}.num_key_heads parallel.tp",
 )
-def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
-    """Every tensor-parallel rank has as many heads of linear attention."""
+def state_head_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Every tensor-parallel rank holds the same number of linear-attention heads."""
     own = run.model.linear_attention
     tp = run.parallel.tp
     if own is None or own.num_key_heads % tp == 0:
@@ -76,9 +76,9 @@ def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.cp parallel.hybrid_context_parallel",
 )
-def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
-    """A state is handed on from token to token, and context-parallel ranks have parts that are
-    apart.
+def state_sequence(run: RunConfig) -> Iterator[Finding]:
+    """A state passes from token to token, and context-parallel ranks hold parts that are not
+    adjacent.
     """
     p = run.parallel
     if run.model.linear_attention is None:
@@ -108,7 +108,7 @@ def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT293",
-        "Linear attention stands beside softmax attention with heads of its own, in a model with"
+        "Linear attention needs softmax attention with heads of its own in other layers, and"
         " RMSNorm.",
         example=(
             "model=deepseek_tiny model.mtp_num_layers=null model.mtp_loss_scaling_factor=null "
@@ -122,15 +122,15 @@ def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} model.mla model.normalization model.mtp_num_layers",
 )
-def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
-    """Linear attention stands beside softmax attention, in a model with RMSNorm and without MTP
+def linear_attention_support(run: RunConfig) -> Iterator[Finding]:
+    """Linear attention combines with softmax attention, in a model with RMSNorm and without MTP
     layers.
     """
     m = run.model
     if m.linear_attention is None:
         return
     if m.mla is not None:
-        rule = "stands beside attention with heads of keys and values, and model.mla has none"
+        rule = "needs attention with key/value heads in the other layers, and model.mla has none"
         yield Finding("MT293", SECTION, rule, (NONE,))
     if m.normalization != "RMSNorm":
         rule = f"norms its outputs with RMSNorm, and model.normalization is {m.normalization}"
@@ -138,7 +138,7 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     if m.mtp_num_layers:
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
         rule = (
-            "is not trained beside linear attention: megatron-core's pattern of layers ends with"
+            "is not trained with linear attention: megatron-core's pattern of layers ends with"
             " the model's own"
         )
         yield Finding("MT294", "model.mtp_num_layers", rule, (none, NONE))
@@ -152,10 +152,8 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} parallel.fsdp",
 )
-def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
-    """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state
-    may be.
-    """
+def state_sharding(run: RunConfig) -> Iterator[Finding]:
+    """FSDP does not shard the weights of linear attention; the optimizer state may be sharded."""
     if run.model.linear_attention is None or run.parallel.fsdp == "none":
         return
     rule = (
@@ -180,8 +178,8 @@ def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SECTION} model.attention_output_gate peft.kind",
 )
-def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
-    """Adapters know neither gates of attention nor the projections of linear attention."""
+def projection_adapters(run: RunConfig) -> Iterator[Finding]:
+    """Adapters support neither attention gates nor the projections of linear attention."""
     m = run.model
     if run.peft.kind is None or (m.linear_attention is None and not m.attention_output_gate):
         return
@@ -205,8 +203,8 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
         " precision.fp4_recipe parallel.tp"
     ),
 )
-def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
-    """Products in low precision take whole blocks of rows."""
+def projection_blocks(run: RunConfig) -> Iterator[Finding]:
+    """Low-precision products take whole blocks of rows."""
     own = run.model.linear_attention
     tp = run.parallel.tp
     if (
@@ -227,11 +225,11 @@ def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    value_heads_share_key_heads,
-    ranks_share_the_states,
-    a_state_sees_the_whole_sequence,
-    what_linear_attention_stands_beside,
-    states_are_not_fully_sharded,
-    adapters_know_the_projections,
-    projections_have_whole_blocks,
+    value_head_divisibility,
+    state_head_divisibility,
+    state_sequence,
+    linear_attention_support,
+    state_sharding,
+    projection_adapters,
+    projection_blocks,
 )

@@ -1,5 +1,5 @@
-"""Blends and what is done to samples: a weight for each corpus, a plan that can be followed, marks
-that are there.
+"""Blend and sample rules: a weight for each corpus, a plan that can be followed, and existing
+marker tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PER_CORPUS = {
         " data.test_weights"
     ),
 )
-def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
-    """A blend has a number for each of its corpora, and one kind of shares."""
+def blend_numbers(run: RunConfig) -> Iterator[Finding]:
+    """A blend has one number for each corpus, and one kind of shares."""
     d = run.data
     if d.kind != "indexed":
         return
@@ -75,8 +75,8 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="data.kind data.blend data.blend_curriculum",
 )
-def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
-    """A curriculum begins at sample 0, its sample numbers rise, and each of its weights can be
+def blend_curriculum(run: RunConfig) -> Iterator[Finding]:
+    """A curriculum begins at sample 0 with rising sample numbers and weights that can be
     followed.
     """
     d = run.data
@@ -143,8 +143,10 @@ def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> It
     ),
     reads="data.fim.rate data.fim.ids model.vocab_size model.family",
 )
-def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
-    """Fill in the middle has three marks of its own, and a model that predicts the next token."""
+def middle_marks(run: RunConfig) -> Iterator[Finding]:
+    """Fill-in-the-middle needs three marker tokens of its own and a model that predicts the next
+    token.
+    """
     fim = run.data.fim
     vocab = run.model.vocab_size
     off: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
@@ -162,4 +164,4 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT355", "data.fim.ids", rule, (off,), hint=hint, also=("model.vocab_size",))
 
 
-RULES = (numbers_of_a_blend, curriculum_of_a_blend, marks_of_the_middle)
+RULES = (blend_numbers, blend_curriculum, middle_marks)

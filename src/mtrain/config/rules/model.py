@@ -1,4 +1,4 @@
-"""Model: heads, widths and positions that fit each other."""
+"""Model rules: heads, widths and positions that fit each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP16_MAX = int(FORMATS["fp16"].largest)
     Code("MT201", example="model.hidden_size=250"),
     reads="model.kv_channels model.mla model.hidden_size model.num_attention_heads",
 )
-def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
+def head_width(run: RunConfig) -> Iterator[Finding]:
     """Without an explicit width, a head is hidden_size / num_attention_heads wide."""
     m = run.model
     if m.mla is None and m.kv_channels is None and m.hidden_size % m.num_attention_heads:
@@ -38,7 +38,7 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
     Code("MT202", example="model.num_query_groups=3"),
     reads="model.mla model.num_query_groups model.num_attention_heads",
 )
-def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
+def query_group_divisibility(run: RunConfig) -> Iterator[Finding]:
     """Each key/value head serves the same number of query heads."""
     m = run.model
     if (
@@ -64,8 +64,8 @@ def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
         "model.num_attention_heads model.mla.qk_pos_emb_head_dim"
     ),
 )
-def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
-    """Rotary positions turn pairs of channels."""
+def rotary_width(run: RunConfig) -> Iterator[Finding]:
+    """Rotary positions rotate pairs of channels."""
     m = run.model
     if m.position_embedding_type != "rope":
         return
@@ -97,8 +97,8 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
         " model.rope_scaling.rope_type"
     ),
 )
-def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
-    """No sample is longer than the positions are made for, which dynamic ones are for any."""
+def position_range(run: RunConfig) -> Iterator[Finding]:
+    """No sample is longer than the model's positions, except with dynamic ones."""
     m = run.model
     seq = run.data.length
     if m.position_embedding_type in ("none", "relative") or seq <= m.max_position_embeddings:
@@ -179,8 +179,8 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
     Code("MT212", example="model.qk_l2_norm=true model.qk_layernorm=true"),
     reads="model.qk_l2_norm model.mla model.qk_layernorm",
 )
-def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
-    """Queries and keys have one norm, and MLA has its own."""
+def query_key_norms(run: RunConfig) -> Iterator[Finding]:
+    """Queries and keys share one kind of norm, and MLA has its own."""
     m = run.model
     if not m.qk_l2_norm:
         return
@@ -199,7 +199,7 @@ NO_PREDICTIONS: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_
 
 
 @rule(Code("MT213", example="model.no_rope_freq=3"), reads="model.no_rope_freq model.num_layers")
-def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
+def unrotated_layer_period(run: RunConfig) -> Iterator[Finding]:
     """Layers without rotary positions come in whole periods."""
     m = run.model
     if m.no_rope_freq is not None and m.num_layers % m.no_rope_freq:
@@ -215,7 +215,7 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
     Code("MT241", example="model.no_rope_freq=2 model.mtp_num_layers=1"),
     reads="model.no_rope_freq model.mtp_num_layers model.num_layers",
 )
-def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
+def prediction_rotation(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's list of layers without rotation ends with the model's own layers."""
     m = run.model
     if m.no_rope_freq is None or not m.mtp_num_layers:
@@ -239,9 +239,9 @@ def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
 )
-def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core counts layers of multi-token prediction behind the others, since 0.19 from 1:
-    both ways they have the same window.
+def prediction_window(run: RunConfig) -> Iterator[Finding]:
+    """MTP layers have one window under both numberings: megatron-core counts them after the others,
+    since 0.19 from 1.
     """
     m = run.model
     every = m.window_attn_skip_freq
@@ -267,7 +267,7 @@ def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
     Code("MT211", severity="warning", example="model.init_method_std=20"),
     reads="model.init_method_std",
 )
-def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
+def initial_weight_size(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
     if std > 0.2:
@@ -282,8 +282,8 @@ def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
         " model.init_method_std model.num_layers"
     ),
 )
-def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
-    """fp16 has no number above 65504: initial weights must not make one in an MLP."""
+def initial_activation_range(run: RunConfig) -> Iterator[Finding]:
+    """fp16 ends at 65504, and initial weights must not exceed it in an MLP."""
     m = run.model
     if run.precision.dtype != "fp16":
         return
@@ -305,8 +305,8 @@ def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
     Code("MT219", severity="warning", example="model.layernorm_epsilon=0"),
     reads="model.layernorm_epsilon",
 )
-def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
-    """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
+def norm_epsilon(run: RunConfig) -> Iterator[Finding]:
+    """Epsilon prevents a division by zero in a norm, and is small against a variance of one."""
     eps = run.model.layernorm_epsilon
     if not 1e-12 <= eps <= 1e-2:
         if eps < 1e-12:
@@ -326,10 +326,8 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.mla.layernorm_epsilon model.layernorm_epsilon model.qk_layernorm kernels.norm",
 )
-def latent_norms_may_have_their_epsilon(run: RunConfig) -> Iterator[Finding]:
-    """The norms of MLA's low-rank projections may have an epsilon of their own, where there are
-    such norms.
-    """
+def latent_norm_epsilon(run: RunConfig) -> Iterator[Finding]:
+    """Only a model with MLA's low-rank norms sets an epsilon for them."""
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return
@@ -351,17 +349,17 @@ def latent_norms_may_have_their_epsilon(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    latent_norms_may_have_their_epsilon,
-    half_precision_holds_the_start,
-    norms_divide_by_something,
-    heads_divide_hidden,
-    groups_divide_heads,
-    rotary_width_is_even,
-    sequence_fits_positions,
+    latent_norm_epsilon,
+    initial_activation_range,
+    norm_epsilon,
+    head_width,
+    query_group_divisibility,
+    rotary_width,
+    position_range,
     latent_attention,
-    one_norm_of_queries_and_keys,
-    layers_without_rotation_divide,
-    predictions_know_their_rotation,
-    predictions_know_their_window,
-    initial_weights_are_small,
+    query_key_norms,
+    unrotated_layer_period,
+    prediction_rotation,
+    prediction_window,
+    initial_weight_size,
 )

@@ -1,4 +1,4 @@
-"""muP: which models and optimizers its rules by width are known for."""
+"""muP rules: the models and optimizers for which scaling by width is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZERS_BY_WIDTH = ("adamw", "lion", "sgd")
     ),
     reads="model.mup model.mla model.linear_attention peft.kind",
 )
-def mup_knows_the_layers(run: RunConfig) -> Iterator[Finding]:
+def mup_layers(run: RunConfig) -> Iterator[Finding]:
     """muP is defined for softmax attention with heads of one width, and for all weights
     of a model.
     """
@@ -48,8 +48,8 @@ def mup_knows_the_layers(run: RunConfig) -> Iterator[Finding]:
     Code("MT468", example="model.mup={base_hidden_size:128} optim=muon"),
     reads="optim.name model.mup",
 )
-def mup_knows_the_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """How a rate follows the width is known of adamw, lion and sgd."""
+def mup_optimizer(run: RunConfig) -> Iterator[Finding]:
+    """The scaling of rates by width is known for adamw, lion and sgd."""
     if run.model.mup is not None and run.optim.name not in OPTIMIZERS_BY_WIDTH:
         rule = f"no rule of muP says how the rate of {run.optim.name} follows the width"
         yield Finding(
@@ -57,4 +57,4 @@ def mup_knows_the_optimizer(run: RunConfig) -> Iterator[Finding]:
         )
 
 
-RULES = (mup_knows_the_layers, mup_knows_the_optimizer)
+RULES = (mup_layers, mup_optimizer)

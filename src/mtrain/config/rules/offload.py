@@ -1,4 +1,6 @@
-"""Activations in host memory: what copies them, and which inputs can be copied."""
+"""Activation-offload rules: who copies activations to host memory, and which inputs can
+be copied.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
     ),
     reads=f"{MODULES} cluster.device kernels.linear kernels.experts kernels.default model.moe",
 )
-def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
-    """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
+def offload_device(run: RunConfig) -> Iterator[Finding]:
+    """Only CUDA devices offload activations, from TransformerEngine's layers."""
     if not run.parallel.activation_offload.modules:
         return
     device = run.cluster.device
@@ -74,8 +76,8 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
         " parallel.recompute.modules parallel.hybrid_context_parallel trainer.cuda_graph_impl"
     ),
 )
-def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
-    """Modules that are offloaded are there, keep their input, and nobody else keeps it."""
+def offloaded_modules(run: RunConfig) -> Iterator[Finding]:
+    """Offloaded modules exist and save an input that no other module saves."""
     chosen = run.parallel.activation_offload.modules
     again = run.parallel.recompute
     m = run.model
@@ -89,7 +91,7 @@ def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
         )
     elif m.builder != "gpt":
         rule = (
-            "megatron-core 0.16.1 copies activations of a GPTModel's layers alone, and"
+            "megatron-core 0.16.1 copies only activations of a GPTModel's layers, and"
             " model.builder is hybrid"
         )
         yield Finding(
@@ -120,4 +122,4 @@ def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
 
 
 _GRAPHS = (("impl", "none"), ("modules", None), ("warmup_steps", None))
-RULES = (offload_has_a_device, offloaded_modules_are_kept)
+RULES = (offload_device, offloaded_modules)

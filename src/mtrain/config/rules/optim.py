@@ -1,4 +1,4 @@
-"""Optimizer: the learning rate's range and the steps of its schedule."""
+"""Optimizer rules: the learning rate's range, the schedule's steps, and the state's formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain.config.schema.run import RunConfig
 
 
 @rule(Code("MT421", example="optim.min_lr=0.1"), reads="optim.lr optim.min_lr")
-def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
+def rate_order(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
     if (o.min_lr or 0.0) > o.rate:
@@ -27,8 +27,8 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
     Code("MT422", example="optim.warmup_iters=100"),
     reads="optim.decay_iters optim.warmup_iters trainer.train_iters",
 )
-def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
-    """The warmup is over before the decay is."""
+def warmup_length(run: RunConfig) -> Iterator[Finding]:
+    """The warmup ends before the decay."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
@@ -56,8 +56,8 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
         " trainer.train_iters"
     ),
 )
-def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
-    """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
+def wsd_decay(run: RunConfig) -> Iterator[Finding]:
+    """Only warmup-stable-decay reads the length of the decay, and it needs one."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
@@ -87,9 +87,9 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     Code("MT426", example="optim=sgd parallel.distributed_optimizer=true"),
     reads="parallel.distributed_optimizer optim.name",
 )
-def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
-    """The distributed optimizer splits parameters anywhere, and not every update rule
-    allows that.
+def distributed_optimizer_support(run: RunConfig) -> Iterator[Finding]:
+    """The distributed optimizer splits parameters anywhere, which some update rules do
+    not allow.
     """
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
@@ -104,7 +104,7 @@ def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
     Code("MT165", example="parallel=dp2 parallel.fsdp=megatron optim=sgd"),
     reads="parallel.fsdp optim.name",
 )
-def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
+def megatron_fsdp_state(run: RunConfig) -> Iterator[Finding]:
     """megatron-core's FSDP shards the state of some optimizers only."""
     why = _why_not(run, "megatron_fsdp")
     if run.parallel.fsdp == "megatron" and why is not None:
@@ -124,8 +124,8 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
     Code("MT467", example="optim=muon optim.cpu_offload=0.5"),
     reads="optim.name optim.cpu_offload parallel.fsdp",
 )
-def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
-    """Some optimizers need whole matrices, and some the device."""
+def optimizer_requirements(run: RunConfig) -> Iterator[Finding]:
+    """Some optimizers need whole matrices, and some need a device."""
     o = run.optim
     p = run.parallel
     why = _why_not(run, "fsdp2")
@@ -146,14 +146,14 @@ def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:
-    """Why the optimizer of a run cannot be combined with something, by its
-    specification, or None.
-    """
+    """Return why the optimizer of a run excludes a feature, from its specification, or None."""
     return OPTIMIZERS[run.optim.name].cannot.get(feature)
 
 
 def another_optimizer(name: str, feature: Feature) -> Change:
-    """An optimizer that can be combined with something, and no keys of the one that was there."""
+    """Return the change to an optimizer that allows a feature, without the keys of the
+    present one.
+    """
     instead = next(other for other, spec in OPTIMIZERS.items() if feature not in spec.cannot)
     section = OPTIMIZERS[name].section
     keys = section.model_fields if section is not None else ()
@@ -161,7 +161,7 @@ def another_optimizer(name: str, feature: Feature) -> Change:
 
 
 @rule(Code("MT427", severity="warning", example="optim.lr=3"), reads="optim.name optim.lr")
-def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
+def rate_plausibility(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
     o = run.optim
     usual = OPTIMIZERS[run.optim.name].usual_lr
@@ -197,10 +197,8 @@ STATE = " ".join(FULL)
     ),
     reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
 )
-def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
-    """The implementation that is named updates this optimizer, with the state that it
-    is to keep.
-    """
+def update_kernel(run: RunConfig) -> Iterator[Finding]:
+    """The named implementation updates this optimizer with the requested state."""
     kernel = run.kernels.optimizer
     why = update_obstacle(kernel, run) if kernel not in (None, "auto") else None
     if why is None:
@@ -226,7 +224,7 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
 
 
 def _low_precision(run: RunConfig) -> bool:
-    """Whether state in low precision is asked for, of an optimizer that can keep it."""
+    """Return whether the run requests low-precision state of an optimizer that can keep it."""
     return run.optim.in_low_precision and run.optim.name in readers("exp_avg_dtype")
 
 
@@ -262,9 +260,9 @@ def _low_precision(run: RunConfig) -> bool:
         " optim.cpu_offload parallel.pp model.tie_word_embeddings"
     ),
 )
-def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
-    """Low-precision state is kept of plain tensors, and main weights where the distributed
-    optimizer has them.
+def low_precision_state(run: RunConfig) -> Iterator[Finding]:
+    """Plain tensors have low-precision state, and the distributed optimizer holds the
+    main weights.
     """
     o = run.optim
     p = run.parallel
@@ -333,13 +331,13 @@ def _listed(run: RunConfig, keys: Change) -> str:
 
 
 RULES = (
-    kernel_can_update,
-    low_precision_has_its_place,
-    rates_are_ordered,
-    warmup_ends_before_decay,
-    wsd_has_its_decay,
-    optimizer_can_be_distributed,
-    megatron_fsdp_shards_the_state,
-    optimizer_has_what_it_needs,
-    rate_is_plausible,
+    update_kernel,
+    low_precision_state,
+    rate_order,
+    warmup_length,
+    wsd_decay,
+    distributed_optimizer_support,
+    megatron_fsdp_state,
+    optimizer_requirements,
+    rate_plausibility,
 )

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which layers have them, and what does not go together with a frozen model."""
+"""Adapter rules: which layers have low-rank adapters, and what a frozen model excludes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.optim import another_optimizer
@@ -14,13 +13,14 @@ from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.peft import MIXERS, PeftConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import ATTENTION, MAMBA, MLP, SOFTMAX
 
 ADAPTER_CONFIG = "adapter_config.json"
 OFF: tuple[Change, ...] = (
     {"peft.kind": None},
     {f"peft.{name}": field.default for name, field in PeftConfig.model_fields.items()},
 )
-"""Ways back to training every weight: what was chosen, and what else was said of it."""
+"""Changes back to training every weight: the kind of adapter, and its other keys."""
 
 
 def _without(run: RunConfig, *names: str) -> Change:
@@ -31,8 +31,8 @@ def _without(run: RunConfig, *names: str) -> Change:
     Code("MT481", example="model=mixtral_tiny peft=lora peft.target=[]"),
     reads="peft.kind peft.target model.moe model.hybrid.pattern",
 )
-def something_has_an_adapter(run: RunConfig) -> Iterator[Finding]:
-    """Some layer of the model has an adapter, or there is nothing to train."""
+def adapter_targets(run: RunConfig) -> Iterator[Finding]:
+    """At least one layer of the model has an adapter to train."""
     target = run.peft.target
     moe = run.model.moe
     if run.peft.kind is None or target is None:
@@ -57,16 +57,15 @@ def something_has_an_adapter(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="peft.target peft.kind peft.dropout model.moe",
 )
-def experts_take_the_adapter(run: RunConfig) -> Iterator[Finding]:
-    """What adapts experts is LoRA without dropout."""
+def expert_adapter_kind(run: RunConfig) -> Iterator[Finding]:
+    """Experts take LoRA without dropout."""
     peft = run.peft
     if peft.kind is None or run.model.moe is None or "experts" not in (peft.target or ()):
         return
     rest = _without(run, "experts")
     if peft.kind != "lora":
         rule = (
-            "experts are adapted by lora alone; dora has a norm of each row, which `peft` has not"
-            " for experts"
+            "only lora adapts experts; dora has a norm of each row, which `peft` lacks for experts"
         )
         yield Finding("MT482", "peft.target", rule, (rest, {"peft.kind": "lora"}))
     elif peft.dropout:
@@ -81,8 +80,8 @@ def experts_take_the_adapter(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="peft.kind peft.target model.moe model.hidden_size parallel.etp parallel.tp",
 )
-def adapters_of_experts_are_split(run: RunConfig) -> Iterator[Finding]:
-    """Each etp rank holds as much of each expert's adapter, along the hidden size."""
+def expert_adapter_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Each etp rank holds an equal part of each expert's adapter, along the hidden size."""
     etp = run.parallel.etp or run.parallel.tp
     hidden = run.model.hidden_size
     if run.peft.kind is None or run.model.moe is None or "experts" not in (run.peft.target or ()):
@@ -107,10 +106,8 @@ def adapters_of_experts_are_split(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"peft.kind {FORMATS}",
 )
-def adapters_are_beside_whole_products(run: RunConfig) -> Iterator[Finding]:
-    """The layers with adapters are portable ones; those that multiply in low precision are
-    TransformerEngine's.
-    """
+def adapter_precision(run: RunConfig) -> Iterator[Finding]:
+    """Adapters need portable layers; the low-precision ones belong to TransformerEngine."""
     if run.peft.kind is not None and run.precision.quantized is not None:
         rule = "layers with adapters multiply in precision.dtype, and TransformerEngine's have none"
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
@@ -121,8 +118,8 @@ def adapters_are_beside_whole_products(run: RunConfig) -> Iterator[Finding]:
     Code("MT485", example="peft=lora parallel=dp2 parallel.fsdp=fsdp2"),
     reads="peft.kind parallel.fsdp parallel.fsdp_sharding parallel.hsdp_replicas",
 )
-def frozen_weights_are_not_sharded(run: RunConfig) -> Iterator[Finding]:
-    """FSDP shards weights together with their gradients, and frozen ones have none."""
+def frozen_weight_sharding(run: RunConfig) -> Iterator[Finding]:
+    """FSDP shards weights with their gradients, and frozen weights have no gradient."""
     if run.peft.kind is not None and run.parallel.fsdp != "none":
         rule = (
             f"{run.parallel.fsdp} cannot shard weights that are not trained;"
@@ -141,8 +138,10 @@ def frozen_weights_are_not_sharded(run: RunConfig) -> Iterator[Finding]:
     Code("MT486", example="peft=lora optim=muon"),
     reads="peft.kind optim.name",
 )
-def optimizer_takes_adapters(run: RunConfig) -> Iterator[Finding]:
-    """Some optimizers look at a whole matrix, and adapters of a fused layer are several in one."""
+def adapter_optimizer(run: RunConfig) -> Iterator[Finding]:
+    """Some optimizers need a whole matrix, and adapters of a fused layer are several matrices in
+    one.
+    """
     why = OPTIMIZERS[run.optim.name].cannot.get("adapters")
     if run.peft.kind is not None and why is not None:
         rule = f"{run.optim.name} does not train adapters: {why}"
@@ -155,10 +154,8 @@ def optimizer_takes_adapters(run: RunConfig) -> Iterator[Finding]:
     Code("MT487", example="model=glm45_tiny peft=lora model.moe.shared_expert_overlap=true"),
     reads="peft.kind peft.target model.moe.shared_expert_overlap",
 )
-def shared_experts_do_not_overlap(run: RunConfig) -> Iterator[Finding]:
-    """Shared experts that overlap take communication out of their layers, where
-    adapters need it.
-    """
+def adapter_overlap(run: RunConfig) -> Iterator[Finding]:
+    """Overlapped shared experts communicate outside their layers, where adapters cannot follow."""
     moe = run.model.moe
     if run.peft.kind is None or moe is None or not moe.shared_expert_overlap:
         return
@@ -186,10 +183,8 @@ def shared_experts_do_not_overlap(run: RunConfig) -> Iterator[Finding]:
     reads="peft.kind peft.init_from checkpoint.resume",
     disk=True,
 )
-def adapters_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
-    """A run begins with the adapters of a folder that `peft` wrote; one that goes on has them
-    already.
-    """
+def starting_adapters(run: RunConfig) -> Iterator[Finding]:
+    """A run starts from adapters in a folder that `peft` wrote; a resumed run already has them."""
     start = run.peft.init_from
     if start is None or run.peft.kind is None or run.checkpoint.resume is not None:
         return
@@ -205,12 +200,12 @@ def adapters_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    something_has_an_adapter,
-    experts_take_the_adapter,
-    adapters_of_experts_are_split,
-    adapters_are_beside_whole_products,
-    frozen_weights_are_not_sharded,
-    optimizer_takes_adapters,
-    shared_experts_do_not_overlap,
-    adapters_to_begin_with_exist,
+    adapter_targets,
+    expert_adapter_kind,
+    expert_adapter_divisibility,
+    adapter_precision,
+    frozen_weight_sharding,
+    adapter_optimizer,
+    adapter_overlap,
+    starting_adapters,
 )

@@ -1,4 +1,4 @@
-"""Pipeline: what each stage holds."""
+"""Pipeline rules: the layers of each stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLIT = " ".join(EQUAL)
 
 
 def single() -> Change:
-    """One rank: the change that removes every axis."""
+    """Return the change that removes every axis, for one rank."""
     ones: dict[str, object] = {
         f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "hsdp_replicas")
     }
@@ -39,20 +39,18 @@ def single() -> Change:
     Code("MT106", "Every pipeline stage holds a layer.", example="parallel=pp8"),
     Code(
         "MT107",
-        "Every pipeline stage holds as many layers, where nothing else is said.",
+        "Every pipeline stage holds as many layers, unless a key splits them unevenly.",
         example="parallel=pp3",
     ),
     Code(
         "MT108",
-        "Every virtual stage holds as many layers, where nothing else is said.",
+        "Every virtual stage holds as many layers, unless a key splits them unevenly.",
         example="parallel=pp2vpp3",
     ),
     reads=f"model.num_layers {SPLIT} parallel.pp parallel.vpp",
 )
-def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
-    """Where nothing else is said, every pipeline stage and virtual stage holds the same number of
-    layers.
-    """
+def stage_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Without explicit sizes, every pipeline and virtual stage holds the same number of layers."""
     layers = run.model.num_layers
     p = run.parallel
     if uneven(run):
@@ -95,8 +93,8 @@ def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
 
 
 def _nearly_equal(layers: int, blocks: int) -> list[int]:
-    """Sizes that differ by one at most, the first and the last stage, which have the embedding and
-    the loss, last.
+    """Return sizes that differ by at most one, smallest for the first and last stage, which hold
+    embedding and loss.
     """
     size, rest = divmod(layers, blocks)
     larger = set([*range(1, blocks - 1), blocks - 1, 0][:rest])
@@ -104,10 +102,9 @@ def _nearly_equal(layers: int, blocks: int) -> list[int]:
 
 
 def _nearest(sizes: Sequence[int], layers: int) -> list[int] | None:
-    """The sizes nearest to some, of a layer at least and `layers` in all; None where they are far
-    from that.
+    """Return the nearest sizes of at least one layer that sum to `layers`, or None if all are far.
 
-    The largest of them give, the smallest get.
+    The largest sizes shrink, and the smallest grow.
     """
     out = [min(max(size, 1), layers) for size in sizes]
     if abs(sum(out) - layers) > len(out) + layers:
@@ -119,7 +116,7 @@ def _nearest(sizes: Sequence[int], layers: int) -> list[int] | None:
 
 
 def _written(sizes: Sequence[int], mtp: int) -> str:
-    """The layout of stages of some sizes, in a word."""
+    """Return the layout string of stages with given sizes."""
     return f"E{'|'.join('t' * size for size in sizes)}{'m' * mtp}L"
 
 
@@ -133,14 +130,14 @@ def _written(sizes: Sequence[int], mtp: int) -> str:
     ),
     reads=f"{SPLIT}",
 )
-def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
-    """The split into stages is written once."""
+def stage_definition(run: RunConfig) -> Iterator[Finding]:
+    """One key defines the split into stages."""
     said = [k for k, off in EQUAL.items() if getattr(run.parallel, k.rpartition(".")[2]) != off]
     kinds = {"account" if "account" in k else k for k in said}
     if len(kinds) > 1:
         first = said[0]
         rest: Change = {k: EQUAL[k] for k in said[1:]}
-        rule = f"the split into stages is said more than once: {' and '.join(said)}"
+        rule = f"the split into stages is set more than once: {' and '.join(said)}"
         yield Finding("MT141", first, rule, (rest, EQUAL), unset=True)
 
 
@@ -161,8 +158,8 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
     ),
     reads=f"{SPLIT} model.num_layers parallel.pp parallel.vpp model.mtp_num_layers",
 )
-def stages_fit(run: RunConfig) -> Iterator[Finding]:
-    """Written stages are those of the layout, and hold the layers of the model."""
+def stage_fit(run: RunConfig) -> Iterator[Finding]:
+    """Explicit stages match the layout and hold the layers of the model."""
     p = run.parallel
     if not uneven(run):
         return
@@ -209,8 +206,8 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(Code("MT109", example="parallel=single parallel.vpp=2"), reads="parallel.vpp parallel.pp")
-def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
-    """Interleaving is a pipeline schedule."""
+def interleaving_requirements(run: RunConfig) -> Iterator[Finding]:
+    """Interleaving needs a pipeline."""
     p = run.parallel
     if p.vpp > 1 and p.pp == 1:
         rule = f"{p.vpp} virtual stages need a pipeline: pp is 1"
@@ -231,8 +228,8 @@ def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.mtp_num_layers parallel.pp model.position_embedding_type",
 )
-def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core sums the gradient of word embeddings over stages, not that of position
+def prediction_positions(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core sums gradients of word embeddings over stages, but not of position
     embeddings.
     """
     m = run.model
@@ -253,4 +250,10 @@ def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
         )
 
 
-RULES = (predictions_share_positions, stages_are_whole, one_way_to_say_it, stages_fit, vpp_needs_pp)
+RULES = (
+    prediction_positions,
+    stage_divisibility,
+    stage_definition,
+    stage_fit,
+    interleaving_requirements,
+)

@@ -1,4 +1,4 @@
-"""Precision and kernels: formats and implementations that the device has."""
+"""Precision and kernel rules: formats and implementations that the device supports."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
 
 
 def kernel_runs_on_the_device(key: str) -> Rule:
-    """The rule that an implementation which is named for an operation can run; only `auto` may
-    choose.
+    """Return the rule that an implementation named for an operation can run; only `auto` may choose
+    another.
     """
 
     @rule(NAMED, reads=f"kernels.{key} kernels.default cluster.device")
@@ -73,8 +73,8 @@ def kernel_runs_on_the_device(key: str) -> Rule:
         " model.mla.v_head_dim model.dsa"
     ),
 )
-def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
-    """Attention that is named has what the model asks of it."""
+def attention_cap(run: RunConfig) -> Iterator[Finding]:
+    """A named attention implementation supports what the model requires."""
     why = lacks("attention", run.kernels.attention or "", run)
     if why is not None:
         fixes: tuple[Change, ...] = (
@@ -104,8 +104,8 @@ def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
         " parallel.hsdp_replicas"
     ),
 )
-def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
-    """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a
+def fp32_accumulation(run: RunConfig) -> Iterator[Finding]:
+    """Summing half-precision gradients in fp32 needs the distributed optimizer, one bucket at a
     time.
     """
     p = run.parallel
@@ -139,8 +139,8 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         " parallel.tp"
     ),
 )
-def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
-    """torch's grouped product takes bf16, and rows of a multiple of 16 bytes."""
+def grouped_product_shapes(run: RunConfig) -> Iterator[Finding]:
+    """torch's grouped GEMM takes bf16, and rows of a multiple of 16 bytes."""
     why = torch_experts_obstacle(run) if run.kernels.experts == "torch" else None
     if why is not None:
         fixes: tuple[Change, ...] = ({"kernels.experts": "auto"}, {"kernels.experts": "reference"})
@@ -150,7 +150,7 @@ def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
 RULES = (
     loss_scale_range,
     *map(kernel_runs_on_the_device, KEYS),
-    attention_knows_the_cap,
-    accumulation_in_fp32,
-    grouped_products_fit,
+    attention_cap,
+    fp32_accumulation,
+    grouped_product_shapes,
 )

@@ -1,18 +1,18 @@
-"""Products in 8 and 4 bits: what has them, and which widths they take."""
+"""Low-precision rules: who multiplies in 8 and 4 bits, and which widths fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from mtrain.config.engine.kernels import OURS
-from mtrain.config.hybrid import MAMBA
 from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.resolve.conditional import QUANTIZED
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
-from mtrain.config.rules.unused import key_has_an_effect
+from mtrain.config.rules.unused import key_effect_rule
 from mtrain.config.schema.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA
 
 # Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
 GENERATIONS: dict[str, tuple[int, int]] = {
@@ -35,7 +35,7 @@ FORMATS = " ".join(_FORMAT)
 
 
 def without_low_precision(run: RunConfig) -> Change:
-    """Every key of a quantized format at its default."""
+    """Return the change that sets every key of a quantized format to its default."""
     defaults = {key: PrecisionConfig.model_fields[key.partition(".")[2]].default for key in _FORMAT}
     return {
         k: off for k, off in defaults.items() if getattr(run.precision, k.partition(".")[2]) != off
@@ -43,7 +43,7 @@ def without_low_precision(run: RunConfig) -> Change:
 
 
 def _tensorwise(run: RunConfig) -> Change:
-    """8 bits with the recipe that runs everywhere and remembers nothing, without the keys of
+    """Return the change to 8 bits with the stateless recipe that runs everywhere, without keys of
     others.
     """
     kept = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
@@ -70,13 +70,13 @@ def _key(run: RunConfig) -> str:
     ),
     Code(
         "MT441",
-        "What is beside products in low precision is in bf16.",
+        "The rest of a model with low-precision GEMMs is in bf16.",
         example="precision.fp8=hybrid cluster=h100x8 parallel=single precision.dtype=fp16",
     ),
     reads=f"{FORMATS} precision.dtype",
 )
-def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
-    """A product is in 8 bits or in 4, and what is beside it in bf16."""
+def low_precision_format(run: RunConfig) -> Iterator[Finding]:
+    """Products are in 8 or in 4 bits, and everything else in bf16."""
     p = run.precision
     if p.fp8 is not None and p.fp4 is not None:
         rule = f"linear layers multiply in 8 bits or in 4: fp8 is {p.fp8} and fp4 is {p.fp4}"
@@ -106,9 +106,9 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
         " kernels.attention"
     ),
 )
-def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
-    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them,
-    and all of a model's linear layers and experts are ours, or TransformerEngine's.
+def low_precision_layers(run: RunConfig) -> Iterator[Finding]:
+    """All linear layers and experts use our low-precision products or TransformerEngine's: others
+    would stay in bf16 silently.
     """
     p = run.precision
     k = run.kernels
@@ -144,10 +144,8 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     Code("MT443", example="precision=nvfp4 cluster=h100x8"),
     reads=f"cluster.sm {FORMATS} cluster.device",
 )
-def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
-    """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with
-    sm_100.
-    """
+def recipe_hardware(run: RunConfig) -> Iterator[Finding]:
+    """8 bits need sm_89, block-wise 8 bits sm_90 or sm_100, and 4 bits sm_100."""
     recipe = run.precision.quantized
     sm = run.cluster.sm
     if recipe is None or sm is None or not facts_of(run.cluster.device).cuda_kernels:
@@ -168,7 +166,7 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low
+    """Yield the key, name, width and shard count of every matrix that is multiplied in low
     precision.
     """
     m = run.model
@@ -237,10 +235,8 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
         " model.hybrid.state_dim"
     ),
 )
-def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
-    """Every width that a rank multiplies, and its tokens, are multiples of what the
-    recipe takes.
-    """
+def tensor_core_widths(run: RunConfig) -> Iterator[Finding]:
+    """Every multiplied width, and a rank's tokens, are multiples of the recipe's block."""
     recipe = run.precision.quantized
     p = run.parallel
     if recipe is None:
@@ -292,9 +288,9 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
         " precision.fp4_recipe"
     ),
 )
-def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
-    """First and last layers that stay in bf16 lie on the first and the last stage, and leave some
-    others.
+def bf16_layers(run: RunConfig) -> Iterator[Finding]:
+    """The bf16 layers at both ends lie on the first and the last stage, and do not cover
+    the model.
     """
     p = run.precision
     layers = run.model.num_layers
@@ -345,9 +341,7 @@ def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def delayed_scales(run: RunConfig) -> Iterator[Finding]:
-    """Scales of past steps are no weights: parts are not computed twice with them, and no
-    checkpoint has them.
-    """
+    """Delayed scales exclude recomputation, and no checkpoint contains them."""
     p = run.precision
     r = run.parallel.recompute
     if p.fp8 is None or p.quantized != "delayed":
@@ -372,11 +366,11 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    *map(key_has_an_effect, QUANTIZED),
-    one_low_precision_format,
-    low_precision_needs_transformer_engine,
-    generation_has_the_recipe,
-    widths_fill_the_tensor_cores,
-    layers_in_bf16,
+    *map(key_effect_rule, QUANTIZED),
+    low_precision_format,
+    low_precision_layers,
+    recipe_hardware,
+    tensor_core_widths,
+    bf16_layers,
     delayed_scales,
 )

@@ -1,4 +1,4 @@
-"""The keys that a broken rule relates: of those that it read, the ones that its text speaks of."""
+"""The keys that a broken rule relates: of those that it read, the ones that its text mentions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ _STANDS_FOR = {
     "experts": "model.moe.num_experts",
     "MLA": "model.mla.kv_lora_rank",
 }
-"""Word of a text -> the key that it speaks of, where the rule has looked at that key or at its
-section.
-"""
+"""Word of a text -> the key that it refers to, if the rule read that key or its section."""
 DISTINCT = 100
-"""A number from here on in a text is that of the key which has it."""
+"""Numbers from here on in a text refer to the key with that value."""
 
 
 def related(
     finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]
 ) -> list[str]:
-    """Return the keys beside that of a finding that it is about, in the order of the schema.
+    """Return the other keys of a finding, in the order of the schema.
 
-    Those are what the finding names itself and, of the keys that the rule had read, each that its
-    text speaks of and each that a fix changes alone.
+    They are those that the finding names and, of the keys that the rule read, each that its text
+    mentions and each that a fix changes by itself.
     """
     words = {word.rstrip(".") for word in _WORD.findall(finding.rule)}
     meant = {key for word, key in _STANDS_FOR.items() if word in words}
@@ -60,7 +58,7 @@ def related(
 
 
 def _spoken_of(key: str, value: Any, words: AbstractSet[str], text: str, *, is_set: bool) -> bool:
-    """Return whether a text has the name of a key or its value: a word that is set, a number with a
+    """Return whether a text contains the name of a key or its value: a word, or a number with a
     part of the name.
     """
     name = key.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Rotary positions for longer sequences: scalings that are whole, and that reach something."""
+"""Rotary rules: scalings that are complete, and that have an effect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OFF: Change = {SCALING: None}
     ),
     reads="model.rope_scaling_factor model.rope_scaling model.position_embedding_type model.mla",
 )
-def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
-    """Frequency scaling changes rotary positions and no others."""
+def rotary_keys(run: RunConfig) -> Iterator[Finding]:
+    """Only rotary positions read the keys of frequency scaling."""
     m = run.model
     factor = "model.rope_scaling_factor"
     for key, path, value in (
@@ -58,7 +58,7 @@ def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.rope_scaling model.rope_scaling_factor model.rotary_seq_len_interpolation_factor",
 )
-def positions_are_scaled_once(run: RunConfig) -> Iterator[Finding]:
+def position_scaling(run: RunConfig) -> Iterator[Finding]:
     """A model scales its rotary positions in one way."""
     m = run.model
     if m.rope_scaling is None:
@@ -79,10 +79,8 @@ def positions_are_scaled_once(run: RunConfig) -> Iterator[Finding]:
         " model.rope_scaling.high_freq_factor"
     ),
 )
-def slow_frequencies_are_below_fast_ones(run: RunConfig) -> Iterator[Finding]:
-    """llama3 mixes the frequencies between the slow and the fast ones, so there is something in
-    between.
-    """
+def frequency_order(run: RunConfig) -> Iterator[Finding]:
+    """llama3 interpolates between the slow and the fast frequencies, so they must differ."""
     scaling = run.model.rope_scaling
     if scaling is None or scaling.rope_type != "llama3":
         return
@@ -108,10 +106,8 @@ def slow_frequencies_are_below_fast_ones(run: RunConfig) -> Iterator[Finding]:
         " model.num_attention_heads model.mla"
     ),
 )
-def each_frequency_has_its_factors(run: RunConfig) -> Iterator[Finding]:
-    """longrope has a factor for each pair of channels that rotates, in short sequences and in long
-    ones.
-    """
+def longrope_factors(run: RunConfig) -> Iterator[Finding]:
+    """longrope has a factor for each rotated pair of channels, for short and for long sequences."""
     m = run.model
     if m.rope_scaling is None or m.rope_scaling.rope_type != "longrope" or m.mla is not None:
         return
@@ -136,8 +132,8 @@ def each_frequency_has_its_factors(run: RunConfig) -> Iterator[Finding]:
         "model.num_attention_heads model.mla"
     ),
 )
-def a_growing_base_needs_two_frequencies(run: RunConfig) -> Iterator[Finding]:
-    """dynamic leaves the fastest frequency as it is and changes the others."""
+def dynamic_base(run: RunConfig) -> Iterator[Finding]:
+    """dynamic keeps the fastest frequency and changes the others, so it needs two."""
     m = run.model
     if (
         m.rope_scaling is None
@@ -163,14 +159,14 @@ def a_growing_base_needs_two_frequencies(run: RunConfig) -> Iterator[Finding]:
         " model.rope_scaling.attention_factor"
     ),
 )
-def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
-    """mscale and mscale_all_dim make the attention factor together, where it is not said itself."""
+def attention_temperature(run: RunConfig) -> Iterator[Finding]:
+    """Either mscale with mscale_all_dim, or the attention factor itself, is set."""
     scaling = run.model.rope_scaling
     if scaling is None or (scaling.mscale is None and scaling.mscale_all_dim is None):
         return
     neither: Change = {f"{SCALING}.mscale": None, f"{SCALING}.mscale_all_dim": None}
     if scaling.attention_factor is not None:
-        rule = f"has no effect beside attention_factor {scaling.attention_factor:g}"
+        rule = f"has no effect with attention_factor {scaling.attention_factor:g}"
         key = "mscale" if scaling.mscale is not None else "mscale_all_dim"
         yield Finding(
             "MT264", f"{SCALING}.{key}", rule, (neither, {f"{SCALING}.attention_factor": None})
@@ -194,10 +190,8 @@ def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
         "model.rope_scaling.original_max_position_embeddings"
     ),
 )
-def frequencies_follow_one_length(run: RunConfig) -> Iterator[Finding]:
-    """Frequencies that follow from the length of a sequence are not defined for documents of many
-    lengths.
-    """
+def length_dependent_frequencies(run: RunConfig) -> Iterator[Finding]:
+    """Length-dependent frequencies are undefined for documents of several lengths."""
     m = run.model
     seq = run.data.length
     if (
@@ -224,8 +218,8 @@ def frequencies_follow_one_length(run: RunConfig) -> Iterator[Finding]:
     Code("MT266", example="model=gemma_tiny model.rope_scaling={rope_type:yarn,factor:4.0}"),
     reads="model.rope_scaling model.rotary_base_local",
 )
-def layers_with_a_window_are_not_scaled(run: RunConfig) -> Iterator[Finding]:
-    """Of two bases, only linear scaling is known to leave that of layers with a window as it is."""
+def window_scaling(run: RunConfig) -> Iterator[Finding]:
+    """With two bases, only linear scaling leaves the base of windowed layers unchanged."""
     m = run.model
     if m.rope_scaling is not None and m.rotary_base_local is not None:
         rule = (
@@ -236,12 +230,12 @@ def layers_with_a_window_are_not_scaled(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    rotary_keys_need_rope,
-    positions_are_scaled_once,
-    slow_frequencies_are_below_fast_ones,
-    each_frequency_has_its_factors,
-    a_growing_base_needs_two_frequencies,
-    a_temperature_is_said_once,
-    frequencies_follow_one_length,
-    layers_with_a_window_are_not_scaled,
+    rotary_keys,
+    position_scaling,
+    frequency_order,
+    longrope_factors,
+    dynamic_base,
+    attention_temperature,
+    length_dependent_frequencies,
+    window_scaling,
 )

@@ -1,4 +1,4 @@
-"""Routing: how tokens choose experts, and how the choice is balanced."""
+"""Routing rules: how tokens choose experts, and how their load is balanced."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GROUPED = "model=mixtral_tiny model.moe.num_experts=8 model.moe.router_topk=4"
     Code("MT220", example="model=mixtral_tiny model.moe.num_experts=1"),
     reads="model.moe.router_topk model.moe.num_experts",
 )
-def router_numbers(run: RunConfig) -> Iterator[Finding]:
-    """A token can visit as many experts as it is told to."""
+def router_topk_range(run: RunConfig) -> Iterator[Finding]:
+    """A token visits at most as many experts as there are."""
     moe = run.model.moe
     if moe is None:
         return
@@ -33,7 +33,7 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT222",
-        "The score of an expert that is chosen alone has a gradient.",
+        "The score of a single chosen expert has a gradient.",
         example="model=mixtral_tiny model.moe.router_topk=1",
     ),
     Code(
@@ -53,7 +53,7 @@ def router_numbers(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def router_scores(run: RunConfig) -> Iterator[Finding]:
-    """Scores have a gradient, and balancing works on those that are chosen."""
+    """Scores have a gradient, and load balancing uses the chosen ones."""
     moe = run.model.moe
     if moe is None:
         return
@@ -105,8 +105,8 @@ def router_scores(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
-    """Group-limited routing (DeepSeek-V3): experts in equal groups, and enough of them in the
-    chosen groups.
+    """Group-limited routing (DeepSeek-V3) has equal groups, and enough experts in the
+    chosen ones.
     """
     moe = run.model.moe
     if moe is None:
@@ -172,8 +172,8 @@ PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
     ),
 )
 def group_scores(run: RunConfig) -> Iterator[Finding]:
-    """A group of experts has as many scores as it is worth, and a published model the ones of its
-    report.
+    """A group of experts sums at most its own scores, and a published model as many as its report
+    states.
     """
     moe = run.model.moe
     key = "model.moe.router_group_score_topk"
@@ -220,7 +220,7 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def capacity(run: RunConfig) -> Iterator[Finding]:
-    """Experts of limited capacity: which balancing allows it, and what it makes of a layout."""
+    """A limited capacity restricts load balancing and makes results depend on the layout."""
     moe = run.model.moe
     p = run.parallel
     if moe is None or moe.expert_capacity_factor is None:
@@ -265,8 +265,8 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
         "parallel.sequence_parallel model.moe.router_enable_expert_bias parallel.tp"
     ),
 )
-def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
-    """Sinkhorn normalises over the tokens that a rank has."""
+def sinkhorn_scope(run: RunConfig) -> Iterator[Finding]:
+    """Sinkhorn normalises over the tokens of one rank."""
     moe = run.model.moe
     p = run.parallel
     if moe is None or moe.router_load_balancing_type != "sinkhorn":
@@ -306,8 +306,8 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.router_force_load_balancing",
 )
-def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
-    """Random routing measures speed and trains no model."""
+def random_routing(run: RunConfig) -> Iterator[Finding]:
+    """Random routing is for benchmarks and trains no model."""
     moe = run.model.moe
     if moe is not None and moe.router_force_load_balancing:
         rule = "tokens go to random experts: for measuring speed, not for a model"
@@ -326,8 +326,8 @@ def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="model.moe.router_padding_for_quantization model.moe.token_dispatcher_type",
 )
-def padding_router(run: RunConfig) -> Iterator[Finding]:
-    """The allgather dispatcher has no place for a router's padding."""
+def router_padding(run: RunConfig) -> Iterator[Finding]:
+    """The allgather dispatcher does not support a padded router."""
     moe = run.model.moe
     if (
         moe is not None
@@ -341,10 +341,10 @@ def padding_router(run: RunConfig) -> Iterator[Finding]:
 
 RULES = (
     capacity,
-    sinkhorn_sees_one_rank,
-    padding_router,
-    benchmarks_only,
-    router_numbers,
+    sinkhorn_scope,
+    router_padding,
+    random_routing,
+    router_topk_range,
     router_scores,
     group_limited_routing,
     group_scores,

@@ -1,4 +1,4 @@
-"""A rule as data: the codes it raises, the keys it reads, and whether it looks at files."""
+"""Rules as data: the codes they raise, the keys they read, and whether they read files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mtrain.errors import Severity
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means; `explain CODE` prints it."""
+    """The meaning of a code; `explain CODE` prints it."""
 
     code: str
     summary: str = ""
     """One sentence. Empty: the docstring of the rule that raises it."""
     help: str = ""
-    """What to do. Empty: to change one of the keys that the rule reads."""
+    """The advice. Empty: to change one of the keys that the rule reads."""
     severity: Severity = "error"
     example: str = ""
-    """A command line that raises it on a small machine without GPUs; empty where that takes files
-    of one's own.
+    """A command line that raises it on a small machine without GPUs; empty if that needs the user's
+    files.
     """
     says: str = ""
-    """A message of it, where there is no example to make one."""
+    """A sample message, if no example can make one."""
 
 
 Ask = Callable[[RunConfig], Iterator[Finding]]
@@ -34,32 +34,32 @@ Ask = Callable[[RunConfig], Iterator[Finding]]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Asks one function about a configuration."""
+    """A check of a configuration by one function."""
 
     name: str
     file: str
-    """The module it stands in, as a path below the package."""
+    """Its module, as a path below the package."""
     codes: tuple[Code, ...]
     reads: tuple[str, ...]
-    """Keys, the most important first; a section stands for all of its keys."""
+    """The keys that it reads, most important first; a section stands for all of its keys."""
     disk: bool
-    """Whether it looks at files. Every other rule is a pure function of the configuration."""
+    """Whether it reads files. Every other rule is a pure function of the configuration."""
     ask: Ask
 
     def __call__(self, run: RunConfig) -> Iterator[Finding]:
-        """What is wrong; what has a code of a warning is a warning."""
+        """Yield the findings; the code of a warning makes a warning."""
         for found in self.ask(run):
             mild = any(code.severity == "warning" for code in self.codes if code.code == found.code)
             yield replace(found, severity="warning") if mild else found
 
     def reads_any(self, *keys: str) -> bool:
-        """Return whether it reads one of `keys`, or of the keys of a section among them."""
+        """Return whether it reads one of `keys`, or a key of a section in them."""
         return touches(self.reads, keys)
 
 
 def rule(*codes: Code, reads: str, disk: bool = False) -> Callable[[Ask], Rule]:
-    """Make a rule of a function that yields findings with `codes` and reads no other keys than
-    those of `reads`.
+    """Make a rule of a function that yields findings with `codes` and reads only the keys in
+    `reads`.
     """
 
     def made(ask: Ask) -> Rule:

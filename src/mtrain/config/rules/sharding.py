@@ -1,16 +1,16 @@
-"""What else is sharded or computed again: context, weights (FSDP), replicas, activations."""
+"""Rules of context parallelism, FSDP, replicas and recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import MAMBA, MLP, SOFTMAX
 from mtrain.config.resolve.stages import stages, uneven
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import UNUSED
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import MAMBA, MLP, SOFTMAX
 
 NO_CONTEXT: Change = {
     "parallel.cp": 1,
@@ -36,7 +36,7 @@ NO_CONTEXT: Change = {
         " parallel.tp model.mla model.num_query_groups"
     ),
 )
-def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
+def exchanged_heads(run: RunConfig) -> Iterator[Finding]:
     """All-to-all context parallelism gives each rank of a group some heads of the whole
     sequence.
     """
@@ -75,8 +75,8 @@ def heads_can_be_exchanged(run: RunConfig) -> Iterator[Finding]:
     Code("MT214", example="model=deepseek_tiny model.mla.rope_type=yarn parallel=cp3"),
     reads="model.mla.rope_type parallel.cp model.mla.original_max_position_embeddings",
 )
-def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core splits the table of yarn's positions over the cp ranks, two chunks for each."""
+def scaled_position_split(run: RunConfig) -> Iterator[Finding]:
+    """megatron-core splits yarn's table of positions over the cp ranks, two chunks for each."""
     p = run.parallel
     mla = run.model.mla
     if (
@@ -120,7 +120,7 @@ def stretched_positions_are_cut(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def dynamic_context(run: RunConfig) -> Iterator[Finding]:
-    """What megatron-core's scheduler of documents over ranks can be combined with."""
+    """megatron-core's scheduler of documents over ranks excludes some layouts."""
     p = run.parallel
     m = run.model
     d = run.data
@@ -198,7 +198,7 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def fully_sharded(run: RunConfig) -> Iterator[Finding]:
-    """What each FSDP can be combined with."""
+    """Each FSDP excludes some features."""
     p = run.parallel
     if p.fsdp == "none":
         return
@@ -239,10 +239,8 @@ def fully_sharded(run: RunConfig) -> Iterator[Finding]:
         "parallel.fsdp parallel.fsdp_sharding parallel.pp model.moe.shared_expert_intermediate_size"
     ),
 )
-def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
-    """A stage with shared experts closes a micro-batch of megatron-core's FSDP before all gradients
-    are there.
-    """
+def fsdp_shared_experts(run: RunConfig) -> Iterator[Finding]:
+    """With shared experts, megatron-core's FSDP closes a micro-batch before all gradients exist."""
     p = run.parallel
     moe = run.model.moe
     if p.fsdp != "megatron" or p.fsdp_sharding == "optim" or p.pp == 1 or moe is None:
@@ -275,8 +273,8 @@ def shared_experts_stay_on_a_stage(run: RunConfig) -> Iterator[Finding]:
         " parallel.distributed_optimizer"
     ),
 )
-def replicas_divide(run: RunConfig) -> Iterator[Finding]:
-    """Groups that each hold one whole sharded copy are equal."""
+def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Equal groups each hold one complete sharded copy."""
     p = run.parallel
     if p.hsdp_replicas == 1:
         return
@@ -320,10 +318,8 @@ def replicas_divide(run: RunConfig) -> Iterator[Finding]:
         " model.moe.shared_expert_overlap model.hybrid.pattern"
     ),
 )
-def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
-    """A module that is to be computed again is in the model, and its output is not
-    needed earlier.
-    """
+def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
+    """Recomputed modules exist in the model, and nothing needs their output earlier."""
     r = run.parallel.recompute
     m = run.model
     if r.granularity != "selective" or r.modules is None:
@@ -369,8 +365,8 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
         " parallel.vpp model.num_layers model.mtp_num_layers parallel.recompute.method"
     ),
 )
-def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
-    """No group of layers is larger than what a stage holds, and MTP layers are in none."""
+def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
+    """No group of recomputed layers exceeds a stage or contains MTP layers."""
     r = run.parallel.recompute
     p = run.parallel
     if r.granularity != "full" or r.num_layers is None:
@@ -413,7 +409,7 @@ def recomputed_layers_are_in_a_stage(run: RunConfig) -> Iterator[Finding]:
     reads="kernels.gradient_accumulation_fusion parallel.fsdp",
 )
 def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
-    """A product adds to the gradient that is there, so that there must be one."""
+    """A fused product adds to an existing gradient buffer."""
     if run.kernels.gradient_accumulation_fusion and run.parallel.fsdp != "none":
         off: Change = {"kernels.gradient_accumulation_fusion": False}
         rule = "the gradient of a weight that is freed after use has no place to be added to"
@@ -425,8 +421,8 @@ def fused_accumulation(run: RunConfig) -> Iterator[Finding]:
     reads="optim.cpu_offload parallel.fsdp",
 )
 def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Host memory holds the state of weights that a rank keeps whole, or of the distributed
-    optimizer's shards.
+    """Host memory holds the state of unsharded weights, or of the distributed optimizer's
+    shards.
     """
     p = run.parallel
     if run.optim.cpu_offload and p.fsdp != "none":
@@ -440,14 +436,14 @@ def offloaded_optimizer(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    stretched_positions_are_cut,
+    scaled_position_split,
     dynamic_context,
-    heads_can_be_exchanged,
+    exchanged_heads,
     fully_sharded,
-    shared_experts_stay_on_a_stage,
-    replicas_divide,
-    recomputed_modules_exist,
-    recomputed_layers_are_in_a_stage,
+    fsdp_shared_experts,
+    replica_divisibility,
+    recomputed_modules,
+    recomputed_layer_groups,
     fused_accumulation,
     offloaded_optimizer,
 )

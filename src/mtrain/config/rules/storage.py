@@ -1,4 +1,4 @@
-"""Storage: folders that can be written, checkpoints that exist, state that is not lost."""
+"""Storage rules: writable folders, existing checkpoints, and state that is saved."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
-from mtrain.config.disk.files import unreadable, unwritable
-from mtrain.config.disk.hub import download_of
+from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
@@ -21,8 +20,8 @@ from mtrain.config.schema.run import RunConfig
     reads="log.runs_dir",
     disk=True,
 )
-def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
-    """The folder of runs can be made, or written to."""
+def runs_folder(run: RunConfig) -> Iterator[Finding]:
+    """The runs folder can be created or written to."""
     yield from _folder("MT431", "log.runs_dir", run.log.runs_dir, "runs")
 
 
@@ -33,12 +32,11 @@ def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
     reads="data.cache_dir data.kind data.path data.blend",
     disk=True,
 )
-def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
-    """The cache can be created or written to by a run that needs it, and one that trains on text
-    can read it.
+def cache_folder(run: RunConfig) -> Iterator[Finding]:
+    """A run that needs the cache can create or write it, and training on text can read it.
 
-    Synthetic tokens keep nothing there. What is derived from local .bin and .idx files is kept in
-    memory where the cache cannot be written.
+    Synthetic tokens keep nothing there. Data derived from local .bin and .idx files stays in memory
+    if the cache is not writable.
     """
     d = run.data
     remote = any("://" in name for name in (d.path or "", *(d.blend or ())))
@@ -69,8 +67,8 @@ def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
     reads="checkpoint.resume",
     disk=True,
 )
-def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
-    """A run goes on from `latest` or `auto`, or from a folder that is a run or a checkpoint."""
+def resume_point(run: RunConfig) -> Iterator[Finding]:
+    """A run resumes from `latest`, `auto`, a run folder or a checkpoint."""
     resume = run.checkpoint.resume
     if resume is None or resume in RESUME_WORDS:
         return
@@ -94,15 +92,15 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT434",
-        help="Give the run another name, or go on with the one that is there.",
+        help="Give the run another name, or continue the existing one.",
         severity="warning",
         example="log.runs_dir=/ log.name=dev",
     ),
     reads="log.name checkpoint.resume log.runs_dir",
     disk=True,
 )
-def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
-    """A named run folder that is already there is not written over: the launcher refuses it."""
+def run_folder_name(run: RunConfig) -> Iterator[Finding]:
+    """A named run folder is never overwritten: the launcher refuses an existing one."""
     if run.log.name is None or run.checkpoint.resume is not None:
         return
     folder = user_path(run.log.runs_dir) / run.log.name
@@ -125,8 +123,8 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
     ),
     reads="checkpoint.save_interval trainer.train_iters checkpoint.save_final",
 )
-def something_is_saved(run: RunConfig) -> Iterator[Finding]:
-    """Checkpoints that come after the last step never come."""
+def save_schedule(run: RunConfig) -> Iterator[Finding]:
+    """Checkpoints scheduled after the last step are never written."""
     c = run.checkpoint
     steps = run.trainer.steps
     if c.save_interval and c.save_interval > steps and not c.save_final:
@@ -154,8 +152,8 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     reads="checkpoint.init_from",
     disk=True,
 )
-def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
-    """A run begins with the weights of a run, of a checkpoint, or of a Hugging Face folder."""
+def starting_weights(run: RunConfig) -> Iterator[Finding]:
+    """A run starts from the weights of a run, a checkpoint or a Hugging Face folder."""
     start = run.checkpoint.init_from
     if start is None:
         return
@@ -184,10 +182,10 @@ def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
 
 
 RULES = (
-    runs_can_be_written,
-    cache_can_be_written,
-    resume_point_exists,
-    weights_to_begin_with_exist,
-    run_folder_is_free,
-    something_is_saved,
+    runs_folder,
+    cache_folder,
+    resume_point,
+    starting_weights,
+    run_folder_name,
+    save_schedule,
 )

@@ -1,4 +1,4 @@
-"""A model keeps the tokenizer that it has: its weights mean nothing for the ids of another one."""
+"""Tokenizer rules: a model keeps its tokenizer, because its weights mean nothing for other ids."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ NONE: Change = {"data.tokenizer": None}
     ),
     disk=True,
 )
-def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
-    """The tokenizer that is named, or that made a corpus, is that of the model."""
+def own_tokenizer(run: RunConfig) -> Iterator[Finding]:
+    """The tokenizer in use, or that made the corpus, belongs to the model."""
     d = run.data
     folder = folder_of_the_model(run)
     if folder is None or d.kind == "mock":
@@ -64,9 +64,7 @@ def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
 
 
 def _unknown(run: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Weights of elsewhere were trained with a tokenizer: where it is not there, none is trained in
-    its place.
-    """
+    """Yield imported weights whose tokenizer is missing: no new one replaces it."""
     if run.data.tokenizer is not None or run.data.kind not in ("text", "image_text"):
         return
     unread = unread_tokenizer(folder)
@@ -99,7 +97,7 @@ def _same(named: Path, own: Path) -> Iterator[Finding]:
 
 
 def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
-    """Manifests of corpora say which tokenizer.json made them; without one nothing is known."""
+    """Yield each corpus whose manifest names another tokenizer.json."""
     d = run.data
     ours = sha256_of(own)
     keys = {
@@ -123,4 +121,4 @@ def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
                 return
 
 
-RULES = (model_keeps_its_tokenizer,)
+RULES = (own_tokenizer,)

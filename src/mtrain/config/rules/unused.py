@@ -1,4 +1,4 @@
-"""A key that is set but has no effect is an error: somebody believes that it does something."""
+"""Effect rules: a key that is set without effect is an error, because its author expects one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mtrain.config.schema.run import RunConfig
 
 UNUSED = Code(
     "MT150",
-    "A key is set that has no effect beside the others.",
-    "Set the key that it waits for, or leave it out.",
+    "A key is set that has no effect with the others.",
+    "Set the key that it needs, or remove it.",
     example="data.blend=[a,b]",
 )
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
@@ -29,7 +29,7 @@ _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
 def waited_for(run: RunConfig, path: str) -> Change:
-    """The settings that a key without effect waits for; none where they are numbers, or parts of a
+    """Return the settings that a key without effect depends on; none for numbers and parts of a
     model.
     """
     text = when_of(path)
@@ -44,16 +44,16 @@ def waited_for(run: RunConfig, path: str) -> Change:
     return change
 
 
-def key_has_an_effect(key: Conditional) -> Rule:
-    """The rule that a key which needs another one finds it; those of formats are validated beside
+def key_effect_rule(key: Conditional) -> Rule:
+    """Return the rule that a dependent key has its prerequisite; format keys are validated with
     their recipes.
     """
     named = (key.path, *_KEY.findall(key.needs))
-    # a condition may look at keys beside these
+    # a condition may read other keys too
     sections = dict.fromkeys(name.rpartition(".")[0] for name in named)
 
     @rule(UNUSED, reads=" ".join((*named, *sections)))
-    def has_an_effect(run: RunConfig) -> Iterator[Finding]:
+    def key_effect(run: RunConfig) -> Iterator[Finding]:
         if key.value(run) != key.off and not key.active(run):
             off: Change = {key.path: key.off}
             on = waited_for(run, key.path)
@@ -65,7 +65,7 @@ def key_has_an_effect(key: Conditional) -> Rule:
             rule = f"has no effect without {key.needs}"
             yield Finding("MT150", key.path, rule, fixes, hint=hint, unset=True)
 
-    return has_an_effect
+    return key_effect
 
 
-RULES = tuple(map(key_has_an_effect, _OTHERS))
+RULES = tuple(map(key_effect_rule, _OTHERS))

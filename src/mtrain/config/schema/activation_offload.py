@@ -1,4 +1,4 @@
-"""`parallel.activation_offload`: activations that wait for the backward in host memory."""
+"""`parallel.activation_offload`: activations kept in host memory until the backward."""
 
 from typing import Annotated, Literal
 
@@ -13,16 +13,16 @@ _THERE = "parallel.activation_offload.modules"
 
 
 class ActivationOffloadConfig(Section):
-    """`parallel.activation_offload`: inputs of modules that wait for the backward in host memory.
-
-    On GPUs, with TransformerEngine's layers; composed, validated and handed to megatron-core, but
-    run on no GPU yet.
+    """`parallel.activation_offload`: inputs of modules that are kept in host memory until the
+    backward. On GPUs, with TransformerEngine's layers; mtrain validates it and passes it to
+    megatron-core, but has run it on no GPU yet.
     """
 
     modules: Annotated[
         tuple[OffloadModule, ...] | None, Key(effect=Effect.PARALLELISM, aka="offload_modules")
     ] = Field(default=None, strict=False)
-    """Whose input is copied to the host in the forward, and back before its backward; null: none.
+    """The modules whose input is copied to the host in the forward, and back before its backward;
+    null: none.
     """
     min_tensor_elements: Annotated[
         NonNegativeInt | None,
@@ -47,7 +47,7 @@ class ActivationOffloadConfig(Section):
             aka="activation_offload_fraction",
         ),
     ] = None
-    """Share of what could be copied that is; null: all. With megatron-core 0.19."""
+    """The share of eligible tensors that is copied; null: all. Needs megatron-core 0.19."""
     delta_bytes_across_stages: Annotated[
         NonNegativeInt | None,
         Key(
@@ -59,7 +59,6 @@ class ActivationOffloadConfig(Section):
             unit="bytes",
         ),
     ] = None
-    """Bytes that each pipeline stage copies less than the one before it; null: 0.
-
-    With megatron-core 0.19.
+    """Bytes that each pipeline stage copies less than the previous one; null: 0. Needs
+    megatron-core 0.19.
     """

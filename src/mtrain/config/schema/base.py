@@ -1,7 +1,7 @@
-"""The base of every schema, and what a schema says of a key beside its type and its text.
+"""The base class of every section, and the annotation of keys.
 
-Modules of schemas do without `from __future__ import annotations`: pydantic would evaluate the text
-of every annotation in every start.
+Schema modules do without `from __future__ import annotations`: pydantic would have to evaluate the
+text of every annotation at each start.
 """
 
 from __future__ import annotations
@@ -14,76 +14,74 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Effect(StrEnum):
-    """What changing a key changes, the gravest first.
-
-    Used to validate a resume and to compare two recipes.
+    """The effect of changing a key, gravest first. Resumes are validated, and recipes compared, by
+    it.
     """
 
     ARCHITECTURE = "architecture"
-    """What the weights are: a checkpoint of the other value cannot be continued."""
+    """The weights themselves: a checkpoint with another value cannot be continued."""
     NUMERICS = "numerics"
-    """The weights that come out."""
+    """The resulting weights."""
     CONTENTS = "contents"
-    """The weights that come out, by what lies at the place that it names: a resume compares that,
-    not the name.
+    """The resulting weights, by the contents of the named place: a resume compares contents, not
+    names.
     """
     PARALLELISM = "parallelism"
-    """How the work is sharded: the same numbers up to the order of summation."""
+    """The sharding of the work: equal numbers up to the order of summation."""
     RUNTIME = "runtime"
     """Speed, output and storage: no effect on the weights."""
 
 
 SCHEMA_DEFAULT: Any = object()
-"""Leaving a flag out means what the schema's default is."""
+"""Marks a flag whose absence means the schema's default."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Flag:
-    """A flag of Megatron-LM that says one key."""
+    """A flag of Megatron-LM that sets one key."""
 
     name: str
     absent: Any = SCHEMA_DEFAULT
-    """What leaving it out means there."""
+    """The meaning of its absence there."""
     also: tuple[str, ...] = ()
-    """Other spellings of it."""
+    """Its other spellings."""
     none: tuple[Any, ...] = ()
-    """Values of it that stand for null."""
+    """Its values that stand for null."""
     off: bool = False
-    """A switch that makes the key false."""
+    """The switch that sets the key to false."""
     always: bool = False
-    """Written even where leaving it out says the same."""
+    """Whether exports write it even if its absence means the same."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Key:
-    """What a schema says of a key in its annotation: what it reaches, when, and what others call
-    it.
+    """The annotation of a key: what it feeds, when it has an effect, and its names elsewhere.
 
     The tables of `core_fields`, `conditional`, `keys` and of `recipes` are derived from it. What
-    must be computed stands there as a function.
+    must be computed is a function there.
     """
 
     feeds: str = ""
-    """The fields of megatron-core that get its value as it is, by spaces: of TransformerConfig, or
-    of `gpt.`, `mla.`, `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`. Where a key with `when`
-    is null, megatron-core's default stays.
+    """The fields of megatron-core that get its value unchanged, separated by spaces: of
+    TransformerConfig, or of `gpt.`, `mla.`, `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`.
+    If a key with `when` is null, megatron-core's default stays.
     """
     when: str = ""
-    """What must hold for the key to have an effect, as `parallel.vpp>1 and parallel.fsdp=none`; see
-    `condition`.
+    """The condition under which the key has an effect, as `parallel.vpp>1 and parallel.fsdp=none`;
+    see `condition`.
     """
     null: Any = None
-    """The value that null stands for where the key has an effect."""
+    """The value of null if the key has an effect."""
     effect: Effect | None = None
-    """What changing it changes; None: as its section."""
+    """The effect of changing it; None: that of its section."""
     flag: str | Flag = ""
     """Its flag in Megatron-LM."""
     hf: str = ""
-    """Its names in `config.json` of Hugging Face models, by spaces, that of Llama first."""
+    """Its names in `config.json` of Hugging Face models, separated by spaces, Llama's first."""
     aka: str = ""
-    """Names of other systems, by spaces, that stand for it in messages alone."""
+    """Names in other systems, separated by spaces, that only messages use."""
     unit: str = ""
-    """What a number counts, where neither type nor name say so."""
+    """The unit of a number, if neither type nor name state it."""
 
 
 class Section(BaseModel):
@@ -101,24 +99,26 @@ class Section(BaseModel):
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-"""What a name is that becomes part of a path or of a line."""
+"""A name that becomes part of a path or of a line."""
 MOST = 1 << 40
-"""No run counts more of anything: a trillion steps, tokens of a sample or samples of a step."""
+"""A bound that no run exceeds: a trillion steps, tokens of a sample or samples of a step."""
 MOST_RANKS = 1 << 20
-"""No cluster has more devices."""
+"""A bound that no cluster exceeds."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-"""Over how many ranks something is sharded, or how many machines or devices there are."""
+"""A number of ranks that share something, of machines or of devices."""
 Width = Annotated[int, Field(ge=1, le=1 << 27)]
-"""Channels, heads, layers, experts or rows of a table: no weight matrix has a larger side."""
+"""A number of channels, heads, layers, experts or table rows: no weight matrix has a
+larger side.
+"""
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 SquareWeight = Annotated[float, Field(ge=0, le=1000)]
-"""Weight of a loss of squares; those in use are 1e-4 to 1e-2, and from some thousands on fp16 has
-no gradient.
+"""The weight of a loss of squares; usual ones are 1e-4 to 1e-2, and some thousands underflow in
+fp16.
 """
 Beta = Annotated[float, Field(ge=0, lt=1)]
-"""Share of an average that each step leaves of it."""
+"""The share of an average that remains after each step."""
 Probability = Annotated[float, Field(ge=0, lt=1)]

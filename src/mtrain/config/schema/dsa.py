@@ -6,12 +6,11 @@ from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeFloat, Secti
 
 
 class SparseAttentionConfig(Section):
-    """`model.dsa`: MLA of each query to the keys that an indexer chooses (DeepSeek-V3.2), in every
-    layer, or where the pattern of a hybrid has a D.
-
-    The score of a key is the sum over the indexer's heads of w ReLU(q k), with queries of MLA's
-    latent ones and keys and weights of the hidden states. The indexer learns from a loss of its
-    own, and what it reads does not.
+    """`model.dsa`: MLA in which each query attends to keys that an indexer chooses (DeepSeek-V3.2),
+    in every layer, or at a D in the pattern of a hybrid. The score of a key is the sum over the
+    indexer's heads of w ReLU(q k), with queries from MLA's latent ones and keys and weights from
+    the hidden states. The indexer learns from a loss of its own, whose gradient does not reach its
+    inputs.
     """
 
     indexer_n_heads: Annotated[
@@ -32,7 +31,8 @@ class SparseAttentionConfig(Section):
             unit="channels",
         ),
     ] = 128
-    """Width of such a head; the first model.mla.qk_pos_emb_head_dim channels have rotary positions.
+    """The width of such a head; the first model.mla.qk_pos_emb_head_dim channels have rotary
+    positions.
     """
     indexer_topk: Annotated[
         Width,
@@ -44,8 +44,8 @@ class SparseAttentionConfig(Section):
             unit="tokens",
         ),
     ] = 2048
-    """Keys that a query attends to, its own among those that may be chosen; a query with fewer
-    before it sees all.
+    """The number of keys that a query attends to; its own may be one. A query with fewer
+    predecessors sees all.
     """
     indexer_loss_coeff: Annotated[
         NonNegativeFloat,
@@ -55,8 +55,8 @@ class SparseAttentionConfig(Section):
             flag=Flag("--dsa-indexer-loss-coeff", absent=0.0, always=True),
         ),
     ] = 1.0
-    """Factor on the indexer's loss: of each token and layer the divergence of the softmax of its
-    scores from the attention of all heads. Nothing else trains it; 0: nothing does.
+    """The weight of the indexer's loss: for each token and layer the divergence of the softmax of
+    its scores from the attention of all heads. Nothing else trains it; 0: nothing does.
     """
     indexer_use_sparse_loss: Annotated[
         bool,
@@ -66,6 +66,6 @@ class SparseAttentionConfig(Section):
             flag="--dsa-indexer-use-sparse-loss",
         ),
     ] = False
-    """That loss is over the chosen keys alone; false: over all that a query may see, as a first
-    stage has it.
+    """Whether that loss is over the chosen keys only; false: over all visible keys, as in a first
+    stage of training.
     """

@@ -1,6 +1,5 @@
-"""`model.linear_attention`: layers that are gated delta nets.
-
-Keys carry megatron-core's names, without `linear_`.
+"""`model.linear_attention`: gated delta nets. Keys carry megatron-core's names, without
+`linear_`.
 """
 
 from typing import Annotated
@@ -11,21 +10,19 @@ from mtrain.config.schema.base import MOST, Key, Section, Width
 
 
 class LinearAttentionConfig(Section):
-    """`model.linear_attention`: gated delta nets in place of attention, but in every n-th layer
-    (Qwen3-Next), or where the pattern of a hybrid has a G.
-
-    Such a layer has a state of fixed size instead of keys and values: it fades, and each token
-    corrects what it reads of it (Yang et al. 2024, arXiv:2412.06464). Its convolution, its gate and
-    its norm of values are SiLU, SiLU and RMSNorm, whatever the rest of the model has.
+    """`model.linear_attention`: gated delta nets in place of attention, except in every n-th layer
+    (Qwen3-Next), or at a G in the pattern of a hybrid. Such a layer has a state of fixed size
+    instead of keys and values: it decays, and each token corrects what it reads of it (Yang et al.
+    2024, arXiv:2412.06464). Its convolution and gate use SiLU and its norm of values is RMSNorm,
+    whatever the rest of the model has.
     """
 
     freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)],
         Key(when="model.family=gpt", flag="--linear-attention-freq", hf="full_attention_interval"),
     ] = 4
-    """Every n-th layer has softmax attention, all others are gated delta nets.
-
-    Of a hybrid, model.hybrid.pattern says which layers they are.
+    """Every n-th layer has softmax attention, all others are gated delta nets. For a hybrid,
+    model.hybrid.pattern chooses the layers.
     """
     num_key_heads: Annotated[
         Width,
@@ -72,23 +69,23 @@ class LinearAttentionConfig(Section):
             unit="tokens",
         ),
     ] = 4
-    """Tokens that the causal convolution of queries, keys and values reaches over, its own
-    included.
+    """The tokens that the causal convolution of queries, keys and values covers, including the
+    current one.
     """
 
     @property
     def key_channels(self) -> int:
-        """Return channels of all queries, or of all keys."""
+        """Return the channels of all queries, or of all keys."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_channels(self) -> int:
-        """Return channels of all values."""
+        """Return the channels of all values."""
         return self.num_value_heads * self.value_head_dim
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Return rows of the input projection: queries, keys, values, gates, then a beta and a
+        """Return the rows of the input projection: queries, keys, values, gates, then a beta and a
         decay of each value head.
         """
         k = self.key_channels
@@ -97,5 +94,5 @@ class LinearAttentionConfig(Section):
 
     @property
     def conv_channels(self) -> int:
-        """Return channels that are convolved."""
+        """Return the channels of the convolution."""
         return 2 * self.key_channels + self.value_channels

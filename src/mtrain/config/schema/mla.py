@@ -17,7 +17,7 @@ class MLAConfig(Section):
     """`model.mla`: multi-head latent attention (MLA) (DeepSeek-V2)."""
 
     q_lora_rank: Annotated[Width | None, Key(feeds="q_lora_rank", flag="--q-lora-rank")] = None
-    """Rank of the query's low-rank projection; null: a full projection."""
+    """The rank of the query's low-rank projection; null: a full projection."""
     kv_lora_rank: Annotated[
         Width, Key(feeds="kv_lora_rank", flag=Flag("--kv-lora-rank", absent=32))
     ] = 512
@@ -26,7 +26,7 @@ class MLAConfig(Section):
         Width,
         Key(feeds="qk_head_dim", flag="--qk-head-dim", hf="qk_nope_head_dim", unit="channels"),
     ] = 128
-    """Width of a head's part without rotary positions."""
+    """The width of a head's part without rotary positions."""
     qk_pos_emb_head_dim: Annotated[
         Width,
         Key(
@@ -58,7 +58,7 @@ class MLAConfig(Section):
             flag=Flag("--rotary-scaling-factor", absent=1.0),
         ),
     ] = None
-    """yarn: how much longer; null: 40."""
+    """yarn: the factor of the length; null: 40."""
     original_max_position_embeddings: Annotated[
         Annotated[int, Field(ge=1, le=1 << 22)] | None,
         Key(
@@ -92,7 +92,7 @@ class MLAConfig(Section):
     beta_fast: Annotated[
         PositiveFloat | None, Key(feeds="beta_fast", when="model.mla.rope_type=yarn", null=32.0)
     ] = None
-    """yarn: turns within the original length above which a frequency stays as it is; null: 32."""
+    """yarn: turns within the original length above which a frequency stays unchanged; null: 32."""
     beta_slow: Annotated[
         PositiveFloat | None, Key(feeds="beta_slow", when="model.mla.rope_type=yarn", null=1.0)
     ] = None

@@ -1,13 +1,11 @@
 """`model`: the shape of the network. Keys carry megatron-core's names."""
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.bert import BertConfig
-from mtrain.config.hybrid import DELTA, HybridConfig
-from mtrain.config.llava import LlavaConfig
+from mtrain.config.families import with_sections
 from mtrain.config.schema.base import (
     MOST,
     NAME,
@@ -26,32 +24,50 @@ from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
-from mtrain.config.schema.published import PublishedConfig
 from mtrain.config.schema.rope_scaling import RopeScalingConfig
-from mtrain.config.t5 import T5Config
+
+if TYPE_CHECKING:
+    from mtrain.models.bert.config import BertConfig
+    from mtrain.models.hybrid.config import HybridConfig
+    from mtrain.models.llava.config import LlavaConfig
+    from mtrain.models.t5.config import T5Config
 
 VOCAB_MULTIPLE = 128
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
-"""The condition of keys that only an MLP with a gate reads."""
+"""The condition of keys that only a gated MLP reads."""
 
 
+class PublishedConfig(Section):
+    """`model.published`: how the model was trained, for null values of `optim.lr` and
+    `trainer.global_batch_size`.
+    """
+
+    peak_lr: PositiveFloat | None = None
+    """Largest learning rate; null: not published."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step; null: not published."""
+    source: Annotated[str, Field(max_length=200)]
+    """The source of these figures."""
+
+
+@with_sections
 class ModelConfig(Section):
-    """`model`: a transformer, decoder-only unless `family` says otherwise."""
+    """`model`: a transformer, decoder-only unless `family` names another."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=100), Key(effect=Effect.RUNTIME)] = "custom"
     """Name used in run folders and reports."""
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
-    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is
-    trained on masked tokens, t5, an encoder-decoder, whose num_layers are those of the encoder,
-    llava, a decoder-only transformer that reads images, hybrid, a decoder of Mamba-2 layers,
-    attention and MLPs, or a family that a plug-in adds.
+    """The family that counts, shrinks and builds it: gpt, a decoder-only transformer; bert, an
+    encoder trained on masked tokens; t5, an encoder-decoder, whose num_layers are those of the
+    encoder; llava, a decoder-only transformer that reads images; hybrid, a decoder of Mamba-2
+    layers, attention and MLPs; or a family of a plug-in.
     """
     builder: Annotated[
         Literal["gpt", "hybrid"], Key(when="model.family=gpt", effect=Effect.PARALLELISM)
     ] = "gpt"
-    """The model of megatron-core that the layers are built into: gpt, its GPTModel, or hybrid, its
-    HybridModel (MambaModel before 0.19), in which attention and MLP are a layer each. Weights,
-    their names and the numbers that come out are the same.
+    """The model of megatron-core that holds the layers: gpt, its GPTModel, or hybrid, its
+    HybridModel (MambaModel before 0.19), in which attention and MLP are separate layers. Weights,
+    their names and results are the same.
     """
     num_layers: Annotated[
         Width,
@@ -93,9 +109,9 @@ class ModelConfig(Section):
     )
     """Key/value heads (grouped-query attention); null: as many as query heads."""
     kv_channels: Annotated[Width | None, Key(hf="head_dim", unit="channels")] = None
-    """Width of a head; null: hidden_size / num_attention_heads."""
+    """The width of a head; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[Width, Key(hf="vocab_size", aka="padded_vocab_size", unit="token ids")]
-    """Token ids; the embedding is padded up to a multiple of 128."""
+    """The number of token ids; the embedding is padded up to a multiple of 128."""
     mask_padded_vocab: Annotated[bool, Key(effect=Effect.NUMERICS)] = True
     """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in
     training, evaluation and MTP layers. false: over all rows of the embedding, as in Megatron-LM.
@@ -106,12 +122,12 @@ class ModelConfig(Section):
             feeds="gpt.max_sequence_length", hf="max_position_embeddings n_positions", unit="tokens"
         ),
     ]
-    """Longest sequence that the positions are made for."""
+    """The longest sequence that the positions support."""
     normalization: Annotated[
         Literal["RMSNorm", "LayerNorm"],
         Key(feeds="normalization", flag=Flag("--normalization", absent="LayerNorm")),
     ] = "RMSNorm"
-    """Norm of every layer."""
+    """The norm of every layer."""
     layernorm_epsilon: Annotated[
         NonNegativeFloat,
         Key(
@@ -125,12 +141,11 @@ class ModelConfig(Section):
     layernorm_zero_centered_gamma: Annotated[
         bool, Key(feeds="layernorm_zero_centered_gamma", flag="--apply-layernorm-1p")
     ] = False
-    """A norm's weight is kept as its distance from 1, which half precision rounds less."""
+    """A norm's weight is stored as its distance from 1, which loses less in half precision."""
     norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
-    """Where the norms of a layer are: before attention and MLP (pre), on what they add to the
-    residual stream (post, OLMo 2), both (Gemma), or on the sum with the residual stream
-    (post_residual, BERT). One with pre is Megatron's: no norm is on its embeddings, and one is
-    behind its last layer.
+    """The place of a layer's norms: before attention and MLP (pre), on their outputs before the
+    residual sum (post, OLMo 2), both (Gemma), or after the residual sum (post_residual, BERT). One
+    with pre is Megatron's: the embeddings have no norm, and the last layer is followed by one.
     """
     activation: Annotated[
         Literal[
@@ -145,18 +160,16 @@ class ModelConfig(Section):
         ],
         Key(hf="hidden_act", aka="activation_func"),
     ] = "swiglu"
-    """MLP activation; those in glu are gated.
-
-    gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh their tanh approximation
-    (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the gate.
-    Whatever implements a layer computes the form that is named.
+    """The MLP activation; names with glu are gated. gelu and geglu are exact, x Phi(x) by erf;
+    gelu_tanh and geglu_tanh their tanh approximation (GPT-2's, and Megatron-LM's fused bias-gelu);
+    quick_geglu: x sigmoid(1.702 x) as the gate. Every implementation computes the named form.
     """
     glu_linear_offset: Annotated[
         float,
         Field(ge=-10, le=10),
         Key(feeds="glu_linear_offset", when=GATED, effect=Effect.NUMERICS),
     ] = 0.0
-    """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
+    """Gated activations: a constant added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: Annotated[
         PositiveFloat | None,
         Key(
@@ -166,10 +179,10 @@ class ModelConfig(Section):
             flag="--activation-func-clamp-value",
         ),
     ] = None
-    """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
+    """Gated activations: the bound of both halves before the gate (7 in GPT-OSS); null: none."""
     parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
-    """Attention and MLP of a layer read the same input, each behind its norm, and are added
-    together (GPT-NeoX).
+    """Attention and MLP of a layer read the same input, each after its own norm, and their outputs
+    are added (GPT-NeoX).
     """
     add_bias_linear: Annotated[
         bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))
@@ -182,7 +195,7 @@ class ModelConfig(Section):
     add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = (
         False
     )
-    """A bias in the output projection of attention; with add_qkv_bias, attention alone has biases
+    """A bias in the output projection of attention; with add_qkv_bias, only attention has biases
     (Llama's attention_bias).
     """
     add_mlp_bias: Annotated[
@@ -197,10 +210,10 @@ class ModelConfig(Section):
         bool, Key(when="model.qk_layernorm and model.mla=null and model.normalization=RMSNorm")
     ] = False
     """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false:
-    a norm of each head.
+    a norm for each head.
     """
     qk_l2_norm: Annotated[bool, Key(feeds="qk_l2_norm")] = False
-    """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
+    """Divide queries and keys by their root mean square, without a weight (Llama 4)."""
     softmax_scale: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
         Key(when="model.mla=null and model.mup=null", effect=Effect.NUMERICS),
@@ -209,12 +222,12 @@ class ModelConfig(Section):
     attn_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="attn_logit_softcapping")
     ] = None
-    """Bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
+    """The bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
     position_embedding_type: Annotated[
         Literal["rope", "learned_absolute", "relative", "none"],
         Key(feeds="gpt.position_embedding_type"),
     ] = "rope"
-    """How positions enter; relative: as a learned bias of attention by distance (T5)."""
+    """The encoding of positions; relative: a learned bias of attention by distance (T5)."""
     rotary_base: Annotated[
         float,
         Field(gt=1),
@@ -234,8 +247,8 @@ class ModelConfig(Section):
             hf="rope_local_base_freq",
         ),
     ] = None
-    """Base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in all
-    other layers.
+    """The base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in
+    all other layers.
     """
     rotary_percent: Annotated[
         float,
@@ -256,7 +269,7 @@ class ModelConfig(Section):
             flag="--rotary-interleaved",
         ),
     ] = False
-    """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
+    """Rotary pairs are adjacent channels (GPT-J) instead of the halves of the head."""
     rope_scaling_factor: PositiveFloat | None = None
     """Llama-3.1 frequency scaling (low 1, high 4, original 8192), as rope_scaling of llama3; null:
     off.
@@ -271,11 +284,10 @@ class ModelConfig(Section):
         ),
     ] = None
     """Rotary positions are divided by this, also called linear scaling (Chen et al.
-
-    2023); null: by 1.
+    2023); null: 1.
     """
     rope_scaling: RopeScalingConfig | None = None
-    """Rotary frequencies for longer sequences: yarn, longrope and others; null: as they are."""
+    """Rotary frequencies for longer sequences: yarn, longrope and others; null: unchanged."""
     no_rope_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
         Key(feeds="no_rope_freq", when="model.position_embedding_type=rope and model.mla=null"),
@@ -284,7 +296,8 @@ class ModelConfig(Section):
     window_size: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None, Key(effect=Effect.NUMERICS, unit="tokens")
     ] = None
-    """Sliding-window attention: a token sees this many keys, itself included; null: all before it.
+    """Sliding-window attention: a token sees this many keys, including itself; null: all keys
+    before it.
     """
     window_attn_skip_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
@@ -300,15 +313,15 @@ class ModelConfig(Section):
         Literal["vanilla", "off-by-one", "learnable"],
         Key(feeds="softmax_type", flag="--softmax-type"),
     ] = "vanilla"
-    """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit
-    of 0, learnable: a weight.
+    """Attention sinks: an extra logit in the softmax of each head; off-by-one: a logit of 0,
+    learnable: a weight.
     """
     attention_output_gate: Annotated[
         bool,
         Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate"),
     ] = False
-    """What attention gives is multiplied with the sigmoid of a gate, which a wider query projection
-    makes (Qwen3-Next).
+    """The output of attention is multiplied by the sigmoid of a gate, which a wider query
+    projection computes (Qwen3-Next).
     """
     mtp_num_layers: Annotated[
         Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))
@@ -326,25 +339,24 @@ class ModelConfig(Section):
             flag=Flag("--mtp-loss-scaling-factor", absent=0.1),
         ),
     ] = None
-    """mtp_num_layers: weight of their mean loss; null: 0.1."""
+    """mtp_num_layers: the weight of their mean loss; null: 0.1."""
     mtp_detach_heads: Annotated[
         bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
     ] = False
-    """mtp_num_layers: their loss trains their own layers alone, with a gradient norm of their own.
-
-    In 0.19.
+    """mtp_num_layers: their loss trains only their own layers, with a gradient norm of their own.
+    Needs 0.19.
     """
     mtp_use_repeated_layer: Annotated[
         bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
     ] = False
-    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the
-    same weights.
+    """mtp_num_layers above 1: one layer is applied so many times, each time to its last output,
+    with the same weights.
     """
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
     ] = None
-    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma
-    2); null: none.
+    """The bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in
+    Gemma 2); null: none.
     """
     tie_word_embeddings: Annotated[
         bool,
@@ -356,8 +368,8 @@ class ModelConfig(Section):
     ] = False
     """The output layer shares the embedding's weights."""
     scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
-    """The embeddings of tokens are multiplied by sqrt(hidden_size), rounded to the dtype of the
-    weights (Gemma).
+    """Multiply the token embeddings by sqrt(hidden_size), rounded to the dtype of the weights
+    (Gemma).
     """
     attention_dropout: Annotated[
         Probability,
@@ -377,7 +389,7 @@ class ModelConfig(Section):
             flag=Flag("--hidden-dropout", absent=0.1),
         ),
     ] = 0.0
-    """Dropout on what each block adds to the residual stream."""
+    """Dropout on the output of each block before the residual sum."""
     init_method_std: Annotated[
         float,
         Field(gt=0, le=20),
@@ -388,13 +400,14 @@ class ModelConfig(Section):
             hf="initializer_range",
         ),
     ] = 0.02
-    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers),
-    except with norm_placement post_residual."""
+    """The standard deviation of initial weights; output projections are scaled by 1/sqrt(2
+    num_layers), except with norm_placement post_residual.
+    """
     embedding_init_method_std: Annotated[
         Annotated[float, Field(gt=0, le=10)] | None,
         Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std"),
     ] = None
-    """Standard deviation of the initial embeddings, of tokens and learned positions; null:
+    """The standard deviation of the initial embeddings, of tokens and learned positions; null:
     init_method_std.
     """
     moe: MoEConfig | None = None
@@ -402,53 +415,51 @@ class ModelConfig(Section):
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
     dsa: SparseAttentionConfig | None = None
-    """Sparse attention over MLA (DSA): each query to the keys that an indexer chooses; null: to
+    """Sparse attention over MLA (DSA): each query attends to keys that an indexer chooses; null: to
     all.
     """
     mup: MupConfig | None = None
-    """Rates, deviations and factors by width (muP); null: the usual ones."""
+    """Rates, deviations and factors by width (muP); null: those that do not depend on width."""
     linear_attention: LinearAttentionConfig | None = None
     """Layers that are gated delta nets; null: every layer has softmax attention."""
-    bert: BertConfig | None = None
-    """What the family bert has beside its layers; null: another family."""
-    t5: T5Config | None = None
-    """An encoder-decoder (T5), of the family t5; null: another family."""
-    llava: LlavaConfig | None = None
-    """Vision tower and projector of the family llava; null: another family."""
-    hybrid: HybridConfig | None = None
-    """Layers of the family hybrid, and its Mamba-2 mixers; null: another family."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
     """How the model was trained; null: unknown."""
 
+    if TYPE_CHECKING:  # `with_sections` adds these, and those of plug-ins
+        bert: BertConfig | None
+        t5: T5Config | None
+        llava: LlavaConfig | None
+        hybrid: HybridConfig | None
+
     @property
     def gated(self) -> bool:
-        """Return whether the MLP has a gate beside its up projection."""
+        """Return whether the MLP has a gate next to its up projection."""
         return "glu" in self.activation
 
     @property
     def head_dim(self) -> int:
-        """Return width of one attention head."""
+        """Return the width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def attention_scale(self) -> float | None:
-        """Factor on attention logits, outside MLA; None: 1 / sqrt(head_dim)."""
+        """Return the factor on attention logits outside of MLA; None: 1 / sqrt(head_dim)."""
         return self.softmax_scale if self.mup is None else self.mup.softmax_scale(self.head_dim)
 
     @property
     def width_mult(self) -> float:
-        """Return how many times as wide as the base of muP it is; 1 without."""
+        """Return the width relative to the base of muP; 1 without muP."""
         return 1.0 if self.mup is None else self.mup.width_mult(self.hidden_size)
 
     @property
     def mtp_held(self) -> int:
-        """Return MTP layers with weights of their own."""
+        """Return the number of MTP layers with weights of their own."""
         return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
 
     @property
     def rotary_dim(self) -> int:
-        """Return channels of a head that rotate; yarn of MLA turns all of the part that MLA has for
-        positions.
+        """Return the channels of a head that rotate; MLA's yarn rotates its whole
+        positional part.
         """
         width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
         if self.mla is not None and self.mla.rope_type == "yarn":
@@ -457,9 +468,7 @@ class ModelConfig(Section):
 
     @property
     def rotary_constant_to(self) -> float:
-        """Return tokens up to which rotary frequencies do not depend on the length of a
-        sequence.
-        """
+        """Return the sequence length up to which rotary frequencies do not depend on the length."""
         if (scaling := self.rope_scaling) is None or scaling.rope_type not in (
             "dynamic",
             "longrope",
@@ -472,34 +481,32 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Return key/value heads."""
+        """Return the number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     def softmax_among(self, first: int) -> int:
-        """Of the first so many layers, those with softmax attention."""
+        """Return the number of layers with softmax attention among the first so many."""
         return first if self.linear_attention is None else first // self.linear_attention.freq
 
     def is_linear(self, index: int) -> bool:
         """Return whether layer `index` (from 0) is a gated delta net."""
         if self.hybrid is not None:
-            return self.linear_attention is not None and self.hybrid.kind(index) == DELTA
+            return self.linear_attention is not None and self.hybrid.is_delta(index)
         return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return rows of the embedding: `vocab_size` rounded up, the same for every layout."""
+        """Return the rows of the embedding: `vocab_size` rounded up, the same for every layout."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def loss_vocab_size(self) -> int:
-        """Return token ids that have a probability in a loss."""
+        """Return the number of token ids that have a probability in a loss."""
         return self.vocab_size if self.mask_padded_vocab else self.padded_vocab_size
 
     @property
     def padding_in_words(self) -> str:
-        """Return the ids that losses are over, and what becomes of padding; empty where the
-        vocabulary has none.
-        """
+        """Describe the ids that losses are over, and padding; empty if the vocabulary has none."""
         if self.padded_vocab_size == self.vocab_size:
             return ""
         kept = "masked" if self.mask_padded_vocab else "in the softmax"

@@ -34,7 +34,7 @@ class MoEConfig(Section):
     router_topk: Annotated[
         Width, Key(feeds="moe_router_topk", flag="--moe-router-topk", hf="num_experts_per_tok")
     ] = 2
-    """Experts that each token visits."""
+    """The number of experts that each token visits."""
     ffn_hidden_size: Annotated[
         Width, Key(feeds="moe_ffn_hidden_size", hf="moe_intermediate_size", unit="channels")
     ]
@@ -47,36 +47,34 @@ class MoEConfig(Section):
             unit="channels",
         ),
     ] = None
-    """Total width of the shared experts that every token visits; null: none."""
+    """The total width of the shared experts that every token visits; null: none."""
     first_dense_layers: Annotated[NonNegativeInt, Key(hf="first_k_dense_replace")] = 0
-    """How many of the first layers keep the dense MLP of `model.ffn_hidden_size`."""
+    """The number of first layers that keep the dense MLP of `model.ffn_hidden_size`."""
     router_score_function: Annotated[
         Literal["softmax", "sigmoid"],
         Key(feeds="moe_router_score_function", flag="--moe-router-score-function"),
     ] = "softmax"
-    """How router logits become scores."""
+    """The function from router logits to scores."""
     router_pre_softmax: Annotated[
         bool, Key(feeds="moe_router_pre_softmax", flag="--moe-router-pre-softmax")
     ] = False
-    """Softmax before the top-k choice rather than over the chosen ones."""
+    """Softmax before the top-k choice instead of over the chosen logits."""
     router_load_balancing_type: Annotated[
         Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"],
         Key(feeds="moe_router_load_balancing_type"),
     ] = "aux_loss"
-    """How the load of the experts is balanced."""
+    """The method that balances the load of the experts."""
     aux_loss_coeff: Annotated[
         NonNegativeFloat,
         Key(effect=Effect.NUMERICS, hf="router_aux_loss_coef", aka="moe_aux_loss_coeff"),
     ] = 0.01
-    """Weight of the balancing loss of each layer with experts.
-
-    That is E sum_i f_i P_i, summed over the layers: E experts, f_i the share of the choices that
-    fell on expert i (by scores alone, without groups and bias; the shares add up to 1), P_i the
-    mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
-    Padding has no part in it, and a step averages it over tokens. As in megatron-core; it is
-    alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P averaged
-    over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk
-    / L.
+    """The weight of the balancing loss of each layer with experts. The loss is E sum_i f_i P_i,
+    summed over the layers: E experts, f_i the share of choices of expert i (by scores only, without
+    groups and bias; the shares add up to 1), P_i the mean of its normalised scores; over a
+    micro-batch, for seq_aux_loss over each sample. Padding does not count, and a step averages over
+    tokens. It is megatron-core's loss, and alpha_1 of DeepSeek-V2. transformers'
+    router_aux_loss_coef weighs one loss of f and P averaged over L layers, with f adding up to
+    router_topk: the coefficient here is theirs times router_topk / L.
     """
     z_loss_coeff: Annotated[
         SquareWeight | None,
@@ -86,8 +84,7 @@ class MoEConfig(Section):
     router_enable_expert_bias: Annotated[
         bool, Key(feeds="moe_router_enable_expert_bias", flag="--moe-router-enable-expert-bias")
     ] = False
-    """Balance by a bias on the scores that is moved after each step (DeepSeek-V3), not by a loss.
-    """
+    """Balance by a bias on the scores that each step adjusts (DeepSeek-V3), not by a loss."""
     router_num_groups: Annotated[
         Width | None,
         Key(feeds="moe_router_num_groups", flag="--moe-router-num-groups", hf="n_group"),
@@ -97,13 +94,13 @@ class MoEConfig(Section):
         Width | None,
         Key(feeds="moe_router_group_topk", flag="--moe-router-group-topk", hf="topk_group"),
     ] = None
-    """Groups that a token may choose from."""
+    """The number of groups that a token may choose from."""
     router_group_score_topk: Annotated[
         PositiveInt | None, Key(when="model.moe.router_num_groups")
     ] = None
-    """router_num_groups: a group is worth the sum of its so many best scores: 1 in DeepSeek-V2, 2
-    in DeepSeek-V3; null: 2, or 1 where a group is one expert. Megatron-LM takes router_topk //
-    router_group_topk.
+    """router_num_groups: the score of a group is the sum of its so many best scores: 1 in
+    DeepSeek-V2, 2 in DeepSeek-V3; null: 2, or 1 if a group is one expert. Megatron-LM uses
+    router_topk // router_group_topk.
     """
     router_topk_scaling_factor: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
@@ -124,8 +121,8 @@ class MoEConfig(Section):
             flag=Flag("--moe-router-bias-update-rate", absent=0.001),
         ),
     ] = None
-    """router_enable_expert_bias: how far the bias of an expert moves in a step; 0: biases are
-    frozen, null: 0.001.
+    """router_enable_expert_bias: the step size of an expert's bias; 0: biases are frozen, null:
+    0.001.
     """
     router_padding_for_quantization: Annotated[
         bool,
@@ -135,8 +132,8 @@ class MoEConfig(Section):
             aka="moe_router_padding_for_fp8",
         ),
     ] = False
-    """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its products
-    take, instead of TransformerEngine's experts copying them; kernels of ours need neither.
+    """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its GEMMs
+    need, which saves TransformerEngine's experts a copy; our kernels need neither.
     """
     router_force_load_balancing: Annotated[
         bool,
@@ -146,15 +143,13 @@ class MoEConfig(Section):
             flag="--moe-router-force-load-balancing",
         ),
     ] = False
-    """For benchmarks of speed: tokens go to random experts, all with the same load; the model
-    learns no routing.
-    """
+    """For benchmarks: tokens go to random experts with equal load; the model learns no routing."""
     input_jitter_eps: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         Key(feeds="moe_input_jitter_eps", effect=Effect.NUMERICS, flag="--moe-input-jitter-eps"),
     ] = None
-    """The router sees its input times a random number between 1 - this and 1 + this; null: as it
-    is. Random as dropout: other layouts draw other numbers.
+    """The router's input is multiplied by a random number between 1 - this and 1 + this; null: it
+    is not. As with dropout, other layouts draw other numbers.
     """
     apply_probs_on_input: Annotated[
         bool,
@@ -164,7 +159,7 @@ class MoEConfig(Section):
             flag="--moe-apply-probs-on-input",
         ),
     ] = False
-    """router_topk=1: what goes into an expert is weighed, not what comes out (Llama 4)."""
+    """router_topk=1: weigh the input of an expert instead of its output (Llama 4)."""
     shared_expert_gate: Annotated[
         bool,
         Key(
@@ -173,7 +168,7 @@ class MoEConfig(Section):
             flag="--moe-shared-expert-gate",
         ),
     ] = False
-    """The output of the shared experts is weighed by a learnt gate for each token (Qwen2-MoE)."""
+    """Weigh the output of the shared experts by a learned gate for each token (Qwen2-MoE)."""
     token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"],
         Key(
@@ -182,10 +177,10 @@ class MoEConfig(Section):
             flag=Flag("--moe-token-dispatcher-type", absent="allgather"),
         ),
     ] = "alltoall"
-    """How tokens travel to the ranks of their experts; flex: by the kernels of
-    `flex_dispatcher_backend`, on GPUs. With kernels.moe_router and moe_permute triton, alltoall
-    tells the host how many rows go where, once in a layer, unless `pad_alltoall` says that they are
-    as many, and allgather tells it nothing, with room for the most rows that a rank can get.
+    """The exchange of tokens between expert-parallel ranks; flex: by the kernels of
+    `flex_dispatcher_backend`, on GPUs. With triton for kernels.moe_router and moe_permute, alltoall
+    tells the host the row counts once per layer, unless `pad_alltoall` makes them equal, and
+    allgather tells it nothing, with room for the most rows that a rank can get.
     """
     flex_dispatcher_backend: Annotated[
         Literal["deepep", "hybridep", "ncclep"] | None,
@@ -196,9 +191,8 @@ class MoEConfig(Section):
             effect=Effect.PARALLELISM,
         ),
     ] = None
-    """token_dispatcher_type=flex: whose kernels; null: deepep.
-
-    ncclep: NCCL's, through TransformerEngine, with megatron-core 0.19.
+    """token_dispatcher_type=flex: the library; null: deepep. ncclep: NCCL's, through
+    TransformerEngine, with megatron-core 0.19.
     """
     expert_capacity_factor: Annotated[
         PositiveFloat | None,
@@ -208,8 +202,8 @@ class MoEConfig(Section):
             flag="--moe-expert-capacity-factor",
         ),
     ] = None
-    """Tokens that an expert takes of a rank's micro-batch, over the even share of those that are no
-    padding; others are dropped; null: none is.
+    """The tokens that an expert accepts of a rank's micro-batch, relative to the even share without
+    padding; others are dropped; null: none is dropped.
     """
     pad_expert_input_to_capacity: Annotated[
         bool,
@@ -231,22 +225,21 @@ class MoEConfig(Section):
             flag=Flag("--moe-token-drop-policy", absent="probs"),
         ),
     ] = None
-    """expert_capacity_factor: which tokens stay, the most probable or the first ones; null: probs.
-    """
+    """expert_capacity_factor: which tokens stay, the most probable or the first; null: probs."""
     pad_alltoall: Annotated[
         bool, Key(when="model.moe.token_dispatcher_type=alltoall", effect=Effect.PARALLELISM)
     ] = False
-    """token_dispatcher_type=alltoall: every rank sends every other one a buffer of one size, with
-    room for the most rows that there can be, or for those of `alltoall_capacity_factor`: no layer
-    tells the host anything, and shapes are the same in every step, as CUDA graphs want them. No
-    token is dropped; experts are not TransformerEngine's.
+    """token_dispatcher_type=alltoall: ranks exchange buffers of one size, with room for the largest
+    possible number of rows or for that of `alltoall_capacity_factor`: no layer tells the host
+    anything, and shapes are the same in every step, as CUDA graphs need. No token is dropped;
+    experts are not TransformerEngine's.
     """
     alltoall_capacity_factor: Annotated[
         PositiveFloat | None, Key(when="model.moe.pad_alltoall=true", effect=Effect.PARALLELISM)
     ] = None
-    """pad_alltoall: rows that a rank has room for of every other one, over the even share; a step
-    of training in which there are more ends the run. null: for all that one rank's experts can get.
-    Where nothing is trained, rows are not padded; in a graph of whole steps there is room for all.
+    """pad_alltoall: the row capacity of each pair of ranks relative to the even share; a training
+    step that exceeds it ends the run. null: all rows that one rank's experts can get. Without
+    training, rows are not padded; a graph of whole steps has room for all.
     """
     shared_expert_overlap: Annotated[
         bool,
@@ -261,14 +254,14 @@ class MoEConfig(Section):
 
     @property
     def padded(self) -> bool:
-        """Return whether expert-parallel ranks send each other as many rows in every step, and
-        experts are routed to by lists.
+        """Return whether expert-parallel ranks exchange equal numbers of rows in every step, and
+        routing uses lists.
         """
         return self.pad_alltoall and self.token_dispatcher_type == "alltoall"
 
     @property
     def group_score_topk(self) -> int | None:
-        """Return how many of its best scores a group of experts is worth; None: there are no
+        """Return the number of best scores that count for a group of experts; None: there are no
         groups.
         """
         if self.router_num_groups is None:
@@ -279,11 +272,11 @@ class MoEConfig(Section):
 
 
 def room_of(tokens: int, topk: int, local: int, ranks: int, factor: float | None) -> int:
-    """Return rows that go from one rank to each of `ranks` where exchanges are padded:
-    `model.moe.pad_alltoall`.
+    """Return the rows from one rank to each of `ranks` in padded exchanges
+    (`model.moe.pad_alltoall`).
 
-    `tokens` of the sender take `topk` experts each, of which a rank has `local`; `factor` is over
-    the even share.
+    `tokens` of the sender visit `topk` experts each, of which a rank holds `local`; `factor` is
+    relative to the even share.
     """
     most = tokens * min(topk, local)
     return most if factor is None else min(most, math.ceil(factor * tokens * topk / ranks))

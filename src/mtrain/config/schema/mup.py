@@ -1,6 +1,6 @@
 """`model.mup`: maximal update parametrization. Keys carry megatron-core's names, without `mup_`.
 
-It is ours, as megatron-core 0.19 defines it, and so the same in every release.
+The implementation is ours, as megatron-core 0.19 defines it, and the same for every release.
 """
 
 import math
@@ -12,14 +12,11 @@ from mtrain.config.schema.base import Effect, Flag, Key, PositiveFloat, Section,
 
 
 class MupConfig(Section):
-    """`model.mup`: what is tuned at one width holds at others (muP, Yang et al.
-
-    2022, arXiv 2203.03466).
-
-    With m = hidden_size / base_hidden_size, matrices between embedding and output layer start with
-    1 / sqrt(m) of their deviation, adamw and lion take 1 / m of the learning rate (and adamw of
-    eps) for them, sgd m times the rate for all others, and logits are divided by m. All widths of a
-    layer have to grow with hidden_size.
+    """`model.mup`: hyperparameters tuned at one width hold at others (muP, Yang et al. 2022, arXiv
+    2203.03466). With m = hidden_size / base_hidden_size, matrices between embedding and output
+    layer start with 1 / sqrt(m) of their deviation, adamw and lion use 1 / m of the learning rate
+    (and adamw of eps) for them, sgd m times the rate for all others, and logits are divided by m.
+    All widths of a layer must grow with hidden_size.
     """
 
     base_hidden_size: Annotated[
@@ -30,7 +27,7 @@ class MupConfig(Section):
             unit="channels",
         ),
     ] = None
-    """The width that learning rate and deviations were tuned at; null: model.hidden_size."""
+    """The width at which learning rate and deviations were tuned; null: model.hidden_size."""
     embedding_mult: Annotated[
         PositiveFloat, Key(flag=Flag("--mup-embedding-mult", absent=1.0), effect=Effect.NUMERICS)
     ] = 1.0
@@ -44,8 +41,8 @@ class MupConfig(Section):
         PositiveFloat | None,
         Key(flag=Flag("--mup-base-head-dim"), effect=Effect.NUMERICS, unit="channels"),
     ] = None
-    """Attention logits are multiplied by its root too, so that heads of this width have the usual
-    factor; null: 1.
+    """The square root of this also multiplies attention logits, so that heads of this width have
+    the usual factor; null: 1.
     """
     attn_scale_power: Annotated[
         float,
@@ -55,7 +52,7 @@ class MupConfig(Section):
     """Attention logits are divided by the width of a head to this power: 1 in muP, 0.5 as usual."""
 
     def width_mult(self, hidden_size: int) -> float:
-        """Return how many times as wide as the base a model is."""
+        """Return the width relative to the base."""
         return hidden_size / (self.base_hidden_size or hidden_size)
 
     def logit_mult(self, hidden_size: int) -> float:

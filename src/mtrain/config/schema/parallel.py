@@ -1,6 +1,5 @@
-"""`parallel`: how model and batch are sharded over ranks.
-
-The data-parallel size is derived, never written.
+"""`parallel`: the sharding of model and batch over ranks. The data-parallel size is
+always derived.
 """
 
 from typing import Annotated, Literal
@@ -16,13 +15,13 @@ RecomputeModule = Literal[
 
 
 class RecomputeConfig(Section):
-    """`parallel.recompute`: activations that the backward computes again instead of keeping.
-
-    Changes no number.
+    """`parallel.recompute`: activations that the backward recomputes instead of keeping. Changes no
+    number.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"
-    """selective: the named modules of every layer; full: whole layers, only their inputs are kept.
+    """selective: the named modules of every layer; full: whole layers, of which only the inputs are
+    kept.
     """
     modules: Annotated[
         tuple[RecomputeModule, ...] | None,
@@ -32,7 +31,7 @@ class RecomputeConfig(Section):
             null=("core_attn",),
         ),
     ] = Field(default=None, strict=False)
-    """selective: what is computed again; null: core_attn."""
+    """selective: the modules to recompute; null: core_attn."""
     method: Annotated[
         Literal["uniform", "block"] | None,
         Key(feeds="recompute_method", when="parallel.recompute.granularity=full", null="uniform"),
@@ -44,7 +43,7 @@ class RecomputeConfig(Section):
         PositiveInt | None,
         Key(feeds="recompute_num_layers", when="parallel.recompute.granularity=full", null=1),
     ] = None
-    """full: layers of a group (uniform) or of a stage (block); null: 1."""
+    """full: the layers of a group (uniform) or of a stage (block); null: 1."""
     distribute_saved_activations: Annotated[
         bool,
         Key(
@@ -56,17 +55,16 @@ class RecomputeConfig(Section):
             flag="--distribute-saved-activations",
         ),
     ] = False
-    """full, tp without sequence_parallel: the inputs that are kept are sharded over the tp ranks.
-    """
+    """full, tp without sequence_parallel: shard the kept inputs over the tp ranks."""
 
 
 class ParallelConfig(Section):
     """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
 
     auto: bool | None = False
-    """What nobody says of the layout, the micro-batch and the offload is chosen as `tune` chooses
-    it, the fastest by the plan that fits the device. null, which `parallel=default` says: so on
-    GPUs, and tensor parallel 2 on a CPU. A resolved run has the choice, and false here.
+    """Choose unset parts of the layout, the micro-batch and the offload as `tune` does: the fastest
+    by the plan that fits the device. null, which `parallel=default` sets: so on GPUs, and tensor
+    parallel 2 on a CPU. A resolved run holds the choice, and false here.
     """
     tp: Annotated[
         Degree,
@@ -107,27 +105,26 @@ class ParallelConfig(Section):
     expert_imbalance: Annotated[
         float, Field(ge=1, le=1024), Key(when="parallel.ep>1", effect=Effect.RUNTIME)
     ] = 1.0
-    """What a plan takes the busiest rank of experts to get, against the average of them; 1: all get
-    as much, as in published benchmarks. It changes nothing in a run.
+    """The tokens of the busiest rank of experts relative to the average that a plan assumes; 1: an
+    even load, as in published benchmarks. It changes nothing in a run.
     """
     etp: Annotated[Degree | None, Key(flag="--expert-tensor-parallel-size")] = None
     """Tensor parallel inside experts; null: as `tp`."""
     sequence_parallel: Annotated[bool | None, Key(feeds="sequence_parallel")] = None
-    """Norms and residuals are sharded over the tp ranks along the sequence; null: true where tp is
-    above 1 on GPUs and the sequence divides. On a CPU only with experts, which train with a tp
-    above 1 only so.
+    """Shard norms and residuals over the tp ranks along the sequence; null: true if tp is above 1
+    on GPUs and the sequence divides. On a CPU only with experts, which need it with a tp above 1.
     """
     ranks: Annotated[Degree | None, Key(aka="world_size num_gpus", unit="processes")] = None
-    """Processes in all; null: every device of the cluster, or the fewest that the degrees need on a
-    CPU.
+    """The number of processes; null: every device of the cluster, or the fewest that the degrees
+    need on a CPU.
     """
     cp_comm_type: Annotated[
         Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None, Key(feeds="cp_comm_type")
     ] = None
-    """How attention sees the whole sequence under `cp`: all_gather gathers keys and values, p2p
-    passes them around a ring, a2a exchanges the sequence for heads (Ulysses), a2a+p2p does the
-    second inside groups and the first between them; null: p2p with TransformerEngine's attention,
-    else all_gather.
+    """The exchange by which attention sees the whole sequence under `cp`: all_gather gathers keys
+    and values, p2p passes them around a ring, a2a exchanges the sequence for heads (Ulysses),
+    a2a+p2p does the second inside groups and the first between them; null: p2p with
+    TransformerEngine's attention, else all_gather.
     """
     hierarchical_cp_sizes: Annotated[
         tuple[PositiveInt, PositiveInt] | None,
@@ -155,15 +152,13 @@ class ParallelConfig(Section):
             unit="tokens",
         ),
     ] = None
-    """hybrid_context_parallel: tokens of a document that one rank takes; null: data.seq_length /
-    dp.
-    """
+    """hybrid_context_parallel: the tokens of a document per rank; null: data.seq_length / dp."""
     pipeline_layout: str | None = None
-    """What each stage holds, as `Et*3|(tt|)*29,m|L`: E embedding, t layer, m multi-token
+    """The contents of each stage, as `Et*3|(tt|)*29,m|L`: E embedding, t layer, m multi-token
     prediction, L loss, | between the pp * vpp stages; null: equal stages.
     """
     layers_per_stage: tuple[int, ...] | None = Field(default=None, strict=False)
-    """Layers of each of the pp * vpp stages, in the order of the model; null: equal stages."""
+    """The layers of each of the pp * vpp stages, in the order of the model; null: equal stages."""
     account_for_embedding_in_pipeline_split: Annotated[
         bool, Key(flag="--account-for-embedding-in-pipeline-split")
     ] = False
@@ -183,7 +178,7 @@ class ParallelConfig(Section):
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
     ] = None
-    """vpp: micro-batches that a virtual stage takes in turn before the next one does; null: pp."""
+    """vpp: the micro-batches that a virtual stage runs before the next one starts; null: pp."""
     overlap_p2p_comm_warmup_flush: Annotated[
         bool,
         Key(
@@ -192,17 +187,18 @@ class ParallelConfig(Section):
             flag="--overlap-p2p-communication-warmup-flush",
         ),
     ] = False
-    """vpp: what stages send each other overlaps with work also while the pipeline fills and drains.
+    """vpp: overlap the sends between stages with computation also while the pipeline fills and
+    drains.
     """
     overlap_grad_reduce: Annotated[bool | None, Key(feeds="ddp.overlap_grad_reduce")] = None
-    """Gradients are reduced while the backward still runs; null: true on GPUs with data or context
+    """Reduce gradients while the backward still runs; null: true on GPUs with data or context
     parallelism, without fsdp and hybrid_context_parallel.
     """
     overlap_param_gather: Annotated[
         bool | None, Key(feeds="ddp.overlap_param_gather optimizer.overlap_param_gather")
     ] = None
-    """Weights are gathered while the forward already runs; needs `distributed_optimizer`; null:
-    true on GPUs where that and overlap_grad_reduce are.
+    """Gather weights while the forward already runs; needs `distributed_optimizer`; null: true on
+    GPUs with that and overlap_grad_reduce.
     """
     ddp_bucket_size: Annotated[
         PositiveInt | None,
@@ -213,8 +209,8 @@ class ParallelConfig(Section):
             unit="elements",
         ),
     ] = None
-    """overlap_grad_reduce: gradients, counted in elements, that are reduced in one call; null: the
-    larger of 40 million and a million per data-parallel rank.
+    """overlap_grad_reduce: the gradients, counted in elements, of one reduction; null: the larger
+    of 40 million and a million per data-parallel rank.
     """
     ddp_pad_buckets_for_high_nccl_busbw: Annotated[
         bool,
@@ -224,17 +220,15 @@ class ParallelConfig(Section):
             flag="--ddp-pad-buckets-for-high-nccl-busbw",
         ),
     ] = False
-    """distributed_optimizer: what is reduced in one call is padded to a multiple of 65,536 elements
-    per rank.
-    """
+    """distributed_optimizer: pad each reduction to a multiple of 65,536 elements per rank."""
     ddp_reduce_scatter_with_fp32_accumulation: Annotated[
         bool, Key(feeds="ddp.reduce_scatter_with_fp32_accumulation", effect=Effect.NUMERICS)
     ] = False
-    """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: gradients travel in
-    half precision and are added up in fp32.
+    """distributed_optimizer, overlap_grad_reduce, grad_reduce_in_fp32=false: send gradients in half
+    precision and accumulate them in fp32.
     """
     fsdp: Literal["none", "fsdp2", "megatron"] = "none"
-    """Weights themselves are sharded over the data-parallel ranks and gathered layer by layer: by
+    """Shard the weights themselves over the data-parallel ranks and gather them layer by layer: by
     torch's FSDP2, or by megatron-core's own FSDP.
     """
     fsdp_sharding: Annotated[
@@ -245,9 +239,8 @@ class ParallelConfig(Section):
             null="optim_grads_params",
         ),
     ] = None
-    """megatron: what is sharded (ZeRO-1, 2, 3); null: optim_grads_params.
-
-    FSDP2 always shards all three.
+    """megatron: what is sharded (ZeRO-1, 2, 3); null: optim_grads_params. FSDP2 always shards all
+    three.
     """
     hsdp_replicas: Annotated[
         Degree,
@@ -260,24 +253,24 @@ class ParallelConfig(Section):
     copy (HSDP); gradients are reduced inside a group and then between groups.
     """
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
-    """Activations computed again in the backward."""
+    """Activations that the backward recomputes."""
     activation_offload: ActivationOffloadConfig = Field(default_factory=ActivationOffloadConfig)
-    """Activations that wait for the backward in host memory."""
+    """Activations that are kept in host memory until the backward."""
 
     @property
     def model_ranks(self) -> int:
-        """Return ranks that hold one copy of the model: tp * pp * cp."""
+        """Return the ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Return data-parallel size of a resolved run, at least 1 so that rules can go on where the
-        layout is broken.
+        """Return the data-parallel size of a resolved run, at least 1 so that rules can continue if
+        the layout is broken.
         """
         return max(1, (self.ranks or 1) // self.model_ranks)
 
     @property
     def frees_weights(self) -> bool:
-        """Return whether weights of a layer are freed between its forward and its backward."""
+        """Return whether the weights of a layer are freed between its forward and its backward."""
         whole = self.fsdp == "megatron" and self.fsdp_sharding in ("optim", "optim_grads")
         return self.fsdp != "none" and not whole

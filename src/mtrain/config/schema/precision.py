@@ -1,4 +1,4 @@
-"""`precision`: number formats of weights, activations and matrix products."""
+"""`precision`: number formats of weights, activations and GEMMs."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeInt, Positiv
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A positive number that fp32 holds."""
 LOW_PRECISION = ("fp8", "fp4", "tp_only_amax_red", "num_layers_at_")
-"""How the keys of products in low precision begin."""
+"""The prefixes of the keys of low-precision GEMMs."""
 
 
 class PrecisionConfig(Section):
@@ -24,14 +24,13 @@ class PrecisionConfig(Section):
             hf="torch_dtype",
         ),
     ] = None
-    """Format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main weights.
-
-    null: bf16 on a GPU that has it, or beside fp8 and fp4; else fp32.
+    """The format of weights and activations; with bf16 and fp16 the optimizer keeps fp32 main
+    weights. null: bf16 on a GPU that has it, or with fp8 and fp4; else fp32.
     """
     grad_reduce_in_fp32: Annotated[
         bool, Key(feeds="wrap.grad_reduce_in_fp32", aka="accumulate_allreduce_grads_in_fp32")
     ] = True
-    """Gradients are accumulated and reduced in fp32."""
+    """Accumulate and reduce gradients in fp32."""
     initial_loss_scale: Annotated[
         LossScale,
         Key(
@@ -40,7 +39,7 @@ class PrecisionConfig(Section):
             flag=Flag("--initial-loss-scale", absent=4294967296.0),
         ),
     ] = 65536.0
-    """First dynamic loss scale (fp16 only)."""
+    """The first dynamic loss scale (fp16 only)."""
     loss_scale_window: Annotated[
         PositiveInt,
         Key(
@@ -50,7 +49,7 @@ class PrecisionConfig(Section):
             unit="steps",
         ),
     ] = 1000
-    """Steps without overflow before the loss scale doubles (fp16 only)."""
+    """The number of steps without overflow after which the loss scale doubles (fp16 only)."""
     min_loss_scale: Annotated[
         LossScale,
         Key(
@@ -60,7 +59,7 @@ class PrecisionConfig(Section):
             aka="min_scale",
         ),
     ] = 1.0
-    """Smallest loss scale (fp16 only)."""
+    """The smallest loss scale (fp16 only)."""
     loss_scale_hysteresis: Annotated[
         int,
         Field(ge=1, le=1000),
@@ -70,18 +69,18 @@ class PrecisionConfig(Section):
             flag=Flag("--hysteresis", absent=2),
         ),
     ] = 2
-    """Skipped updates with which the loss scale begins to fall; it rises after a window without any
-    (fp16 only).
+    """The number of skipped updates after which the loss scale starts to fall; it rises after a
+    window without any (fp16 only).
     """
     max_skipped_updates: Annotated[
         PositiveInt, Key(when="precision.dtype=fp16", effect=Effect.RUNTIME, unit="updates")
     ] = 20
-    """Updates skipped in a row, or all of a shorter run, at which a run ends as a training fault
-    where the loss scale cannot fall any more (fp16 only).
+    """The number of updates skipped in a row, or all of a shorter run, that ends a run as a
+    training fault once the loss scale cannot fall further (fp16 only).
     """
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, Key(feeds="fp8", flag="--fp8-format")] = None
     """Linear layers and experts multiply in 8 bits, through TransformerEngine or, with the recipes
-    tensorwise and blockwise, kernels of ours, which a CPU emulates: e4m3 for every tensor; hybrid:
+    tensorwise and blockwise, our kernels, which a CPU emulates: e4m3 for every tensor; hybrid:
     e4m3, and e5m2 for gradients of outputs; null: they multiply in `dtype`.
     """
     fp8_recipe: Annotated[
@@ -93,11 +92,9 @@ class PrecisionConfig(Section):
             flag=Flag("--fp8-recipe", absent="delayed"),
         ),
     ] = None
-    """fp8: what has a scale, and when it is made.
-
-    delayed: a tensor, from the largest values of past steps; tensorwise: a tensor, from its own;
-    blockwise: 128 values, or 128 x 128 weights; mxfp8: 32 values, in hardware from Blackwell on;
-    null: tensorwise.
+    """fp8: the extent of a scale, and when it is computed. delayed: a tensor, from the largest
+    values of past steps; tensorwise: a tensor, from its own; blockwise: 128 values, or 128 x 128
+    weights; mxfp8: 32 values, in hardware from Blackwell on; null: tensorwise.
     """
     fp8_margin: Annotated[
         Annotated[int, Field(ge=0, le=15)] | None,
@@ -108,7 +105,8 @@ class PrecisionConfig(Section):
             flag=Flag("--fp8-margin", absent=0),
         ),
     ] = None
-    """fp8_recipe=delayed: powers of two that a scale leaves free above the largest value; null: 0.
+    """fp8_recipe=delayed: the powers of two between the largest value and the scale's limit; null:
+    0.
     """
     fp8_amax_history_len: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
@@ -119,7 +117,9 @@ class PrecisionConfig(Section):
             flag=Flag("--fp8-amax-history-len", absent=1),
         ),
     ] = None
-    """fp8_recipe=delayed: micro-batches whose largest values are remembered; null: 1024."""
+    """fp8_recipe=delayed: the number of micro-batches whose largest values are remembered; null:
+    1024.
+    """
     fp8_amax_compute_algo: Annotated[
         Literal["most_recent", "max"] | None,
         Key(
@@ -129,7 +129,7 @@ class PrecisionConfig(Section):
             flag=Flag("--fp8-amax-compute-algo", absent="most_recent"),
         ),
     ] = None
-    """fp8_recipe=delayed: which of the remembered values makes the scale; null: max."""
+    """fp8_recipe=delayed: the remembered value that sets the scale; null: max."""
     fp8_wgrad: Annotated[
         bool,
         Key(
@@ -138,7 +138,7 @@ class PrecisionConfig(Section):
             flag=Flag("--no-fp8-wgrad", off=True),
         ),
     ] = True
-    """fp8_recipe=delayed: false multiplies for the gradients of weights in `dtype`."""
+    """fp8_recipe=delayed: false computes the gradients of weights in `dtype`."""
     fp8_dot_product_attention: Annotated[
         bool,
         Key(
@@ -147,7 +147,7 @@ class PrecisionConfig(Section):
             flag="--fp8-dot-product-attention",
         ),
     ] = False
-    """fp8_recipe=delayed or tensorwise: the two products inside attention are in 8 bits too."""
+    """fp8_recipe=delayed or tensorwise: run the two GEMMs of attention in 8 bits too."""
     fp8_multi_head_attention: Annotated[
         bool,
         Key(
@@ -156,15 +156,15 @@ class PrecisionConfig(Section):
             flag="--fp8-multi-head-attention",
         ),
     ] = False
-    """fp8_dot_product_attention, delayed: what goes into and out of attention stays in 8 bits."""
+    """fp8_dot_product_attention, delayed: keep the inputs and outputs of attention in 8 bits."""
     tp_only_amax_red: Annotated[
         bool,
         Key(
             feeds="tp_only_amax_red", when="precision.fp8_recipe=delayed", flag="--tp-only-amax-red"
         ),
     ] = False
-    """fp8_recipe=delayed: largest values are shared by the tensor-parallel ranks alone, not by all
-    that hold the weight.
+    """fp8_recipe=delayed: share the largest values only among the tensor-parallel ranks, not among
+    all that hold the weight.
     """
     fp4: Annotated[Literal["e2m1"] | None, Key(feeds="fp4", flag="--fp4-format")] = None
     """Linear layers multiply in 4 bits, through TransformerEngine; null: they do not."""
@@ -183,27 +183,25 @@ class PrecisionConfig(Section):
     num_layers_at_start_in_bf16: Annotated[
         NonNegativeInt, Key(feeds="num_layers_at_start_in_bf16")
     ] = 0
-    """fp8 but for delayed, fp4: first layers of the model that keep `dtype`."""
+    """fp8 except delayed, fp4: the number of first layers that keep `dtype`."""
     num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Key(feeds="num_layers_at_end_in_bf16")] = 0
-    """fp8 but for delayed, fp4: last layers of the model that keep `dtype`."""
+    """fp8 except delayed, fp4: the number of last layers that keep `dtype`."""
 
     @property
     def format(self) -> WeightFormat:
-        """Return format of weights and activations, once it is resolved."""
+        """Return the format of weights and activations of a resolved run."""
         return self.dtype or "fp32"
 
     @property
     def quantized(self) -> str | None:
-        """What linear layers multiply in where that is not `dtype`: the name of a recipe, else
-        None.
-        """
+        """Return the recipe of linear layers that do not multiply in `dtype`, else None."""
         if self.fp8 is not None:
             return self.fp8_recipe or "tensorwise"
         return (self.fp4_recipe or "nvfp4") if self.fp4 is not None else None
 
     @property
     def multiplies_in(self) -> ProductFormat:
-        """Return the format whose peak arithmetic of a device bounds the linear layers."""
+        """Return the format whose peak bounds the linear layers."""
         if self.fp8 is not None:
             return "fp8"
         return self.format if self.fp4 is None else "fp4"
@@ -218,7 +216,7 @@ class PrecisionConfig(Section):
 
     @property
     def words(self) -> str:
-        """Return the format of weights, and of products where linear layers have another."""
+        """Return the format of weights, and that of GEMMs if linear layers have another."""
         if self.quantized is None:
             low = ""
         else:
@@ -226,6 +224,6 @@ class PrecisionConfig(Section):
         return f"{self.format}{low}"
 
     def unquantized(self, dtype: str) -> "PrecisionConfig":
-        """Return the same with every product in `dtype`: where there is no TransformerEngine."""
+        """Return the same with every GEMM in `dtype`, for machines without TransformerEngine."""
         kept = {key: value for key, value in self if not key.startswith(LOW_PRECISION)}
         return PrecisionConfig.model_validate({**kept, "dtype": dtype})

@@ -11,12 +11,14 @@ _YARN = "model.rope_scaling.rope_type=yarn"
 _LLAMA3 = "model.rope_scaling.rope_type=llama3"
 _LONGROPE = "model.rope_scaling.rope_type=longrope"
 Temperature = Annotated[float, Field(gt=0, le=100)]
-"""Scores of attention grow with its square; published ones are about 1."""
+"""A factor on cosines and sines; attention scores grow with its square, and published ones are
+about 1.
+"""
 
 
 class RopeScalingConfig(Section):
     """`model.rope_scaling`: rotary frequencies for longer sequences than the model was first
-    trained for.
+    trained on.
     """
 
     rope_type: Literal["dynamic", "llama3", "yarn", "longrope"]
@@ -26,47 +28,49 @@ class RopeScalingConfig(Section):
     scaling is model.rotary_seq_len_interpolation_factor.
     """
     factor: PositiveFloat
-    """How much longer sequences become."""
+    """The factor by which sequences become longer."""
     original_max_position_embeddings: Annotated[
         Annotated[int, Field(ge=2, le=1 << 22)] | None,
         Key(when="model.rope_scaling.rope_type=llama3|yarn|longrope", unit="tokens"),
     ] = None
     """The length before scaling; null: model.max_position_embeddings."""
     low_freq_factor: Annotated[PositiveFloat | None, Key(when=_LLAMA3, null=1.0)] = None
-    """llama3: turns within the original length below which a frequency is divided in full; null: 1.
+    """llama3: turns within the original length below which a frequency is divided in
+    full; null: 1.
     """
     high_freq_factor: Annotated[PositiveFloat | None, Key(when=_LLAMA3, null=4.0)] = None
-    """llama3: turns above which it stays as it is; null: 4."""
+    """llama3: turns above which it stays unchanged; null: 4."""
     beta_fast: Annotated[PositiveFloat | None, Key(when=_YARN, null=32.0)] = None
-    """yarn: turns within the original length above which a frequency stays as it is; null: 32."""
+    """yarn: turns within the original length above which a frequency stays unchanged; null: 32."""
     beta_slow: Annotated[PositiveFloat | None, Key(when=_YARN, null=1.0)] = None
     """yarn: turns below which it is divided in full; null: 1."""
     truncate: Annotated[bool | None, Key(when=_YARN, null=True)] = None
-    """yarn: the first and the last frequency that is partly divided are whole numbers; null: true.
+    """yarn: round the bounds between which frequencies are partly divided to whole numbers; null:
+    true.
     """
     mscale: Annotated[Temperature | None, Key(when=_YARN)] = None
-    """yarn: weight of log(factor) in attention_factor, over that of mscale_all_dim; null: 1 over
-    none.
+    """yarn: the weight of log(factor) in attention_factor, divided by that of mscale_all_dim; null:
+    1 and no divisor.
     """
     mscale_all_dim: Annotated[Temperature | None, Key(when=_YARN)] = None
-    """yarn: see mscale, with which it goes."""
+    """yarn: the divisor of mscale, with which it must be set."""
     attention_factor: Annotated[
         Temperature | None, Key(when="model.rope_scaling.rope_type=yarn|longrope")
     ] = None
-    """yarn, longrope: what cosines and sines are multiplied with; null: 0.1 log(factor) + 1 in
-    yarn, in longrope sqrt(1 + log(factor) / log(original_max_position_embeddings)).
+    """yarn, longrope: the factor on cosines and sines; null: 0.1 log(factor) + 1 in yarn, in
+    longrope sqrt(1 + log(factor) / log(original_max_position_embeddings)).
     """
     short_factor: Annotated[tuple[PositiveFloat, ...] | None, Key(when=_LONGROPE)] = Field(
         default=None, strict=False
     )
-    """longrope: what each frequency is divided by, in sequences up to the original length."""
+    """longrope: the divisor of each frequency, in sequences up to the original length."""
     long_factor: Annotated[tuple[PositiveFloat, ...] | None, Key(when=_LONGROPE)] = Field(
         default=None, strict=False
     )
     """longrope: the same in longer sequences."""
 
     def attention(self, length: int) -> float:
-        """What cosines and sines are multiplied with, where `length` is the one before scaling."""
+        """Return the factor on cosines and sines; `length` is the one before scaling."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1 or self.rope_type not in ("yarn", "longrope"):

@@ -10,19 +10,17 @@ from pydantic import Field
 
 from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.base import Effect, Key, Section
+from mtrain.config.schema.checkpoint import CheckpointConfig
 from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.kernels import KernelsConfig
+from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.trainer import (
-    CheckpointConfig,
-    DataConfig,
-    KernelsConfig,
-    LogConfig,
-    OptimConfig,
-    TrainerConfig,
-)
+from mtrain.config.schema.trainer import TrainerConfig
 
 GROUPS = (
     "model",
@@ -40,16 +38,16 @@ GROUPS = (
 
 
 class RecipeConfig(Section):
-    """`recipe`: what a recipe file says of itself. No key of it changes a run."""
+    """`recipe`: metadata of a recipe file. None of its keys changes a run."""
 
     title: str = ""
     """One line."""
     purpose: str = ""
-    """When to pick this recipe."""
+    """When to choose this recipe."""
     hardware: str = ""
-    """What it was made for."""
+    """The cluster that it was made for."""
     source: str = ""
-    """Where its hyperparameters come from."""
+    """The source of its hyperparameters."""
     verified: str = ""
     """How it was verified, or that it was not."""
 
@@ -83,8 +81,8 @@ class RunConfig(Section):
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
     def on_any_device(self) -> RunConfig:
-        """Without what a GPU alone does beside its kernels and changes no number: graphs, copies to
-        host memory.
+        """Return the run without features that only a GPU has and that change no number: graphs,
+        copies to host memory.
         """
         graphs = {
             "cuda_graph_impl": "none",
@@ -100,11 +98,11 @@ class RunConfig(Section):
         return self.model_copy(update=update)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-like values of every key."""
+        """Return every key as plain JSON-like values."""
         return self.model_dump(mode="json")
 
     def flat(self) -> dict[str, Any]:
-        """Return every leaf by its dotted key, without the recipe's words about itself."""
+        """Return every leaf by its dotted key, without the recipe's metadata."""
         out: dict[str, Any] = {}
 
         def walk(prefix: str, value: Any) -> None:
@@ -118,13 +116,13 @@ class RunConfig(Section):
         return out
 
     def recorded(self) -> RunConfig:
-        """Return the run as it is written down: without the words that chose what to go on from."""
+        """Return the run as recorded: without the words that chose what to resume."""
         choice = {"resume": None, "accept_changes": False}
         return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
 
     def digest(self) -> str:
-        """sha256 of the canonical JSON of all keys but how to resume and the recipe's words about
-        itself.
+        """Return the sha256 of the canonical JSON of all keys, without resumption and the recipe's
+        metadata.
         """
         text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

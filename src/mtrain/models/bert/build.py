@@ -7,10 +7,10 @@ from typing import Any
 from mtrain.config.engine.fusions import sums_apart
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
-from mtrain.mcore import backend
-from mtrain.mcore.bert_model import BertModel
-from mtrain.mcore.op_overrides import override_operations
-from mtrain.mcore.recipe import recipe
+from mtrain.mcore.adapter.op_overrides import override_operations
+from mtrain.mcore.layers import backend
+from mtrain.mcore.layers.recipe import recipe
+from mtrain.mcore.models.bert_model import BertModel
 from mtrain.models.bert.count import own
 
 

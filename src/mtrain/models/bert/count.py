@@ -1,9 +1,9 @@
-"""Parameters and floating-point operations of BERT, from its configuration alone."""
+"""Parameters and floating-point operations of BERT, from its configuration only."""
 
 from __future__ import annotations
 
-from mtrain.config.bert import BertConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.models.bert.config import BertConfig
 from mtrain.models.gpt.count import layer_parameters
 
 
@@ -14,7 +14,7 @@ def own(model: ModelConfig) -> BertConfig:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; the tied
+    """Return the trainable parameters of the model as built, with the padded vocabulary; the tied
     weight once.
     """
     hidden = model.hidden_size
@@ -28,12 +28,12 @@ def parameters(model: ModelConfig) -> int:
 
 
 def _square(width: int) -> int:
-    """Return a linear layer from a width to itself."""
+    """Return the parameters of a linear layer from a width to itself."""
     return width * width + width
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation.
+    """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight of the layers, of the masked-token head and of the output layer, which every
     position goes through, and 12 per layer, channel and key of attention. `causal` says nothing

@@ -9,12 +9,12 @@ from mtrain.models.parts import dropout, loss, norm, whole
 from mtrain.models.rank import Rank
 
 BIAS_COLUMNS = 8
-"""With which the output layer's bias is a part of its product (`mtrain.mcore.language_model`)."""
+"""Columns of the product in `mtrain.mcore.models.language_model` that hold the output bias."""
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: before the layers, each layer, behind
-    them.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()

@@ -82,14 +82,16 @@ UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weigh
 
 
 def _old(name: str) -> str:
-    """Return a norm's weights as TensorFlow called them, and files converted from it still do."""
+    """Return the name of a norm's weight as TensorFlow wrote it, which converted files still
+    have.
+    """
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
         "LayerNorm.bias", "LayerNorm.beta"
     )
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
+    """Return the overrides that the names of the weights decide and a `config.json` leaves open:
     the next sentence's head.
 
     Published files have more heads than the class that they name (bert-base-uncased:

@@ -13,7 +13,7 @@ from mtrain.models.weights import Weight, norm, square
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage; the tied table is there for the first and for the last."""
+    """Yield the weights of a (virtual) stage; the first and the last both hold the tied table."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = not (held.embedding and held.loss)

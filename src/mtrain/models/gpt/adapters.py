@@ -1,5 +1,5 @@
-"""Parameters of the low-rank adapters of a decoder-only transformer, from its
-configuration alone.
+"""Parameters of the low-rank adapters of a decoder-only transformer, from its configuration
+only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import groupby
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.adapters import parts_of
+from mtrain.models.parts import parts_of
 from mtrain.models.weights import Weight, expert_tensors
 
 Size = tuple[int, int, int]
@@ -19,8 +19,9 @@ Size = tuple[int, int, int]
 
 
 def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
-    """Of a resolved `peft` section: those of layers that every token visits, and those of routed
-    experts.
+    """Return the parameters of adapters: of layers that every token visits, and of routed experts.
+
+    `peft` is resolved.
     """
     target = peft.target or ()
     moe = model.moe
@@ -42,7 +43,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
 
 
 def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
-    """Return parameters of the adapters of layers."""
+    """Return the parameters of the adapters of layers."""
     assert peft.r is not None
     magnitudes = int(peft.kind == "dora")
     return sum(
@@ -52,7 +53,7 @@ def adapters_of(layers: Iterable[Size], peft: PeftConfig) -> int:
 
 
 def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
-    """Return layers of attention that are in `target`."""
+    """Return the layers of attention that are in `target`."""
     hidden = model.hidden_size
     heads = model.num_attention_heads
     mla = model.mla
@@ -73,7 +74,7 @@ def attention_layers(model: ModelConfig, target: Iterable[str]) -> list[Size]:
 
 
 def mlp_layers(model: ModelConfig, width: int, target: Iterable[str]) -> list[Size]:
-    """Return layers of an MLP of a width that are in `target`."""
+    """Return the layers of an MLP of a width that are in `target`."""
     parts = 2 if model.gated else 1
     first = (model.hidden_size, parts * width, parts)
     second = (width, model.hidden_size, 1)
@@ -114,7 +115,9 @@ def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterat
 
 
 def _of_experts(name: str, own: list[Weight], run: RunConfig) -> Iterator[Weight]:
-    """Of each expert; what is not split with the weight is split along the hidden size."""
+    """Yield the adapters of each expert; a factor that is not split with the weight is split along
+    the hidden size.
+    """
     ranks = expert_tensors(run.parallel)
     r = run.peft.r or 0
     for number, weight in enumerate(w for w in own if len(w.shape) == 2):

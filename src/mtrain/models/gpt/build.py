@@ -12,16 +12,16 @@ from mtrain.config.resolve.stages import stages
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
-from mtrain.mcore import backend
-from mtrain.mcore.block_model import BlockModel, block_spec
-from mtrain.mcore.language_model import LanguageModel
-from mtrain.mcore.op_overrides import override_operations
-from mtrain.mcore.recipe import recipe
-from mtrain.mcore.rotary import frequencies, multiply_turns
+from mtrain.mcore.adapter.op_overrides import override_operations
+from mtrain.mcore.layers import backend
+from mtrain.mcore.layers.recipe import recipe
+from mtrain.mcore.layers.rotary import frequencies, multiply_turns
+from mtrain.mcore.models.block_model import BlockModel, block_spec
+from mtrain.mcore.models.language_model import LanguageModel
 
 
 def embedding_scale(model: ModelConfig) -> float | None:
-    """What the embeddings of tokens are multiplied by; None: nothing."""
+    """Return the factor on the embeddings of tokens; None: no factor."""
     by_width = model.hidden_size**0.5 if model.scale_embedding else None
     if model.mup is None or model.mup.embedding_mult == 1:
         return by_width

@@ -1,5 +1,5 @@
 """Parameters and floating-point operations of a decoder-only transformer, from its configuration
-alone.
+only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from mtrain.config.schema.model import ModelConfig
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; each shared
-    weight once.
+    """Return the trainable parameters of the model as built, with the padded vocabulary; each
+    shared weight once.
     """
     embeddings = model.padded_vocab_size * model.hidden_size
     total = embeddings if model.tie_word_embeddings else 2 * embeddings
@@ -32,8 +32,8 @@ def parameters(model: ModelConfig) -> int:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Return parameters that one token visits: all of them for a dense model, the chosen experts
-    for an MoE.
+    """Return the parameters that one token visits: all of them for a dense model, the chosen
+    experts for an MoE.
     """
     if model.moe is None:
         return parameters(model)
@@ -43,7 +43,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def layer_parameters(model: ModelConfig, index: int) -> int:
-    """Return trainable parameters of layer `index` (counted from 0)."""
+    """Return the trainable parameters of layer `index` (counted from 0)."""
     moe = model.moe is not None and index >= model.moe.first_dense_layers
     return _layer(model, moe, model.is_linear(index))
 
@@ -58,9 +58,9 @@ def _layer(model: ModelConfig, moe: bool, linear: bool) -> int:
 
 
 def prediction_parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of one layer of multi-token prediction: a layer like the last,
-    the projection of hidden state and next embedding in front of it, which has no bias, and three
-    norms.
+    """Return the trainable parameters of one layer of multi-token prediction: a layer like the
+    last, the projection of hidden state and next embedding in front of it, which has no bias, and
+    three norms.
     """
     hidden = model.hidden_size
     return (
@@ -75,7 +75,7 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 
 def attention(model: ModelConfig) -> int:
-    """Return trainable parameters of one layer's softmax attention."""
+    """Return the trainable parameters of one layer's softmax attention."""
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     qkv = (
@@ -93,7 +93,7 @@ def attention(model: ModelConfig) -> int:
 
 
 def gated_delta_net(model: ModelConfig) -> int:
-    """Return trainable parameters of one gated delta net."""
+    """Return the trainable parameters of one gated delta net."""
     own = model.linear_attention
     assert own is not None
     projections = model.hidden_size * (sum(own.sections) + own.value_channels)
@@ -106,7 +106,7 @@ def gated_delta_net(model: ModelConfig) -> int:
 
 
 def latent_attention(model: ModelConfig) -> int:
-    """Return trainable parameters of one layer's multi-latent attention."""
+    """Return the trainable parameters of one layer's multi-latent attention."""
     mla = model.mla
     assert mla is not None
     hidden = model.hidden_size
@@ -126,7 +126,7 @@ def latent_attention(model: ModelConfig) -> int:
 
 
 def _indexer(model: ModelConfig) -> int:
-    """Return parameters of the matrices of one layer's indexer."""
+    """Return the parameters of the matrices of one layer's indexer."""
     if model.dsa is None or model.mla is None:
         return 0
     heads = model.dsa.indexer_n_heads
@@ -155,7 +155,7 @@ def _feed_forward(model: ModelConfig, sparse: bool) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation.
+    """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12
     per layer, query head width and key for attention, halved when `causal` (published figures use
@@ -191,7 +191,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def _visited_by_prediction(model: ModelConfig) -> int:
-    """Return parameters of an MTP layer that one token visits."""
+    """Return the parameters of an MTP layer that one token visits."""
     if model.moe:
         idle = (model.moe.num_experts - model.moe.router_topk) * _mlp(
             model, model.moe.ffn_hidden_size
@@ -202,8 +202,8 @@ def _visited_by_prediction(model: ModelConfig) -> int:
 
 
 def state_flops(model: ModelConfig, layers: int) -> float:
-    """Of a token and the states of so many layers of linear attention: it reads, corrects and asks
-    one for each head of values.
+    """Return the FLOPs of a token with the states of so many layers of linear attention: it reads,
+    corrects and queries one for each head of values.
     """
     own = model.linear_attention
     if own is None:
@@ -212,8 +212,9 @@ def state_flops(model: ModelConfig, layers: int) -> float:
 
 
 def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: bool) -> float:
-    """Of a token and the indexers of so many layers, beside 6 for each weight: a product with every
-    key, forward and twice backward; what an indexer reads has no gradient.
+    """Return the FLOPs of a token with the indexers of so many layers, without the 6 for each
+    weight: a product with every key, forward and twice backward. What an indexer reads has no
+    gradient.
     """
     if model.dsa is None:
         return 0.0
@@ -223,7 +224,7 @@ def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: boo
 
 
 def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
-    """Return keys that a token of sparse attention is multiplied with, on average over the
+    """Return the keys that a token of sparse attention is multiplied with, on average over the
     sequence; without it, all.
     """
     if model.dsa is None or model.dsa.indexer_topk >= seq_length:
@@ -234,7 +235,7 @@ def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
-    """Return keys that a token of layer `layer` is multiplied with, on average over the
+    """Return the keys that a token of layer `layer` is multiplied with, on average over the
     sequence.
     """
     every = model.window_attn_skip_freq
@@ -247,7 +248,7 @@ def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> f
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of routed experts: what expert parallelism shards."""
+    """Return the trainable parameters of routed experts: what expert parallelism shards."""
     if model.moe is None:
         return 0
     layers = model.num_layers - model.moe.first_dense_layers + model.mtp_held

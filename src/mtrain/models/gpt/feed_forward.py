@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.schema.moe import MoEConfig, room_of
-from mtrain.models.adapters import beside_experts
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.parts import activation, column, row, weight_bytes
+from mtrain.models.parts import activation, add_expert_adapters, column, row, weight_bytes
 from mtrain.models.rank import BLOCK, Rank
 
 PLACE = 4
@@ -19,7 +18,7 @@ PLACE = 4
 
 
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
-    """What a layer's MLP adds to the residual stream, from its normed input."""
+    """Add the MLP of a layer; return what it adds to the residual stream, from its normed input."""
     moe = r.model.moe
     if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
@@ -35,8 +34,8 @@ def mixes(r: Rank, layer: int) -> bool:
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Return two linear layers of this rank's part of `width` channels, and the activation
-    between them.
+    """Add the two linear layers of this rank's part of `width` channels, and the activation between
+    them; return their output.
     """
     h = r.model.hidden_size
     share = width // r.layout.tp
@@ -98,7 +97,7 @@ def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> Tensor:
 
 
 def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
-    """The router, in fp32: scores, the choice, and the scores of the balancing loss."""
+    """Add the router, in fp32: scores, the choice, and the scores of the balancing loss."""
     t = r.split_tokens
     e = moe.num_experts
     k = moe.router_topk
@@ -128,8 +127,8 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Return copies of tokens that the experts of a rank get, of the busiest one as much as the
-    plan is told.
+    """Return the copies of tokens that the experts of a rank get, at the imbalance that
+    the plan assumes for the busiest one.
     """
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
@@ -140,7 +139,7 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
 
 
 def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
-    """Return rows that the experts of a rank have memory for, where `rows` are tokens'."""
+    """Return the rows that the experts of a rank have memory for, where `rows` are tokens'."""
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
     gathered = moe.token_dispatcher_type == "allgather"
@@ -151,8 +150,8 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
-    """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows
-    and of copies.
+    """Return the maps of rows: of all experts, or for both ways of each permutation the places of
+    rows and of copies.
     """
     copies = r.split_tokens * moe.router_topk
     marks = r.split_tokens * moe.num_experts
@@ -169,8 +168,8 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Return copies that are made of rows on their way to experts: as they are sent, as they come,
-    as they are sorted.
+    """Return the copies of rows on their way to experts: as they are sent, as they arrive, as they
+    are sorted.
     """
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
@@ -185,8 +184,7 @@ def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
 def _on_the_way(
     r: Rank, moe: MoEConfig, held: int, *, sorts: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the way to the experts and the way back have for a moment, in the forward and in the
-    backward.
+    """Return the transient bytes of dispatch and combine, in the forward and in the backward.
 
     Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are
     rows of expert-tensor ranks. Kernels do so in what they read and write.
@@ -206,7 +204,7 @@ def _on_the_way(
 
 
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
-    """Return rows to the ranks of their experts, and back."""
+    """Return the exchange of rows with the ranks of their experts, and back."""
     etp = r.layout.etp or r.layout.tp
     found = list[Exchange]()
     if r.layout.ep > 1:
@@ -217,8 +215,8 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
 
 
 def _biased(r: Rank) -> tuple[int, int]:
-    """Return bytes that the biases of experts move beside an element of what the first and the
-    second product give.
+    """Return the bytes that the biases of experts move for each element of the first and the second
+    product.
 
     TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
     multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
@@ -238,8 +236,8 @@ def _ours(r: Rank) -> bool:
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Return whether SwiGLU is made on the way into eight bits, and both again where it is
-    computed again.
+    """Return whether SwiGLU is fused with the conversion to eight bits, and both are recomputed
+    together.
     """
     whole = r.by_lists or r.words["experts"] == "triton"
     return (
@@ -248,14 +246,14 @@ def _quantises_again(r: Rank) -> bool:
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Return elements of a column that are kept of `rows` rows of `local` experts: ours begin each
-    expert with a block.
+    """Return the elements of a column that are kept of `rows` rows of `local` experts: ours begin
+    each expert with a block.
     """
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
 def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int) -> Tensor:
-    """Return products of `rows` rows, in memory for `held`."""
+    """Add the products of experts on `rows` rows, in memory for `held`."""
     h = r.model.hidden_size
     a = r.element
     etp = r.layout.etp or r.layout.tp
@@ -292,7 +290,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         factors=r.factors,
         **more,
     )
-    beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
+    add_expert_adapters(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     nothing = r.frozen or (again and _quantises_again(r))
@@ -312,7 +310,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         factors=r.factors,
         **more,
     )
-    beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
+    add_expert_adapters(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
         # of each row, for the gradient of its weight
         g.add("mlp.experts.bias", [Tensor(held * h * a)])
@@ -321,11 +319,11 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
 
 
 def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
-    """What a product of experts has for a moment: one after the other, parts of the rows and a
-    weight's gradient; all at once, gradients of all weights, and with torch's product a copy of
-    those behind each other.
+    """Return the transient bytes of a product of experts: one after the other, parts of the rows
+    and a weight's gradient; all at once, gradients of all weights, and with torch's product a
+    concatenated copy of them.
     """
-    if r.words["experts"] == "reference":
+    if r.plain("experts"):
         return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}
     stacked = (
         product.batch * product.n * product.k * r.element if r.words["experts"] == "torch" else 0

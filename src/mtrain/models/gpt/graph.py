@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from mtrain.config.resolve.stages import Stage
+from mtrain.models.gpt.attention import attention, rotates, windowed
 from mtrain.models.gpt.feed_forward import feed_forward, mixes
-from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
 from mtrain.models.parts import column, embedding, loss, norm, summed
@@ -57,8 +57,8 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
-    what is behind.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()
@@ -84,8 +84,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
-    """What layers have in common that compute the same: experts, linear attention, a window, rotary
-    positions.
+    """Return a key that is equal for layers that compute the same: experts, linear attention,
+    window and rotary positions.
     """
     return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
@@ -93,10 +93,8 @@ def kind(r: Rank, index: int) -> tuple[bool, ...]:
 def stack(
     r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
 ) -> list[Graph]:
-    """Return one layer after another, each a graph, or each group of them that is computed again
-    together.
-
-    Layers of one `kind` are one graph, which is there for each of them.
+    """Return the graphs of layers, one after another: each layer, or each group of them that is
+    recomputed together.
     """
     wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
     again = r.layout.recompute
@@ -131,8 +129,8 @@ def stream(r: Rank) -> Tensor:
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """Return one layer of multi-token prediction, from the hidden states of what is before it; it
-    has no adapters.
+    """Add one layer of multi-token prediction, from the hidden states before it; it has no
+    adapters.
     """
     r = replace(r, adapted=False)
     h = r.model.hidden_size

@@ -48,7 +48,7 @@ def _renamed(table: Table, rename: Rename) -> Table:
 
 
 def _apart(table: Table) -> Table:
-    """Return experts one by one, gate and up projection too."""
+    """Return a table with experts one by one, gate and up projection too."""
 
     def entry(fused: Entry) -> Entry:
         name = fused.theirs[0]
@@ -73,8 +73,8 @@ def _of_mixtral(name: str) -> str:
 
 
 def _with_mtp(table: Table) -> Table:
-    """Return MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the
-    embedding and the head.
+    """Return a table with MTP layers after the others, as in DeepSeek-V3's files: each has copies
+    of the embedding and the head.
     """
 
     def entry(found: Entry) -> Entry:
@@ -98,8 +98,8 @@ def _with_mtp(table: Table) -> Table:
 
 
 def _within(table: Table, prefix: str) -> Table:
-    """Return the text model inside of one that reads images too, as transformers 4 and 5 write it;
-    the rest is left out.
+    """Return the table of a text model inside of one that reads images too, as transformers 4 and 5
+    write it; the rest is ignored.
     """
 
     def rename(name: str) -> str:
@@ -114,7 +114,7 @@ def _within(table: Table, prefix: str) -> Table:
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
+    """Return the overrides that the names of the weights decide and a `config.json` leaves open:
     MTP layers.
 
     transformers writes how many there are, and not their weights. A model that is `wanted` says how

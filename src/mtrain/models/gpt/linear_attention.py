@@ -16,7 +16,7 @@ CHUNK = 64
 
 
 def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
-    """What linear attention adds to the residual stream, from its normed input."""
+    """Add linear attention; return what it adds to the residual stream, from its normed input."""
     own = r.model.linear_attention
     tp = r.layout.tp
     place = "self_attention"
@@ -24,7 +24,7 @@ def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
     rows = sum(own.sections) // tp
     values = own.value_channels // tp
     h = r.model.hidden_size
-    plain = r.words["attention"] == "reference"
+    plain = r.plain("attention")
     projected = column(g, r, f"{place}.in_proj", x, h, rows)
     into, z = (
         Tensor(r.tokens * n // tp * r.element, of=projected)
@@ -71,15 +71,15 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
 
 
 def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
-    """How much a state fades, and how much of a token is written, of each head."""
+    """Add the decay of the state and the share of a token that is written, of each head."""
     size = r.tokens * own.num_value_heads // r.layout.tp
     keeps = [Tensor(size * FP32), Tensor(size * FP32)]
     g.add("self_attention.decay", keeps, moved=8 * size * FP32)
 
 
 def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
-    """Outputs of heads; the definition in plain torch keeps inputs alone, and is computed again in
-    the backward.
+    """Return the outputs of heads; the definition in plain torch keeps only its inputs, and is
+    recomputed in the backward.
     """
     heads = own.num_value_heads // r.layout.tp
     d = own.key_head_dim
@@ -94,7 +94,7 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     products = [
         *[Product(CHUNK, CHUNK, d, each)] * 2,  # keys with keys, queries with keys
         Product(CHUNK, d + e, CHUNK, each),  # the system, solved for both sides
-        *[Product(CHUNK, e, d, each)] * 2,  # what is read of the state, and what is asked of it
+        *[Product(CHUNK, e, d, each)] * 2,  # reads of the state, and queries to it
         Product(CHUNK, e, CHUNK, each),
         Product(d, e, CHUNK, each),
     ]
@@ -117,18 +117,18 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
 
 
 def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
-    """Return the norm of each head, whose weight is kept as it is."""
+    """Add the norm of each head, whose weight is kept as it is."""
     rows = r.tokens * own.num_value_heads // r.layout.tp
     size = rows * own.value_head_dim
     keeps = [Tensor(rows * FP32), y]
-    if r.words["norm"] == "reference" and not r.wide:
+    if r.plain("norm") and not r.wide:
         keeps = [
             Tensor(rows * FP32),
             Tensor(own.value_head_dim * FP32),
-            y if r.host else Tensor(size * FP32),
+            y if r.words["norm"] == "cpu" else Tensor(size * FP32),
         ]
     out = Tensor(size * r.element)
-    if r.words["norm"] != "reference":
+    if not r.plain("norm"):
         works = 0
     else:
         works = size * FP32 * (1 if r.wide else 3)

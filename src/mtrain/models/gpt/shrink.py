@@ -96,8 +96,8 @@ def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
 def _gated_delta_net(
     own: LinearAttentionConfig, p: ParallelConfig, layers: int
 ) -> LinearAttentionConfig:
-    """Return one head of queries and keys on a rank, as many of values as share it, at most two; a
-    layer of each kind.
+    """Return a small gated delta net: one head of queries and keys on a rank, as many of values as
+    share it, at most two; a layer of each kind.
     """
     return own.model_copy(
         update={
@@ -115,20 +115,18 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
     experts = p.ep * min(2, moe.num_experts // p.ep)
     experts = max(experts, 4) if experts % (2 * p.ep) == 0 or p.ep in (1, 2, 4) else experts
     topk = min(moe.router_topk, 2, experts)
+    shared = 32 * p.tp if moe.shared_expert_intermediate_size else None
+    chosen = min(moe.group_score_topk or 1, experts // groups) if groups else None
     return moe.model_copy(
         update={
             "num_experts": experts,
             "router_topk": topk,
             "ffn_hidden_size": 32 * (p.etp or p.tp),
-            "shared_expert_intermediate_size": 32 * p.tp
-            if moe.shared_expert_intermediate_size
-            else None,
-            "alltoall_capacity_factor": None,  # routers that learnt nothing choose as they like
+            "shared_expert_intermediate_size": shared,
+            "alltoall_capacity_factor": None,  # an untrained router is not balanced
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,
-            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups)
-            if groups
-            else None,
+            "router_group_score_topk": chosen,
         }
     )

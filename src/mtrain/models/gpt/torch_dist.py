@@ -1,5 +1,4 @@
-"""What weights of a decoder-only transformer are called in megatron-core's checkpoints of the
-format `torch_dist`.
+"""Names of the weights of a decoder-only transformer in megatron-core's checkpoints (`torch_dist`).
 
 megatron-core counts layers in a name (`decoder.layers.3.mlp.linear_fc1.weight`) or along the first
 axis of one tensor of all layers (`decoder.layers.mlp.linear_fc1.weight`), and experts likewise. A
@@ -20,11 +19,12 @@ from mtrain.config.schema.model import ModelConfig
 PREFIXES = re.compile(r"(?:model\.|module\.)+")
 """In front of all names, as wrappers of a model write them."""
 NO_WEIGHT = re.compile(
-    r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state|dataloader)\b.*"
+    r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state"
+    r"|dataloader)\b.*"
     r"|.*\b_extra_state\b.*"
 )
-"""Names of what a checkpoint holds beside weights: optimizer, generators, TransformerEngine's state
-of fp8.
+"""Names of what a checkpoint holds next to weights: optimizer, generators, TransformerEngine's
+state.
 """
 _UNCOUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(?!\d)")
 _ONE_BY_ONE = (
@@ -65,8 +65,8 @@ def counted_axes(name: str) -> int:
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """Return the one name of a weight: without prefix, with the numbers that it lacks, and the
-    norm's own.
+    """Return the canonical name of a weight: without prefix, with the numbers that it lacks, and
+    the norm's own.
     """
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
@@ -80,8 +80,8 @@ def one_name(name: str, numbers: Sequence[int] = ()) -> str:
 
 
 def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
-    """What a weight with this one name is called by megatron-core's layers: TransformerEngine's
-    first, then its own.
+    """Return the names of a weight in megatron-core's layers: TransformerEngine's first, then its
+    own.
 
     They differ in norms of layers with experts and of MLA, which are written twice.
     """
@@ -106,8 +106,8 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def saved_as(model: ModelConfig, name: str) -> str:
-    """What our checkpoints call a weight of a module, with all its numbers: as megatron-core's own
-    layers do.
+    """Return the name of a module's weight in our checkpoints, with all its numbers, as
+    megatron-core's own layers name it.
     """
     return (
         names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
@@ -115,8 +115,8 @@ def saved_as(model: ModelConfig, name: str) -> str:
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """Return the modules of a weight's name of which TransformerEngine keeps a state, and
-    megatron-core asks for one.
+    """Return the modules in a weight's name for which megatron-core expects a state of
+    TransformerEngine.
     """
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):

@@ -12,7 +12,9 @@ from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage; a table that several stages have is there for each of them."""
+    """Yield the weights of a (virtual) stage; a table that several stages share is there for each
+    of them.
+    """
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
@@ -50,7 +52,7 @@ def ends(m: ModelConfig, held: Stage) -> bool:
 
 
 def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[Weight]:
-    """Those of layer `index`, counted from 0."""
+    """Yield the weights of layer `index`, counted from 0."""
     before = m.norm_placement in ("pre", "pre_and_post")
     if before:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
@@ -75,7 +77,9 @@ def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
 
 
 def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    """Of softmax attention with queries, keys and values from one linear layer."""
+    """Yield the weights of softmax attention with queries, keys and values from one linear
+    layer.
+    """
     h = m.hidden_size
     d = m.head_dim
     queries = m.num_attention_heads * d
@@ -95,7 +99,7 @@ def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
 
 
 def gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    """Of linear attention."""
+    """Yield the weights of linear attention."""
     own = m.linear_attention
     assert own is not None
     for each in ("dt_bias", "A_log"):
@@ -109,7 +113,7 @@ def gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[We
 
 
 def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    """Of multi-latent attention."""
+    """Yield the weights of multi-latent attention."""
     mla = m.mla
     h = m.hidden_size
     n = m.num_attention_heads

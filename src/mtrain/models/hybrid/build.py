@@ -9,11 +9,11 @@ from mtrain.config.engine.fusions import operands_apart
 from mtrain.config.resolve.stages import stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore
-from mtrain.mcore import backend
-from mtrain.mcore.hybrid_model import HybridModel, stack_spec
-from mtrain.mcore.mamba_mixer import Scan
-from mtrain.mcore.op_overrides import override_operations
-from mtrain.mcore.recipe import recipe
+from mtrain.mcore.adapter.op_overrides import override_operations
+from mtrain.mcore.layers import backend
+from mtrain.mcore.layers.mamba_mixer import Scan
+from mtrain.mcore.layers.recipe import recipe
+from mtrain.mcore.models.hybrid_model import HybridModel, stack_spec
 from mtrain.models.hybrid.count import own
 
 _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")

@@ -1,8 +1,19 @@
-"""Parameters and floating-point operations of a hybrid, from its configuration alone."""
+"""Parameters and floating-point operations of a hybrid, from its configuration only."""
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import (
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.models.gpt.adapters import Size, adapters_of, attention_layers, mlp_layers
+from mtrain.models.gpt.count import (
+    attention,
+    chosen_keys,
+    gated_delta_net,
+    index_flops,
+    latent_attention,
+    state_flops,
+)
+from mtrain.models.hybrid.config import (
     ATTENTION,
     DELTA,
     DESCRIBED,
@@ -14,15 +25,6 @@ from mtrain.config.hybrid import (
     SPARSE,
     HybridConfig,
 )
-from mtrain.config.schema.model import ModelConfig
-from mtrain.models.gpt.count import (
-    attention,
-    chosen_keys,
-    gated_delta_net,
-    index_flops,
-    latent_attention,
-    state_flops,
-)
 
 
 def own(model: ModelConfig) -> HybridConfig:
@@ -32,8 +34,8 @@ def own(model: ModelConfig) -> HybridConfig:
 
 
 def is_described(model: ModelConfig, kind: str) -> bool:
-    """Return whether the model says what a layer of this kind is; a rule refuses those of which it
-    does not.
+    """Return whether the model has the sections that describe a layer of this kind; a rule refuses
+    others.
     """
     return kind in KINDS and all(
         getattr(model, section) is not None for section in DESCRIBED.get(kind, ())
@@ -41,19 +43,19 @@ def is_described(model: ModelConfig, kind: str) -> bool:
 
 
 def channels(h: HybridConfig) -> int:
-    """Of all heads of a Mamba-2 mixer."""
+    """Return the channels of all heads of a Mamba-2 mixer."""
     return h.num_heads * h.head_dim
 
 
 def states(h: HybridConfig) -> int:
-    """Return numbers that a token writes into the states of a Mamba-2 mixer; as many read from
-    them.
+    """Return the numbers that a token writes into the states of a Mamba-2 mixer; it reads as
+    many.
     """
     return h.num_groups * h.state_dim
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; a tied
+    """Return the trainable parameters of the model as built, with the padded vocabulary; a tied
     weight once.
     """
     table = model.padded_vocab_size * model.hidden_size
@@ -65,7 +67,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Those that one token visits."""
+    """Return the parameters that one token visits."""
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
@@ -75,7 +77,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Those of routed experts."""
+    """Return the parameters of routed experts."""
     if model.moe is None:
         return 0
     return (
@@ -86,7 +88,7 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def layer_parameters(model: ModelConfig, kind: str) -> int:
-    """Those of a layer, its norm among them."""
+    """Return the parameters of a layer, with its norm."""
     made = {
         MAMBA: _mamba,
         ATTENTION: attention,
@@ -126,7 +128,7 @@ def _experts(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation.
+    """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies and, of each layer of attention, 12 per query channel and key,
     halved when `causal`; of MLA 6 per channel of a query and of a value. A gated delta net and an
@@ -154,3 +156,38 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     others = state_flops(model, h.pattern.count(DELTA))
     others += index_flops(model, h.pattern.count(SPARSE), seq_length, causal=causal)
     return 6.0 * weights + logits + 6.0 * scan + others
+
+
+def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
+    """Return the parameters of adapters: of layers that every token visits, and of routed experts.
+
+    `peft` is resolved.
+    """
+    target = peft.target or ()
+    moe = model.moe
+    pattern = own(model).pattern
+    shared = moe.shared_expert_intermediate_size if moe is not None else None
+    layers: dict[str, list[Size]] = {
+        MAMBA: [size for name, size in _mixer(model) if name in target],
+        **dict.fromkeys((ATTENTION, LATENT), attention_layers(model, target)),
+        MLP: mlp_layers(model, model.ffn_hidden_size, target),
+        EXPERTS: mlp_layers(model, shared, target) if shared else [],
+    }
+    total = sum(pattern.count(kind) * adapters_of(sizes, peft) for kind, sizes in layers.items())
+    if moe is None or "experts" not in target:
+        return total, 0
+    # gate and up projection of an expert are one weight
+    each = [
+        (inputs, outputs, 1)
+        for inputs, outputs, _ in mlp_layers(model, moe.ffn_hidden_size, ("fc1", "fc2"))
+    ]
+    return total, pattern.count(EXPERTS) * moe.num_experts * adapters_of(each, peft)
+
+
+def _mixer(model: ModelConfig) -> list[tuple[str, Size]]:
+    h = own(model)
+    rows = 2 * channels(h) + 2 * states(h) + h.num_heads
+    return [
+        ("in_proj", (model.hidden_size, rows, 1)),
+        ("out_proj", (channels(h), model.hidden_size, 1)),
+    ]

@@ -6,20 +6,20 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
 from mtrain.config.resolve.stages import Stage
+from mtrain.models.gpt.attention import attention
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
-from mtrain.models.gpt.mixers import attention
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
+from mtrain.models.hybrid.config import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
 from mtrain.models.hybrid.count import channels, is_described, own, states
 from mtrain.models.parts import column, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
-    what is behind.
+    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
+    after them.
     """
     first = Graph()
     last = Graph()
@@ -109,7 +109,7 @@ def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: in
 
 
 def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
-    """Return each channel over its last tokens, and the SiLU behind it."""
+    """Add the convolution of each channel over its last tokens, and its SiLU."""
     taps = own(r.model).conv_kernel
     size = r.tokens * mixed * FP32
     y = Tensor(r.tokens * mixed * r.element)
@@ -132,8 +132,8 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
 
 
 def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
-    """Return the states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch
-    every product's operands.
+    """Add the scan of all heads, chunk by chunk: a kernel saves its inputs, plain torch every
+    product's operands.
     """
     h = own(r.model)
     b = r.samples
@@ -185,8 +185,8 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
-    """Of a chunk of `n` tokens: what they see of each other, what they are worth, what the state
-    gives and takes.
+    """Return the products of a chunk of `n` tokens: scores, their values, and reads and writes of
+    the state.
     """
     return [
         Product(n, n, s, each),

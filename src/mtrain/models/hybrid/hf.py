@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.models.hybrid.weights import FUSED, part_ends
 from mtrain.models.table import (
     EXPERTS as OF_EACH_EXPERT,
@@ -24,7 +24,7 @@ class Fused(Entry):
     parts: tuple[str, ...] = ()
 
     def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
-        """One, to all parts."""
+        """Yield one step, to all parts."""
         for step in super().steps(model, **numbers):
             (ours,) = step.ours
             yield replace(step, ours=tuple(f"{ours}.{part}" for part in self.parts))
@@ -99,7 +99,7 @@ def _attention(theirs: str) -> tuple[Entry, ...]:
 
 
 def _table(prefix: str, *, apart: bool) -> ByKind:
-    """Return names below `prefix`; with `apart`, those of each expert."""
+    """Return the table of names below `prefix`; with `apart`, those of each expert."""
     theirs = f"{prefix}.layers.{{i}}."
     mixer = f"{theirs}mixer."
     kinds: dict[str, tuple[Entry, ...]] = {

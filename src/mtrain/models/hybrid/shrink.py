@@ -7,10 +7,10 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
-from mtrain.config.hybrid import KINDS
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
+from mtrain.models.hybrid.config import KINDS
 from mtrain.models.hybrid.count import own
 
 HEAD = 16
@@ -47,8 +47,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 
 
 def pattern(whole: str, layers: int) -> str:
-    """So many layers that every kind is among them, if there is room: those that come first, then
-    others in turn.
+    """Return a pattern of so many layers that has every kind, if there is room: each once in the
+    order of the model, then again.
     """
     kinds = list(dict.fromkeys(kind for kind in whole if kind in KINDS)) or ["M"]
     return "".join(kinds[i % len(kinds)] for i in range(layers))

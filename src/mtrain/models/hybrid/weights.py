@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.gpt.weights import attention, gated_delta_net, latent, mixture
+from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
 from mtrain.models.hybrid.count import channels, is_described, own, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
@@ -34,7 +34,7 @@ _MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_de
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage; a tied table is there for the first and for the last."""
+    """Yield the weights of a (virtual) stage; the first and the last both hold a tied table."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
@@ -70,8 +70,8 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def saved_as(m: ModelConfig, name: str) -> str:
-    """What checkpoints call a weight: the norm of a layer as if it were a part of the linear layer
-    behind it.
+    """Return the name of a weight in checkpoints: a layer's norm has the name of the linear layer
+    after it.
     """
     layer, _, part = name.partition(".layers.")
     number, _, inner = part.partition(".")
@@ -98,7 +98,7 @@ def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
 
 
 def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Return rows of each named part of the first linear layer of a mixer, or of its
+    """Return the rows of each named part of the first linear layer of a mixer, or of its
     convolution.
     """
     h = own(m)
@@ -107,7 +107,7 @@ def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
 
 
 def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Return row behind each of them."""
+    """Return the end row of each part."""
     return list(accumulate(part_rows(m, names)))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mtrain.config.engine.fusions import operands_apart
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore import backend
-from mtrain.mcore.image_language_model import ImageLanguageModel
-from mtrain.mcore.recipe import recipe
+from mtrain.mcore.layers import backend
+from mtrain.mcore.layers.recipe import recipe
+from mtrain.mcore.models.image_language_model import ImageLanguageModel
 from mtrain.models.gpt.build import chunk as language_chunk
 from mtrain.models.llava.count import of
 

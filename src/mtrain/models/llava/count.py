@@ -1,10 +1,10 @@
-"""Parameters and floating-point operations of LLaVA, from its configuration alone."""
+"""Parameters and floating-point operations of LLaVA, from its configuration only."""
 
 from __future__ import annotations
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt import count as language
+from mtrain.models.llava.config import LlavaConfig
 
 
 def of(model: ModelConfig) -> LlavaConfig:
@@ -19,7 +19,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def frozen_parameters(model: ModelConfig) -> int:
-    """Those that have neither gradient nor optimizer state."""
+    """Return the parameters that have neither gradient nor optimizer state."""
     own = of(model)
     parts = {
         "vision": vision_parameters(own),
@@ -36,8 +36,8 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def vision_parameters(own: LlavaConfig) -> int:
-    """Of the vision tower: patches, class token and positions, the norms around its layers, and
-    those.
+    """Return the parameters of the vision tower: patches, class token, positions, layers and the
+    norms around them.
     """
     h = own.vision_hidden_size
     embedding = 3 * own.patch_size**2 * h + h + (own.image_tokens + 1) * h
@@ -45,12 +45,12 @@ def vision_parameters(own: LlavaConfig) -> int:
 
 
 def unused_parameters(own: LlavaConfig) -> int:
-    """Of the layers behind the features, and of the last norm."""
+    """Return the parameters of the layers after the features, and of the last norm."""
     return own.unused_layers * _layer(own) + 2 * own.vision_hidden_size
 
 
 def projector_parameters(model: ModelConfig) -> int:
-    """Of its two layers."""
+    """Return the parameters of the projector's two layers."""
     own = of(model)
     h = model.hidden_size
     return own.vision_hidden_size * h + h * h + (2 * h if own.projector_bias else 0)
@@ -63,8 +63,8 @@ def _layer(own: LlavaConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of one token's forward and backward, without recomputation; every sample
-    has one image.
+    """Return the model FLOPs of one token's forward and backward, without recomputation; every
+    sample has one image.
 
     Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the
     products of an image, over the tokens of a sample. A frozen part has no weight gradients, and

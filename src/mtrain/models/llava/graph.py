@@ -15,7 +15,9 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch, whose samples have one image each."""
+    """Return the graphs of a (virtual) stage on one micro-batch, whose samples have one image
+    each.
+    """
     own = of(r.model)
     frozen = set(own.freeze)
     graphs = language.stage(replace(r, frozen="language" in frozen), held)
@@ -51,41 +53,33 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """Return a rank as the vision tower sees it: whole images, each a sequence of patches and the
+    """Return the rank's view for the vision tower: whole images, each a sequence of patches and the
     class token.
     """
     own = of(r.model)
     shape = {
-        **{
-            "num_layers": own.used_layers,
-            "hidden_size": own.vision_hidden_size,
-            "ffn_hidden_size": own.vision_ffn_hidden_size,
-        },
-        **{
-            "num_attention_heads": own.vision_heads,
-            "num_query_groups": own.vision_heads,
-            "kv_channels": own.head_dim,
-        },
-        **{
-            "normalization": "LayerNorm",
-            "norm_placement": "pre",
-            "parallel_residual": False,
-            "mla": None,
-            "moe": None,
-        },
-        **{
-            "layernorm_zero_centered_gamma": False,
-            "qk_layernorm": False,
-            "qk_l2_norm": False,
-            "window_size": None,
-        },
-        **{
-            "activation": own.vision_activation,
-            "add_bias_linear": True,
-            "position_embedding_type": "none",
-            "hidden_dropout": 0.0,
-        },
-        **{"attention_dropout": 0.0, "softmax_type": "vanilla", "attn_logit_softcapping": None},
+        "num_layers": own.used_layers,
+        "hidden_size": own.vision_hidden_size,
+        "ffn_hidden_size": own.vision_ffn_hidden_size,
+        "num_attention_heads": own.vision_heads,
+        "num_query_groups": own.vision_heads,
+        "kv_channels": own.head_dim,
+        "normalization": "LayerNorm",
+        "norm_placement": "pre",
+        "parallel_residual": False,
+        "mla": None,
+        "moe": None,
+        "layernorm_zero_centered_gamma": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "window_size": None,
+        "activation": own.vision_activation,
+        "add_bias_linear": True,
+        "position_embedding_type": "none",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "softmax_type": "vanilla",
+        "attn_logit_softcapping": None,
     }
     # where whole layers are computed again, each of the tower's is, by itself
     again = {"method": "uniform", "num_layers": 1, "distribute_saved_activations": False}

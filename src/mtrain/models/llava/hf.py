@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.gpt.hf import LLAMA
 from mtrain.models.gpt.hf_files import COMPUTED
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.count import of
 from mtrain.models.table import QKV, SAME, Copy, Entry, Operation, Table
 
@@ -47,7 +47,7 @@ def files(kind: str, model: ModelConfig) -> tuple[Table, ...]:
 
 
 def in_memory(model: ModelConfig, inner: str = "") -> Table:
-    """By the names that `LlavaForConditionalGeneration` has for its parameters."""
+    """Return the table of the parameter names of `LlavaForConditionalGeneration`."""
 
     def rename(name: str) -> str:
         if name == "lm_head.weight":

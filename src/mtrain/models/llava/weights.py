@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mtrain.config.llava import LlavaConfig
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.gpt import weights as language
+from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.count import of
 from mtrain.models.weights import Weight, column, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Those of a (virtual) stage."""
+    """Yield the weights of a (virtual) stage."""
     own = of(m)
     frozen = set(own.freeze)
     for weight in language.stage_weights(m, p, held):

@@ -10,9 +10,9 @@ import torch
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore import backend
-from mtrain.mcore.encoder_decoder import EncoderDecoder
-from mtrain.mcore.op_overrides import override_operations
+from mtrain.mcore.adapter.op_overrides import override_operations
+from mtrain.mcore.layers import backend
+from mtrain.mcore.models.encoder_decoder import EncoderDecoder
 from mtrain.models.t5.count import decoder_layers, section
 
 
@@ -61,7 +61,7 @@ def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
     }
 
     def queries_smaller(rows: torch.Tensor) -> torch.Tensor:
-        """Of queries, keys and values, which take turns head by head."""
+        """Return the factors of queries, keys and values, which are interleaved by head."""
         return torch.where(rows // head % 3 == 0, head**-0.5, 1.0)
 
     for name, parameter in made.named_parameters():

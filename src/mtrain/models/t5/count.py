@@ -1,14 +1,14 @@
-"""Parameters and floating-point operations of an encoder-decoder, from its configuration alone."""
+"""Parameters and floating-point operations of an encoder-decoder, from its configuration only."""
 
 from __future__ import annotations
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.t5 import T5Config, lengths, padded
+from mtrain.models.t5.config import T5Config, lengths, padded
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return trainable parameters of the model as built, with the padded vocabulary; each shared
-    weight once.
+    """Return the trainable parameters of the model as built, with the padded vocabulary; each
+    shared weight once.
     """
     t = section(model)
     hidden = model.hidden_size
@@ -24,7 +24,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def decoder_layers(model: ModelConfig) -> int:
-    """Return layers of the decoder."""
+    """Return the layers of the decoder."""
     return section(model).decoder_layers or model.num_layers
 
 
@@ -47,8 +47,8 @@ def _encoder_layer(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Return model FLOPs of the forward and backward of one sample of `seq_length` tokens, for each
-    of these tokens.
+    """Return the model FLOPs of the forward and backward of one sample of `seq_length` tokens, for
+    each of these tokens.
 
     6 per weight that multiplies and token that it meets, padding included: those of the encoder,
     and keys and values of cross attention, meet the encoder's tokens, all others the decoder's. 12

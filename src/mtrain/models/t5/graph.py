@@ -6,19 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.resolve.stages import Stage
-from mtrain.config.t5 import lengths
 from mtrain.models.attention import Heads, scores_in_fp32
 from mtrain.models.gpt.feed_forward import mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
+from mtrain.models.t5.config import lengths
 from mtrain.models.t5.count import decoder_layers, section
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What its one stage computes on one micro-batch: what is before the layers, each layer, what
-    is behind.
+    """Return the graphs of the one stage on one micro-batch: before the layers, each layer, after
+    them.
     """
     t = section(r.model)
     needed = lengths(t, r.run.data.length)
@@ -43,7 +43,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _read(g: Graph, r: Rank, *, hidden: bool) -> Tensor:
-    """Return the look-up of tokens, and biases by distance with what is hidden."""
+    """Add the look-up of tokens, and biases by distance with a mask; return the embeddings."""
     pairs = r.length**2
     g.add(
         "relative_pos_emb",

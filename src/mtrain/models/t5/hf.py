@@ -28,7 +28,8 @@ def _joined(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _split(tensors: list[Any], model: Any) -> list[Any]:
-    (fused,), rest = tensors, tensors[0].shape[1:]
+    (fused,) = tensors
+    rest = fused.shape[1:]
     halves = fused.reshape(model.num_attention_heads, 2, -1, *rest)
     return [halves[:, number].reshape(-1, *rest) for number in range(2)]
 
@@ -38,7 +39,7 @@ KV = Operation("joined by head", _joined, _split)
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the table of the one form that files of T5 have."""
+    """Return the only table that files of T5 have."""
     copies = [
         Copy(f"{stack}.embed_tokens.weight", "shared.weight", always=True)
         for stack in ("encoder", "decoder")
@@ -56,8 +57,8 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Return overrides for what a `config.json` leaves open and the names of the weights decide:
-    tied embeddings.
+    """Return the overrides for what a `config.json` leaves open and the names of the weights
+    decide: tied embeddings.
 
     A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says
     untied and has no weights of its own for the output layer is tied.

@@ -6,7 +6,7 @@ import math
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.t5 import LENGTH_MULTIPLE, lengths
+from mtrain.models.t5.config import LENGTH_MULTIPLE, lengths
 from mtrain.models.t5.count import section
 
 HEAD = 16

@@ -1,4 +1,4 @@
-"""How far the model of time is off: measured by its benchmark on published runs, and read here."""
+"""The error of the time model: measured by its benchmark on published runs, and read here."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Accuracy:
 
 @cache
 def shipped() -> Accuracy:
-    """That of the efficiencies that ship."""
+    """Return the error of the efficiencies that ship."""
     return Accuracy(**yaml.safe_load(FILE.read_text()))
 
 
 def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
-    """That of a plan on a cluster; None where rates are measured there, and nobody compared the
-    plans.
+    """Return the error of a plan on a cluster; None where its rates are measured and no plans were
+    compared.
     """
     own = (
         facts_of(cluster.device).on_host

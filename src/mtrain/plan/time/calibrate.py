@@ -37,8 +37,8 @@ LINKS = ("fast_link_gbps", "link_latency_us")
 NOISE = 0.05
 ALONE = 0.2
 SPREAD = 5.0
-"""Of a measured step, of a kernel that was measured alone against the same in a step, and of what
-is expected, as logarithms.
+"""Deviations, as logarithms: of a measured step, of a kernel that was measured by itself against
+the same in a step, and of a rate from its expected value.
 """
 SURE = {"attention": 0.3}
 """Rates that are known better than that."""
@@ -63,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels reached that were measured alone."""
+    """Rates of kernels that were measured by themselves."""
 
     format: Format
     products: float
@@ -74,7 +74,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found."""
+    """The result of a fit."""
 
     cluster: ClusterConfig
     errors: tuple[float, ...]
@@ -104,7 +104,9 @@ def _accelerator(
     start: ClusterConfig,
     kernels: Sequence[Rates],
 ) -> ClusterConfig:
-    """What kernels reach of the data sheet, then how fast steps are against that."""
+    """Return the fitted share of the data sheet that kernels reach, then the speed of steps
+    relative to that.
+    """
     reached = dict(start.reached)
     for one in kernels:
         if one.format in WIDE:
@@ -119,7 +121,9 @@ def _accelerator(
 
 
 def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig) -> float:
-    """That at which half of the steps are planned too long, and half too short; by bisection."""
+    """Return the speed at which half of the steps are planned too long, and half too short; by
+    bisection.
+    """
     device = device_of(start)
     reached = reached_by(start)
 
@@ -174,7 +178,7 @@ def _host(
 
 
 def _alone(one: Rates, now: Mapping[str, float]) -> Vector:
-    """Of kernels that were measured alone, in deviations."""
+    """Return the residuals of kernels that were measured by themselves, in deviations."""
     products = now["peak_tflops"] * TERA / one.products
     memory = now["memory_gbps"] * GIGA / one.memory
     return [log(products) / ALONE, log(memory) / ALONE]
@@ -205,7 +209,9 @@ def _priced(work: StepWork, cluster: ClusterConfig) -> StepTime:
 
 
 def _residuals(one: Measured, step: StepTime) -> Vector:
-    """Of the step, and of its two parts where they are known; in deviations."""
+    """Return the residuals of the step, and of its two parts where they are known; in
+    deviations.
+    """
     whole = log(step.seconds / one.step_s) / NOISE
     if one.optimizer_s is None or not 0 < one.optimizer_s < one.step_s:
         return [whole]
@@ -245,7 +251,9 @@ def _dot(one: Vector, other: Vector) -> float:
 
 
 def _solved(matrix: list[Vector], right: Vector) -> Vector:
-    """Of linear equations with a positive definite matrix: elimination, which needs no pivots."""
+    """Return the solution of linear equations with a positive definite matrix: elimination, which
+    needs no pivots.
+    """
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for i, row in enumerate(rows):
         for below in rows[i + 1 :]:

@@ -1,4 +1,4 @@
-"""What a device and its links can do, as the cluster of a run states it."""
+"""The rates of a device and its links, as the cluster of a run states them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,11 @@ class Device:
 
 
 def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """Return keys without which nothing can be said of the time of a run on so many ranks."""
+    """Return the missing keys without which the time of a run on so many ranks is unknown."""
     found = [f"cluster.peak_tflops.{form}" for form in formats if form not in cluster.peak_tflops]
     found += ["cluster.memory_gbps"] if cluster.memory_gbps is None else []
-    found += (
-        ["cluster.operation_us"]
-        if facts_of(cluster.device).on_host and cluster.operation_us is None
-        else []
-    )
+    if facts_of(cluster.device).on_host and cluster.operation_us is None:
+        found.append("cluster.operation_us")
     if ranks > 1:
         found += [
             f"cluster.{key}"

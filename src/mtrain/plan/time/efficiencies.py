@@ -1,5 +1,5 @@
-"""What kernels, links and hosts reach of what a device states: a few numbers, fitted on published
-runs.
+"""The efficiency of kernels, links and hosts against a device's stated rates: a few numbers, fitted
+on published runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDE = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Shares of a stated rate that are reached, and what is lost beside them."""
+    """Shares of a stated rate that are reached, and fixed losses."""
 
     software: str
     """The release that they belong to."""
@@ -90,19 +90,19 @@ def powered(device: Device, reached: Efficiencies, form: str) -> float:
 
 
 def of(values: Mapping[str, Any]) -> Efficiencies:
-    """From plain values, as the file has them."""
+    """Make efficiencies of plain values, as the file has them."""
     return Efficiencies(**values)
 
 
 @cache
 def shipped() -> Efficiencies:
-    """Those that were fitted on published runs."""
+    """Return the efficiencies that were fitted on published runs."""
     return of(yaml.safe_load(FILE.read_text()))
 
 
 def reached_by(cluster: ClusterConfig) -> Efficiencies:
-    """Those of a cluster: what it states that was measured counts before published runs; a CPU's
-    rates are measured, so they are reached.
+    """Return the efficiencies of a cluster: its own measurements count before published runs; the
+    rates of a CPU are measured, so they are reached in full.
     """
     found = measured() if facts_of(cluster.device).on_host else shipped()
     given = cluster.reached
@@ -123,8 +123,8 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
 
 
 def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
-    """What large products in a format reach; what was measured on a device has its watts and
-    generation in it.
+    """Return the share that large products in a format reach; a measurement on a device includes
+    its watts and generation.
     """
     if "products" not in cluster.reached:
         return found.products[form]
@@ -133,7 +133,9 @@ def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
 
 @cache
 def measured() -> Efficiencies:
-    """Of rates that were measured in runs: all of them are reached, and nothing overlaps."""
+    """Return the efficiencies for rates that were measured in runs: all are reached in full, and
+    nothing overlaps.
+    """
     found = shipped()
     names = (
         "grouped",

@@ -39,7 +39,7 @@ PRODUCTS_OF_A_PAIR = 4
 
 @dataclass(frozen=True)
 class Kernels:
-    """What products cost on a device in a run."""
+    """The cost of products on a device in a run."""
 
     device: Device
     reached: Efficiencies
@@ -54,13 +54,13 @@ class Kernels:
     attends_in_fp8: bool = False
 
     def linear(self, one: Linear) -> float:
-        """Return seconds of its forward."""
+        """Return the seconds of a linear layer's forward."""
         p = one.product
         return self._product(p.m, p.n, p.k, p.batch, one) + self._casts(one, p.m * p.k)
 
     def linear_back(self, one: Linear) -> float:
-        """Return seconds of its backward: the gradients of inputs, and of what has one of the
-        factors.
+        """Return the seconds of its backward: the gradients of inputs, and of weights that are
+        trained.
         """
         p = one.product
         inputs = self._product(p.m, p.k, p.n, p.batch, one)
@@ -73,7 +73,9 @@ class Kernels:
         return inputs + weights + self._casts(one, p.m * p.n)
 
     def _casts(self, one: Linear, elements: int) -> float:
-        """Return an operand read, and written in low precision as it is and transposed."""
+        """Return the seconds of reading an operand and writing it in low precision, as it is and
+        transposed.
+        """
         if not one.low or self.recipe == self.format:
             return 0.0
         # a generation that multiplies any layout needs no transpose, unless scales lie along rows
@@ -82,13 +84,11 @@ class Kernels:
         return elements * one.product.batch * each / (self.device.memory * self.reached.memory)
 
     def _product(self, m: int, n: int, k: int, batch: int, one: Linear, result: int = 0) -> float:
-        """Of products whose result moves so many bytes an element; 0: it is written in the format
-        of activations.
+        """Return the seconds of products whose result moves so many bytes an element; 0: it is
+        written in the format of activations.
         """
-        low, (m, n, k) = (
-            one.low and self.recipe != self.format,
-            (max(1, size) for size in (m, n, k)),
-        )
+        low = one.low and self.recipe != self.format
+        m, n, k = (max(1, size) for size in (m, n, k))
         form = self.low_format if low else self.format
         peak = self.device.peaks[form]
         reached = self.reached.products[self.recipe if low else self.format]
@@ -112,15 +112,17 @@ class Kernels:
         return max(arithmetic, moved / (d.memory * e.memory))
 
     def attention(self, pairs: Pairs) -> float:
-        """Return seconds of attention forward."""
+        """Return the seconds of attention forward."""
         return self._pairs(pairs, 1.0, self.reached.attention)
 
     def attention_back(self, pairs: Pairs) -> float:
-        """Return seconds of attention backward."""
+        """Return the seconds of attention backward."""
         return self._pairs(pairs, BACKWARD_PRODUCTS, self.reached.attention_backward)
 
     def _pairs(self, pairs: Pairs, products: float, reached: float) -> float:
-        """Return the products, and the exponentials of the softmax that do not hide behind them."""
+        """Return the seconds of the products, and of the softmax's exponentials that do not overlap
+        with them.
+        """
         rate = self._attention_rate()
         d = self.device
         blocks = math.ceil(pairs.rows / (HOST_TILE if d.on_host else ATTENTION_TILE))
@@ -137,5 +139,5 @@ class Kernels:
         return rate * FP8_ATTENTION if self.attends_in_fp8 else rate
 
     def moved(self, size: float) -> float:
-        """Return seconds of memory-bound operations on so many bytes."""
+        """Return the seconds of memory-bound operations on so many bytes."""
         return size / (self.device.memory * self.reached.memory)

@@ -25,7 +25,7 @@ class Group:
     stride: int
 
     def inside(self, device: Device) -> int:
-        """Of them so many are in one fast domain."""
+        """Return how many of the ranks are in one fast domain."""
         return max(1, min(self.size, device.domain // self.stride))
 
 
@@ -42,14 +42,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Links:
-    """What a run's groups send costs on a device."""
+    """The cost of the messages of a run's groups on a device."""
 
     device: Device
     reached: Efficiencies
 
     def seconds(self, group: Group, exchange: Exchange, *, once: bool = False) -> float:
-        """Of one exchange; `once`: a row goes to a domain once, and there once to each rank that
-        takes it.
+        """Return the seconds of one exchange; `once`: a row goes to a domain once, and there once
+        to each rank that takes it.
         """
         if group.size == 1:
             return 0.0
@@ -62,19 +62,15 @@ class Links:
     def collective(
         self, group: Group, kind: Literal["gather", "scatter", "reduce"], size: float
     ) -> float:
-        """Return seconds of a collective on a tensor of so many bytes in all."""
+        """Return the seconds of a collective on a tensor of so many bytes in all."""
         return self.seconds(group, Exchange("tp", kind, int(size)))
 
     def waits(self, group: Group) -> float:
-        """Return seconds before anything arrives."""
+        """Return the latency of a collective in seconds."""
         return self.reached.latency_us * MICRO * log2(group.size)
 
     def rate(self, group: Group) -> float:
-        """Return bytes a second that a ring of a group passes on.
-
-        Neighbours in a domain send by the fast links; a domain sends to the next one by the
-        networks of all the group's ranks in it.
-        """
+        """Return the bytes per second of a ring of a group."""
         inside = group.inside(self.device)
         d = self.device
         e = self.reached
@@ -95,7 +91,7 @@ class Links:
         return max(near / (d.fast * e.fast_link), far / (d.network * e.network))
 
     def sent(self, size: float, stride: int) -> float:
-        """Return seconds of a tensor to the rank `stride` further on."""
+        """Return the seconds of a tensor to the rank `stride` further on."""
         near = stride < self.device.domain
         if near:
             rate = self.device.fast * self.reached.fast_link
@@ -105,5 +101,7 @@ class Links:
 
 
 def _met(places: float, messages: int) -> float:
-    """Of so many places, those that messages go to of which each chooses one at random."""
+    """Return the expected number of distinct places that messages reach, each choosing one at
+    random.
+    """
     return places * (1 - (1 - 1 / places) ** messages)

@@ -12,7 +12,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.sharded import FORWARD
-from mtrain.plan.time.step import StepTime, step_time
+from mtrain.plan.time.step import StepTime, step_time, unknown
 
 HOUR = 3600
 HOW = {
@@ -41,8 +41,8 @@ HOW = {
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
-    """Of a resolved run; null where it is not known without the keys that are `missing`, or as
-    `unknown` says.
+    """Return the time plan of a resolved run; null where it is unknown without the keys that are
+    `missing`, or for the reason in `unknown`.
     """
     try:
         step = step_time(run)
@@ -70,8 +70,8 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
 
 
 def mfu_by_peak(run: RunConfig, step: StepTime) -> list[dict[str, Any]]:
-    """Return both MFUs of a step of a resolved run, of the peak of the format that linear layers
-    multiply in; then of that of the weights, where it is another one. Peaks are in TFLOP/s.
+    """Return both MFUs of a step of a resolved run: against the peak of the format in which linear
+    layers multiply, then against that of the weights, where they differ. Peaks are in TFLOP/s.
     """
     p = run.precision
     peaks = run.cluster.peak_tflops
@@ -99,13 +99,13 @@ def no_time(time: Mapping[str, Any]) -> str:
 
 
 def _save(run: RunConfig, size: int) -> float | None:
-    """Return seconds to write a checkpoint."""
+    """Return the seconds to write a checkpoint."""
     rate = run.cluster.storage_gbps
     return None if rate is None else size / (rate * GIGA)
 
 
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
-    """Return the whole of it, a smaller batch in the same time for each sample."""
+    """Return the seconds of the whole run, a smaller batch taking the same time for each sample."""
     ranks = run.parallel.ranks or 1
     price = run.cluster.price_per_device_hour
     samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))
@@ -137,7 +137,7 @@ def _validation(run: RunConfig, step: StepTime, training: float) -> float:
 
 
 def _by_time(minutes: float | None, training: float) -> int:
-    """How often something is done every so many minutes of `training` seconds."""
+    """Return how often something happens every so many minutes of `training` seconds."""
     return 0 if minutes is None else int(training / (60 * minutes))
 
 
@@ -150,3 +150,35 @@ def _saving(run: RunConfig, save: float | None, training: float) -> float:
     every = c.save_interval
     times = (steps // every if every else 0) + _by_time(c.save_minutes, training)
     return save * (times + (c.save_final and (not every or steps % every > 0)))
+
+
+USUAL = 1000
+"""Steps where nobody knows how long one takes: Megatron-LM's own interval of evaluations."""
+
+
+def in_steps(run: RunConfig) -> RunConfig:
+    """Return the run with intervals in steps for those in minutes, by the predicted time of a step,
+    to two digits.
+    """
+    t = run.trainer
+    c = run.checkpoint
+    minutes = t.eval_minutes, c.save_minutes
+    if minutes == (None, None):
+        return run
+    seconds = None if unknown(run) else step_time(run).seconds
+    evaluated, saved = (_steps(m, seconds, t.steps) for m in minutes)
+    trainer = {"eval_interval": t.eval_interval or evaluated, "eval_minutes": None}
+    checkpoint = {"save_interval": c.save_interval or saved, "save_minutes": None}
+    return run.model_copy(
+        update={
+            "trainer": t.model_copy(update=trainer),
+            "checkpoint": c.model_copy(update=checkpoint),
+        }
+    )
+
+
+def _steps(minutes: float | None, seconds: float | None, most: int) -> int:
+    if minutes is None:
+        return 0
+    steps = USUAL if seconds is None else round(float(f"{60 * minutes / seconds:.2g}"))
+    return min(max(1, steps), most)

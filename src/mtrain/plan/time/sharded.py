@@ -1,5 +1,5 @@
-"""What FSDP sends in a step: layer by layer, weights are gathered and gradients reduced beside the
-computation.
+"""The communication of FSDP in a step: layer by layer, weights are gathered and gradients reduced
+during the computation.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ it computes layers again.
 def sharded_seconds(
     run: RunConfig, shares: Sequence[Share], computes: float, device: Device, reached: Efficiencies
 ) -> float:
-    """Of a step, what FSDP's communication takes longer than the computation that hides it, and its
-    copies.
+    """Return the seconds of a step in which FSDP's communication exceeds the computation that hides
+    it, and those of its copies.
 
-    Sharded weights are gathered in each forward and backward, others once behind the update;
-    sharded gradients leave each backward, others the last one. Between copies (HSDP) torch's FSDP2
+    Sharded weights are gathered in each forward and backward, others once after the update; sharded
+    gradients leave each backward, others the last one. Between replicas (HSDP) torch's FSDP2
     reduces as often, megatron-core's once.
     """
     p = run.parallel
@@ -68,7 +68,7 @@ def sharded_seconds(
 def _in_units(
     size: float, units: float, kind: Literal["gather", "scatter"], group: Group, links: Links
 ) -> float:
-    """Return seconds of a collective for each of so many parts of `size` bytes."""
+    """Return the seconds of a collective for each of so many parts of `size` bytes."""
     if group.size == 1:
         return 0.0
     each = links.collective(group, kind, size / units)
@@ -80,7 +80,7 @@ def _in_units(
 
 
 def _copies(run: RunConfig, shares: Sequence[Share], element: int, gradient: int) -> float:
-    """Return bytes that torch's FSDP2 reads and writes to take weights out of what it gathers,
+    """Return the bytes that torch's FSDP2 reads and writes to take weights out of what it gathers,
     twice, and to lay gradients in line for their reduction; megatron-core's FSDP computes in the
     buffers themselves.
     """

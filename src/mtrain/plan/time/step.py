@@ -70,7 +70,7 @@ class StepTime:
 
     @property
     def known(self) -> bool:
-        """Return whether there is a time."""
+        """Return whether the time is known."""
         return not self.missing
 
 
@@ -92,7 +92,7 @@ class StepWork:
 
 
 def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
-    """Of a step of a resolved run.
+    """Return the time of a step of a resolved run.
 
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
@@ -103,9 +103,7 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 
 
 def unknown(run: RunConfig) -> tuple[str, ...]:
-    """Return keys of the cluster of a resolved run that have to be known to say how long a step
-    takes.
-    """
+    """Return the unset keys of the cluster without which the time of a step is unknown."""
     p = run.precision
     cluster = run.cluster
     formats: list[str] = [p.format, p.multiplies_in]
@@ -117,7 +115,7 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
 
 
 def step_work(run: RunConfig) -> StepWork:
-    """What the ranks of each stage do.
+    """Return the work of the ranks of each stage.
 
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
@@ -152,7 +150,7 @@ def step_work(run: RunConfig) -> StepWork:
 
 
 def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
-    """Return elements of the weights of a stage on a rank that are trained: of experts, and the
+    """Return the elements of the weights of a stage on a rank that are trained: of experts, and the
     others.
     """
     trained = [weight for weight in stage_weights(run, stage) if not weight.frozen]
@@ -161,13 +159,13 @@ def _trained(run: RunConfig, stage: Stage) -> tuple[int, int]:
 
 
 def weights_of(done: Work, *, grouped: bool) -> float:
-    """Return elements of the weights that are trained: of experts, or the others."""
+    """Return the elements of the weights that are trained: of experts, or the others."""
     every = ((one, number) for one, number in done.backward.items() if one.grouped == grouped)
     return sum(_elements(one) * number for one, number in every if one.factors == "weights")
 
 
 def frozen_of(done: Work) -> float:
-    """Return elements of the weights that are not trained."""
+    """Return the elements of the weights that are not trained."""
     return sum(
         _elements(one) * number for one, number in done.backward.items() if one.factors == "frozen"
     )
@@ -178,7 +176,7 @@ def _elements(one: Linear) -> int:
 
 
 def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
-    """Return the time of what is done."""
+    """Return the time of some work."""
     run = work.run
     p = work.run.parallel
     alike = {id(stage): stage for stage in work.stages}
@@ -207,7 +205,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
 def micro_batch(
     work: StepWork, stage: Work, device: Device, reached: Efficiencies
 ) -> dict[str, float]:
-    """Return seconds of one micro-batch on a stage, by part."""
+    """Return the seconds of one micro-batch on a stage, by part."""
     p = work.run.precision
     recipe = p.quantized or p.format
     low = p.fp8_dot_product_attention
@@ -255,7 +253,7 @@ def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float
         if name == "tp" and product is not None and reached.overlapped["tp"]:
             behind += number * min(each, kernels.linear(product))
     hidden = {name: time * reached.overlapped[name] for name, time in found.items()}
-    # in parts, beside the product that reads or gives the tensor
+    # in parts, during the product that reads or gives the tensor
     hidden["tp"] = behind * reached.overlapped["tp"]
     found = {name: time - hidden[name] for name, time in found.items()}
     found["ep"] += stage.mixtures * reached.pass_us * MICRO

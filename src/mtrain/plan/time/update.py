@@ -1,5 +1,5 @@
-"""What is done once a step: gradients and weights travel between data-parallel ranks, and weights
-are updated.
+"""The work of each step's end: gradients and weights travel between data-parallel ranks, and
+weights are updated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def done_once(
     computes: float,
     micro: float,
 ) -> dict[str, float]:
-    """Return seconds of data-parallel communication and of the update, by part.
+    """Return the seconds of data-parallel communication and of the update, by part.
 
     Args:
         run: resolved.
@@ -46,18 +46,16 @@ def done_once(
         # with virtual stages, gradients of a chunk leave while the last micro-batches go through
         # the others
         window = min(computes, micro * (grid.pp if run.parallel.vpp > 1 else 1))
-        left = sent - (
-            min(window, sent) * reached.overlapped["dp"]
-            if run.parallel.overlap_grad_reduce
-            else 0.0
-        )
+        left = sent
+        if run.parallel.overlap_grad_reduce:
+            left -= min(window, sent) * reached.overlapped["dp"]
     update = _moved(run, shares) / (device.memory * reached.memory)
     return {"dp": left, "optimizer": update, "offload": _offloaded(run, shares)}
 
 
 def shares_of(run: RunConfig, grid: RankGrid, weights: tuple[float, float]) -> tuple[Share, ...]:
-    """What experts and the others of a rank are, and who has the same; without those that it has
-    none of.
+    """Return the shares of a rank's experts and other weights, with the groups that hold the same;
+    without empty ones.
     """
     copies = run.parallel.hsdp_replicas
     every = zip(weights, (grid.edp, grid.dp * grid.cp), (grid.etp * grid.ep, grid.tp), strict=True)
@@ -73,13 +71,13 @@ def _group(size: int, stride: int) -> Group:
 
 
 def gradient_bytes(run: RunConfig) -> int:
-    """Of an element of a gradient."""
+    """Return the bytes of an element of a gradient."""
     return bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else run.precision.format)
 
 
 def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
-    """Return seconds of gradients and weights without FSDP: gradients are reduced on all ranks, or
-    each rank gets those of its shard, and gives back the weights of that.
+    """Return the seconds of gradients and weights without FSDP: gradients are reduced on all ranks,
+    or each rank gets those of its shard, and sends back its weights.
     """
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)
@@ -98,7 +96,7 @@ def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
 
 
 def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Return bytes that the update reads and writes, and the clearing of gradients."""
+    """Return the bytes that the update reads and writes, and the clearing of gradients."""
     p = run.parallel
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)
@@ -116,8 +114,8 @@ def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
 
 
 def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Return seconds of an update in host memory: gradients go there, weights come back, and the
-    host reads and writes its state.
+    """Return the seconds of an update in host memory: gradients go there, weights come back, and
+    the host reads and writes its state.
     """
     part = run.optim.cpu_offload
     link = run.cluster.host_link_gbps
@@ -132,7 +130,7 @@ def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
 
 
 def update_bytes(run: RunConfig) -> int:
-    """Of an element's main weight and moments."""
+    """Return the bytes of an element's main weight and moments."""
     return main_weight_bytes(run) + sum(
         map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values())
     )

@@ -1,5 +1,5 @@
-"""What it takes to update matrices whole (muon, soap): their products, and what ranks send each
-other for them.
+"""The cost of updating matrices whole (muon, soap): their products, and the messages between
+ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def matrix_seconds(
     device: Device,
     reached: Efficiencies,
 ) -> float:
-    """Of the rank that has the most to do.
+    """Return the seconds of the slowest rank.
 
     Under the distributed optimizer each matrix belongs to one of the data-parallel ranks that share
     its state (with replicas, those of one of them): its gradient goes there, and its update comes
@@ -88,7 +88,7 @@ def _seconds(
     device: Device,
     reached: Efficiencies,
 ) -> float:
-    """Of one rank's matrices."""
+    """Return the seconds of one rank's matrices."""
     p = run.parallel
     links = Links(device, reached)
     kernels = Kernels(device, reached, how.format, how.format, how.format, bytes_of(how.format))
@@ -111,8 +111,8 @@ def _product(kernels: Kernels, shape: tuple[int, int, int], batch: int = 1) -> f
 
 
 def _orthogonal(steps: int, number: int, rows: int, columns: int, kernels: Kernels) -> float:
-    """Of matrices of one shape: X X^T, the square of that, and its product with X,
-    `steps` times.
+    """Return the seconds of matrices of one shape: X X^T, the square of that, and its product with
+    X, `steps` times.
     """
     short, long = sorted((rows, columns))
     batch = min(number, max(1, TOGETHER // (short * long)))
@@ -125,8 +125,8 @@ def _orthogonal(steps: int, number: int, rows: int, columns: int, kernels: Kerne
 
 
 def _rotated(how: Rotated, rows: int, columns: int, kernels: Kernels) -> float:
-    """Of one matrix: three turns and an average of products for each side, and a share of a new
-    basis.
+    """Return the seconds of one matrix: three rotations and an average of products for each side,
+    and a share of a new basis.
     """
     total = 0.0
     moved = TURNED * rows * columns

@@ -1,5 +1,5 @@
-"""What a rank of a stage does for one micro-batch, counted from its graphs of operations; no
-efficiency is in it.
+"""The work of a rank of a stage in one micro-batch, counted from its graphs of operations; without
+efficiencies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pairs:
 
 @dataclass
 class Calls:
-    """Kernels that an operation launches beside its first."""
+    """The kernels that an operation launches on top of its first."""
 
     products: int = 0
     """Of experts, one for each."""
@@ -57,7 +57,7 @@ class Calls:
 
 @dataclass
 class Work:
-    """Of one micro-batch: kind of work -> how often it is done."""
+    """The work of one micro-batch: kind of work -> its amount."""
 
     forward: Counter[Linear] = field(default_factory=Counter)
     backward: Counter[Linear] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Work:
     operations: int = 0
     """Operations that the host launches."""
     calls: Calls = field(default_factory=Calls)
-    """What operations launch beside the first kernel."""
+    """Kernels that operations launch on top of the first."""
     padded: Calls = field(default_factory=Calls)
     """The same in layers whose experts take as many rows each."""
     mixtures: int = 0
@@ -79,7 +79,7 @@ class Work:
     """Of them those whose shapes are known before."""
 
     def add(self, other: Work, times: int) -> None:
-        """So many of another."""
+        """Add the work of another, so many times."""
         for name in ("forward", "backward", "attends", "attends_back", "exchanges"):
             own = getattr(self, name)
             for key, number in getattr(other, name).items():
@@ -96,7 +96,9 @@ class Work:
 
 
 def work_of(graph: Graph) -> Work:
-    """What a graph does in its forward and backward, and once more where it is computed again."""
+    """Return the work of a graph in its forward and backward, and once more where it is
+    recomputed.
+    """
     done = Work()
     calls = done.padded if any(op.name.endswith(PADDED) for op in graph.ops) else done.calls
     for op in graph.ops:
@@ -120,7 +122,7 @@ def _beside(op: Op) -> Linear | None:
 
 
 def _alike(op: Op) -> int:
-    """Return products of one pass; those of experts are one each."""
+    """Return the products of one pass, grouped; those of experts are one each."""
     return sum(product.batch if op.name.startswith(EXPERTS) else 1 for product in op.products)
 
 
@@ -141,7 +143,7 @@ def _products(done: Work, op: Op, passes: int) -> None:
 
 
 def total(graphs: Sequence[Graph]) -> Work:
-    """Of a stage; a graph that is there several times stands for as many layers."""
+    """Return the work of a stage; a graph that occurs several times stands for as many layers."""
     every = {id(graph): graph for graph in graphs}
     numbers = Counter(map(id, graphs))
     done = Work()

@@ -1,5 +1,5 @@
-"""A layout for a run that leaves it open: what is kept of what was said, and what is wrong where
-none is found.
+"""The choice of a layout for a run that leaves it open: which of the set keys stay, and the
+problems where no layout is found.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MORE = (2, 4, 8, 16)
 
 
 def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:
-    """Return the keys of a layout that somebody set, on the command line alone or anywhere, and not
-    to null.
+    """Return the keys of a layout that are set, only on the command line or anywhere, and not to
+    null.
     """
     known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
     mine = {k: v for k, v in known.items() if origins.get(k, DEFAULT) != DEFAULT and v is not None}
@@ -45,13 +45,7 @@ def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -
 def search(
     raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int
 ) -> tuple[Found, Task]:
-    """Return the best layouts of a configuration that is not resolved, with the batch that it has
-    on all its ranks.
-
-    Raises:
-        ConfigError: the devices, or the layers, are not known well enough to say how long a step
-            takes.
-    """
+    """Return the best layouts of an unresolved configuration, with its batch on all its ranks."""
 
     def resolved(run: RunConfig) -> RunConfig:
         return resolve(run, machine, world_size)
@@ -91,7 +85,7 @@ def described(run: RunConfig) -> bool:
 
 
 def cleared(raw: RunConfig, said: Values) -> RunConfig:
-    """`raw` with everything that is searched at its default, but for what was said."""
+    """Return `raw` with everything that is searched at its default, except for what was set."""
     again = type(raw.parallel.recompute).model_fields
     values: dict[str, Any] = {}
     for key in (*KEYS, *SPLIT):
@@ -105,10 +99,10 @@ def cleared(raw: RunConfig, said: Values) -> RunConfig:
 def chosen(
     raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
 ) -> tuple[RunConfig, dict[str, str]]:
-    """`raw` with the fastest layout that fits its cluster, and for every key of it why it is so.
+    """Return `raw` with the fastest layout that fits its cluster, and a reason for every key of it.
 
-    Where the rest of the configuration breaks a rule, nothing is searched: that is said of it as it
-    is. Where too little is known of the devices, as of a CPU, or of the layers, it is the plainest
+    Where the rest of the configuration breaks a rule, nothing is searched, and the rule reports it.
+    Where too little is known of the devices, as of a CPU, or of the layers, it is the plainest
     layout.
 
     Raises:
@@ -192,8 +186,8 @@ def refuse(found: Found, task: Task, again: Any) -> None:
 
 
 def _least(run: RunConfig) -> int:
-    """Return bytes of weights over all devices, and of gradients and main weights of what is
-    trained, each once: no layout has fewer, and only moments are given away.
+    """Return a lower bound of a layout's bytes: weights over all devices, and gradients and main
+    weights of trained ones, each once. Only moments can be offloaded.
     """
     p = run.precision
     all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)

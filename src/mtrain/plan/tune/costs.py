@@ -1,4 +1,4 @@
-"""What a layout takes at least: seconds and bytes from the parts of a micro-batch, each counted
+"""Lower bounds of a layout's cost: seconds and bytes from the parts of a micro-batch, each counted
 once.
 
 A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs
@@ -24,7 +24,7 @@ from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.graph import Graph, kept
-from mtrain.models.lives import backwards
+from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import RESERVE, communication_bytes, context_bytes
@@ -34,17 +34,24 @@ from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
-from mtrain.plan.tune.elements import EXPERTS, FROZEN, OTHERS, column, elements, of_layers, table
 from mtrain.plan.tune.space import Change, changed
-from mtrain.plan.tune.state import State, state_of
+from mtrain.plan.tune.state import (
+    EXPERTS,
+    FROZEN,
+    OTHERS,
+    State,
+    column,
+    elements,
+    of_layers,
+    state_of,
+    table,
+)
 
 ONE_STAGE = {
-    **{
-        "parallel.pp": 1,
-        "parallel.vpp": 1,
-        "parallel.layers_per_stage": None,
-        "parallel.pipeline_layout": None,
-    },
+    "parallel.pp": 1,
+    "parallel.vpp": 1,
+    "parallel.layers_per_stage": None,
+    "parallel.pipeline_layout": None,
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }
@@ -65,13 +72,13 @@ row of that for each of several parts.
 
 
 def _took(piece: Piece) -> Any:
-    """Return seconds of parts, as the time model adds the host to the device."""
+    """Return the seconds of parts, combining host and device as the time model does."""
     return (piece[..., 0] ** SHARP + np.maximum(piece[..., 1], 0.0) ** SHARP) ** (1 / SHARP)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Those of a whole model."""
+    """The pieces of a whole model."""
 
     first: Piece
     layers: Piece
@@ -81,7 +88,7 @@ class Pieces:
     twice: Piece
     """Elements of a table that is on both ends of a pipeline, and once on a rank that has both."""
     working: float
-    """Bytes beside what is kept, while the backward of a layer needs them."""
+    """Transient bytes on top of saved tensors, while the backward of a layer needs them."""
     largest: float
     """Elements of the weights of a layer."""
     sent: int
@@ -89,27 +96,31 @@ class Pieces:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a whole micro-batch."""
+        """Return the seconds of a whole micro-batch."""
         return float(_took(self.first + self.layers[-1] + self.behind))
 
     @cached_property
     def longest(self) -> float:
-        """Return seconds of the layer that takes the longest."""
+        """Return the seconds of the layer that takes the longest."""
         return float(_took(np.diff(self.layers, axis=0)).max())
 
     @cached_property
     def lightest(self) -> Piece:
-        """Return elements of weights of experts and of others that so many layers have at least."""
+        """Return a lower bound of the elements of weights of experts and of others in so many
+        layers.
+        """
         each = np.sort(np.diff(self.layers, axis=0)[:, [EXPERTS, OTHERS]], axis=0)
         return np.concatenate((np.zeros((1, 2)), each.cumsum(0)))
 
     @cached_property
     def kept(self) -> float:
-        """Return bytes of a whole micro-batch."""
+        """Return the bytes of a whole micro-batch."""
         return float((self.first + self.layers[-1] + self.behind)[2])
 
     def held(self, cut: Cut, stops: npt.NDArray[np.int64] | None = None) -> Piece:
-        """Those of each stage, or of its layers up to `stops` and what is before them."""
+        """Return the pieces of each stage, or of its layers up to `stops` and the parts before
+        them.
+        """
         out = self.layers[cut.stops if stops is None else stops] - self.layers[cut.starts]
         out[0] += self.first
         if stops is None:
@@ -146,7 +157,7 @@ class Flow:
 
 
 class Costs:
-    """Of the layouts of one run."""
+    """The costs of the layouts of one run."""
 
     def __init__(self, run: RunConfig) -> None:
         self.device: Device = device_of(run.cluster)
@@ -161,9 +172,7 @@ class Costs:
         self._words: dict[tuple[object, ...], Mapping[str, str]] = {}
 
     def ideal(self, run: RunConfig) -> float:
-        """Return seconds of a step whose pipeline never waits, and of which nothing is
-        done once.
-        """
+        """Return the seconds of a step whose pipeline never waits, without the work at its end."""
         p = run.parallel
         t = run.trainer
         return (
@@ -171,10 +180,10 @@ class Costs:
         )
 
     def even(self, run: RunConfig, pp: int) -> Flow:
-        """At least what flows through any pipeline of `pp` ranks that never waits.
+        """Return a lower bound of the flow through any pipeline of `pp` ranks that never waits.
 
-        Each rank has as much to do; the slowest has the fewest layers with which it can be that,
-        and those of the fewest weights.
+        Each rank has the same amount of work; the slowest has the fewest layers with which it can
+        be the slowest, and those of the fewest weights.
         """
         pieces = self._without_blocks(run)
         number = _micro_batches(run, pp)
@@ -194,38 +203,34 @@ class Costs:
         return Flow(number * most, number * most, most, weights, weights, ranks)
 
     def _without_blocks(self, run: RunConfig) -> Pieces:
-        """Those of a layout; where some layers are computed again, as if none was."""
+        """Return the pieces of a layout; where some layers are recomputed, as if none were."""
         again = run.parallel.recompute
         blocks = again.granularity == "full" and again.method == "block"
         return self.pieces(changed(run, NONE) if blocks else run)
 
     def once(self, run: RunConfig, flow: Flow) -> float:
-        """Return seconds of what is done once a step at least, where micro-batches flow so.
-
-        What is computed again hides more of it, and takes longer than that.
+        """Return a lower bound of the seconds at the end of each step, for a flow of
+        micro-batches.
         """
         grid = RankGrid.of(run)
         ends = done_once(run, grid, flow.least, self.device, self.reached, flow.computes, math.inf)
         return sum(ends.values()) / self.reached.speed
 
     def standing(self, run: RunConfig, flow: Flow) -> float:
-        """Return bytes of the rank that has the most, of which nothing moves in a step,
-        at least.
-        """
+        """Return a lower bound of the constant bytes of the rank with the most."""
         state = self._state(run)
         return max(state.bytes(experts, others) for _, experts, others in flow.ranks)
 
     def ends(self, run: RunConfig) -> tuple[float, float]:
-        """Return seconds of what is before the layers and behind them, by those of a layer in the
-        mean.
-        """
+        """Return the seconds of the parts before and after the layers, in those of a mean layer."""
         pieces = self.pieces(run)
         layer = float(_took(pieces.layers[-1])) / run.model.num_layers
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
 
     def taken(self, run: RunConfig, ways: Sequence[Change]) -> list[tuple[float, float]]:
-        """With each of several ways to recompute: seconds of a micro-batch through all layers, and
-        bytes that autograd keeps of it. What is recomputed of some layers counts as of all.
+        """Return for each of several ways to recompute: seconds of a micro-batch through all
+        layers, and bytes that autograd saves of it. What is recomputed of some layers counts as of
+        all.
         """
         shards = _shards_key(run)
         found = []
@@ -237,11 +242,11 @@ class Costs:
 
     @staticmethod
     def key(run: RunConfig) -> tuple[object, ...]:
-        """Return all that decides the pieces of a layout."""
+        """Return the key of the pieces of a layout: all that decides them."""
         return _parts_key(run)
 
     def pieces(self, run: RunConfig) -> Pieces:
-        """Those of a layout, by all that decides them."""
+        """Return the pieces of a layout, cached by all that decides them."""
         key = _parts_key(run)
         if key not in self._pieces:
             self._pieces[key] = self._made(run)
@@ -289,7 +294,7 @@ class Costs:
         twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         sent = r.split_tokens * m.hidden_size * r.element
-        # a loss is on the last stage alone, and what it keeps counts there
+        # only the last stage has a loss, whose saved tensors count there
         working = sum(backwards(graphs[:-1]).peak)
         return Pieces(first, before, behind, twice, working, largest, sent)
 
@@ -303,7 +308,7 @@ class Costs:
         return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
     def flow(self, run: RunConfig) -> Flow:
-        """Of a layout whose pipeline and recomputation are chosen."""
+        """Return the flow of a layout whose pipeline and recomputation are chosen."""
         p = run.parallel
         key = *_parts_key(run), *_cut_key(p), p.recompute.method, p.recompute.num_layers
         if key not in self._flows:
@@ -340,7 +345,7 @@ class Costs:
         )
 
     def _on_ranks(self, run: RunConfig, held: Piece) -> Piece:
-        """Return pieces of each pipeline rank, from those of stages."""
+        """Return the pieces of each pipeline rank, from those of stages."""
         p = run.parallel
         ranks: Piece = held.reshape(p.vpp, p.pp, held.shape[1]).sum(0)
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks
@@ -378,7 +383,7 @@ class Costs:
         return self._cuts[key]
 
     def seconds(self, run: RunConfig) -> float:
-        """Of a step whose layout is chosen."""
+        """Return the seconds of a step whose layout is chosen."""
         flow = self.flow(run)
         grid = RankGrid.of(run)
         device = self.device
@@ -386,7 +391,7 @@ class Costs:
         return flow.seconds + sum(ends.values()) / self.reached.speed
 
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
-        """At the peak of the rank that has the most, where micro-batches flow so."""
+        """Return the bytes at the peak of the rank with the most, for a flow of micro-batches."""
         flow = flow or self.flow(run)
         least = self._beside(run)
         state = self._state(run)
@@ -395,7 +400,7 @@ class Costs:
         )
 
     def _state(self, run: RunConfig) -> State:
-        """What an element takes, by all that decides it."""
+        """Return the bytes of an element's state, cached by all that decides them."""
         p = run.parallel
         sharded = p.fsdp, p.distributed_optimizer, p.hsdp_replicas, run.optim.cpu_offload
         key = p.tp, p.cp, p.pp, p.ep, p.etp or p.tp, *sharded
@@ -404,8 +409,8 @@ class Costs:
         return self._states[key]
 
     def _beside(self, run: RunConfig) -> int:
-        """Return the bytes beside the model: buffers of what is gathered and, on a GPU, kernels and
-        NCCL.
+        """Return the bytes on top of the model: buffers of gathered tensors and, on a GPU, kernels
+        and NCCL.
         """
         p = run.parallel
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
@@ -444,7 +449,7 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 
 
 def _micro_batches(run: RunConfig, pp: int) -> int:
-    """Of a step, on a pipeline of so many ranks."""
+    """Return the micro-batches of a step, on a pipeline of so many ranks."""
     p = run.parallel
     dp = (p.ranks or 1) // (p.tp * p.cp * pp)
     return max(1, run.trainer.batch // (run.trainer.micro * max(1, dp)))

@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return self.time.seconds
 
     @property
@@ -66,19 +66,13 @@ class Layout:
         out = ["".join([*axes, f"dp{p.dp}"]), f"micro-batch {self.run.trainer.micro}"]
         out += ["no sequence parallelism"] if p.tp > 1 and not p.sequence_parallel else []
         out += [p.fsdp] if p.fsdp != "none" else []
-        out += (
-            ["whole optimizer"]
-            if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1
-            else []
-        )
+        if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1:
+            out.append("whole optimizer")
         if again.granularity == "selective":
             out.append(f"recompute {'+'.join(again.modules or ('core_attn',))}")
         elif again.granularity == "full":
-            out.append(
-                f"recompute {again.num_layers} layers"
-                if again.method == "block"
-                else "recompute all layers"
-            )
+            which = str(again.num_layers) if again.method == "block" else "all"
+            out.append(f"recompute {which} layers")
         out += ["offloaded optimizer"] if self.run.optim.cpu_offload else []
         out += ["uneven stages"] if p.layers_per_stage is not None else []
         return ", ".join(out)
@@ -86,7 +80,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     best: tuple[Layout, ...]
     """The fastest first."""
@@ -102,21 +96,21 @@ class Found:
 
 @dataclass(frozen=True)
 class Task:
-    """What is searched, and for what."""
+    """The space and the goal of a search."""
 
     raw: RunConfig
-    """Before it was resolved, with nothing of what is searched set, but for what was said."""
+    """The run before it was resolved, with only those of the searched keys set that were set."""
     resolve: Resolve
     said: Mapping[str, Any]
     holds: int | None
     """Bytes of a device; None: nobody knows."""
 
     def room(self) -> float:
-        """Return bytes that a layout may take."""
+        """Return the bytes that a layout may use."""
         return inf if self.holds is None else self.holds * (1 - SPARE)
 
     def planned(self, change: Mapping[str, Any]) -> Layout | None:
-        """Return the layout that is chosen so; None where a rule refuses it."""
+        """Return the planned layout of a change; None where a rule refuses it."""
         run = self.resolve(changed(self.raw, change))
         if any(found.severity == "error" for found in findings(run)):
             return None
@@ -124,8 +118,8 @@ class Task:
 
 
 class _Ways:
-    """What may be computed again in a pipeline, the fastest first; each is counted when it is first
-    asked for.
+    """The ways to recompute in a pipeline, the fastest first; each is counted when it is first
+    needed.
     """
 
     def __init__(self, costs: Costs, run: RunConfig, changes: tuple[Change, ...]) -> None:
@@ -135,7 +129,7 @@ class _Ways:
         self._flows: dict[int, Flow] = {}
 
     def flow(self, number: int) -> Flow:
-        """Of micro-batches, with the way of that number."""
+        """Return the flow of micro-batches, with the way of that number."""
         if number not in self._flows:
             self._flows[number] = self._costs.flow(changed(self._run, self.changes[number]))
         return self._flows[number]
@@ -161,12 +155,12 @@ class _Node:
 
     @cached_property
     def run(self) -> RunConfig:
-        """With all that is chosen."""
+        """Return the run with all that is chosen."""
         return changed(self.before, self.more)
 
     @property
     def change(self) -> Change:
-        """Return all that is chosen."""
+        """Return the changes of all that is chosen."""
         return {**self.chosen, **self.more}
 
 
@@ -188,8 +182,8 @@ class Search:
         """The fewest bytes of what did not fit, and of which layout."""
 
     def best(self, number: int = BEST) -> Found:
-        """Return the fastest layouts that fit, one of each family; where all that makes a family is
-        said, all that differ in more than what is computed again.
+        """Return the fastest layouts that fit, one of each family; where every key of a family is
+        set, all that differ in more than recomputation.
         """
         if (
             not self.space.wrong
@@ -217,8 +211,8 @@ class Search:
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
 
     def _family(self, run: RunConfig) -> tuple[Any, ...]:
-        """How the model is cut; empty where nothing of that is left to choose, and every layout
-        stands for itself.
+        """Return a key of how the model is cut; empty where no such choice is left, and every
+        layout is a family of its own.
         """
         degrees = {key: value_at(run, key) for key in FAMILY}
         said = self.task.said.keys() | ({"parallel.ep"} if run.model.moe is None else set())
@@ -250,14 +244,14 @@ class Search:
                     )
 
     def _begun(self, run: RunConfig) -> float:
-        """Return seconds of a step at least, in any pipeline."""
+        """Return a lower bound of the seconds of a step, in any pipeline."""
         return min(
             (self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf
         )
 
     def _even(self, run: RunConfig, pp: int, vpp: int) -> float:
-        """Return seconds of a step at least in any pipeline of `pp` ranks with so many virtual
-        stages.
+        """Return a lower bound of the seconds of a step in any pipeline of `pp` ranks with so many
+        virtual stages.
         """
         key = self.costs.key(run), pp
         if key not in self._evens:
@@ -267,8 +261,8 @@ class Search:
         return flow.seconds + flow.micro * (pp - 1) / vpp + once
 
     def _once(self, run: RunConfig, flow: Flow) -> float:
-        """Return seconds of what the state takes where it is gathered for each micro-batch or is in
-        host memory, because it does not fit otherwise.
+        """Return the seconds of the state where it is gathered for each micro-batch or is in host
+        memory, because it does not fit otherwise.
         """
         p = run.parallel
         if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
@@ -285,15 +279,15 @@ class Search:
         return min((self.costs.once(changed(run, state), flow) for state in states), default=inf)
 
     def _fitting(self, run: RunConfig, flow: Flow) -> Iterator[tuple[Change, RunConfig]]:
-        """Ways to shard the state that may fit with some of what autograd keeps beside them."""
+        """Yield the ways to shard the state that may fit with some saved tensors on top of them."""
         for state in self.space.options("state", run):
             sharded = changed(run, state)
             if self._fits(self.costs.standing(sharded, flow)):
                 yield state, sharded
 
     def _bound(self, node: _Node) -> None:
-        """A pipeline once more, with the time of its own stages and the least that a state which
-        may fit takes once a step; behind all others where none does.
+        """Push a pipeline again, with the time of its own stages and the least that a fitting state
+        takes once a step; after all others where no state fits.
         """
         if self.space.broken("pipeline", node.run):
             return
@@ -305,7 +299,7 @@ class Search:
         self._push(SLACK * (flow.seconds + once), node)
 
     def _choose_state(self, node: _Node) -> None:
-        """Each way to shard the state, with what has to be computed again so that it fits."""
+        """Push each way to shard the state, with the recomputation that makes it fit."""
         ways = _Ways(self.costs, node.run, self._ways(node.run))
         last = len(ways.changes) - 1
         most = ways.flow(0)
@@ -326,7 +320,7 @@ class Search:
             self._push(SLACK * self.costs.seconds(changed(child.run, ways.changes[0])), child)
 
     def _ways(self, run: RunConfig) -> tuple[Change, ...]:
-        """What may be computed again: what takes longer keeps less."""
+        """Return the ways to recompute: a slower one saves less memory for the backward."""
         rows: list[tuple[float, float, Change]] = []
         p = run.parallel
         layers = run.model.num_layers
@@ -346,9 +340,7 @@ class Search:
         return tuple(way for *_, way in out)
 
     def _push_next(self, node: _Node) -> None:
-        """What is computed again beside the one that is next: the fastest that fits by what is
-        counted in pieces.
-        """
+        """Push the next way to recompute: the fastest that fits by the counted pieces."""
         ways = node.ways
         assert ways is not None
         for number in range(node.way + 1, len(ways.changes)):
@@ -367,7 +359,9 @@ class Search:
             self.least = size, dict(change)
 
     def _plan(self, node: _Node) -> None:
-        """The layout in full; where it does not fit after all, what computes more again is next."""
+        """Plan the layout in full; where it does not fit after all, the next way to recompute
+        follows.
+        """
         self.planned += 1
         assert node.ways is not None
         change = {**node.change, **node.ways.changes[node.way]}
@@ -381,7 +375,9 @@ class Search:
 
 
 def _same(one: Layout, other: Layout) -> bool:
-    """Return whether two are one to the plan: as fast, with as much memory, on the same grid."""
+    """Return whether two layouts are equal to the plan: as fast, with as much memory, on the same
+    grid.
+    """
     close = abs(one.seconds / other.seconds - 1) < 1e-9 and one.memory.peak == other.memory.peak
     a = one.run.parallel
     b = other.run.parallel

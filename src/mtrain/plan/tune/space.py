@@ -1,7 +1,7 @@
-"""What a layout is chosen from: axis after axis, each with the values that it may have beside those
-before it.
+"""The space of layouts: axis after axis, each with the values that it may have given those before
+it.
 
-Nothing here says what is legal: the rules of `config` do, each as soon as all that it reads is
+Nothing here decides what is legal: the rules of `config` do, each as soon as all that it reads is
 chosen.
 """
 
@@ -22,11 +22,61 @@ from mtrain.config.resolve.defaults import (
     overlap_grad_reduce,
     overlap_param_gather,
 )
-from mtrain.config.rules import RULES
+from mtrain.config.rules import all_rules
 from mtrain.config.rules.rule import Rule
 from mtrain.config.schema.base import Section
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.plan.tune.split import ends_of, splits
+from mtrain.models.registry import family_of
+
+Sizes = tuple[int, ...]
+
+
+def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Sizes | None]:
+    """Return stage sizes, in the order of the model: equal ones (None) where they are whole, and
+    balanced ones.
+
+    `ends` are the work of the first and the last rank outside layers, in layers.
+    """
+    blocks = pp * vpp
+    equal: list[Sizes | None] = [None] if layers % blocks == 0 else []
+    if pp == 1:
+        return equal
+    sizes = balanced(layers, pp, vpp, *ends)
+    whole = len(set(sizes)) == 1
+    return equal if whole and equal else [*equal, sizes]
+
+
+def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes:
+    """Return stage sizes that minimise the slowest rank.
+
+    `first` and `last` are the work of the first and the last rank outside layers, in layers.
+    """
+    held = [0] * pp
+    more = [first, *[0.0] * (pp - 2), last]
+    for _ in range(layers):
+        # Each layer goes to the rank with the least work; of several, to the last one, which has
+        # the fewest micro-batches in flight.
+        rank = min(range(pp), key=lambda r: (held[r] + more[r], -r))
+        held[rank] += 1
+    sizes = [0] * (pp * vpp)
+    for rank, number in enumerate(held):
+        for chunk in range(vpp):
+            share = number // vpp + (chunk < number % vpp if rank else chunk >= vpp - number % vpp)
+            sizes[chunk * pp + rank] = share
+    return tuple(sizes)
+
+
+def ends_of(model: ModelConfig) -> tuple[float, float]:
+    """Return the cost of embedding and loss in layers, by the weights that a token visits."""
+    table = model.padded_vocab_size * model.hidden_size
+    tables = 1 if model.tie_word_embeddings else 2
+    layer = max(
+        1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers
+    )
+    again = model.mtp_num_layers or 0
+    return 0.0, table / layer * (1 + again) + again
+
 
 S = TypeVar("S", bound=Section)
 Change = dict[str, Any]
@@ -38,8 +88,11 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "micro": ("trainer.micro_batch_size",),
     "pipeline": ("parallel.pp", "parallel.vpp", "parallel.layers_per_stage"),
     "state": (
-        *("parallel.distributed_optimizer", "parallel.fsdp", "parallel.overlap_grad_reduce"),
-        *("parallel.overlap_param_gather", "optim.cpu_offload"),
+        "parallel.distributed_optimizer",
+        "parallel.fsdp",
+        "parallel.overlap_grad_reduce",
+        "parallel.overlap_param_gather",
+        "optim.cpu_offload",
     ),
     "recompute": tuple(
         f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")
@@ -48,19 +101,18 @@ AXES: Mapping[str, tuple[str, ...]] = {
 """In the order in which they are chosen."""
 KEYS = tuple(key for keys in AXES.values() for key in keys)
 SPLIT = (
-    *("parallel.layers_per_stage", "parallel.pipeline_layout"),
-    *(
-        "parallel.account_for_embedding_in_pipeline_split",
-        "parallel.account_for_loss_in_pipeline_split",
-    ),
+    "parallel.layers_per_stage",
+    "parallel.pipeline_layout",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
 )
-"""Keys that say how layers are split into stages; where one is said, stages are not split
+"""Keys that say how layers are split into stages; where one is set, stages are not split
 otherwise.
 """
 MOST_TOKENS = 1 << 16
 """Tokens of a micro-batch."""
 HALVED = 16
-"""A batch that is a multiple of this is cut by powers of two alone."""
+"""A batch that is a multiple of this is cut only by powers of two."""
 LEAST_LENGTH = 1024
 """Tokens of a sample that a context-parallel rank has at least."""
 
@@ -84,7 +136,7 @@ def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
 
 
 def _copy(section: S, values: Mapping[str, Any]) -> S:
-    """Return as `model_copy` makes it, which takes ten times as long."""
+    """Return a copy as `model_copy` makes it, which takes ten times as long."""
     new = object.__new__(type(section))
     object.__setattr__(new, "__dict__", {**section.__dict__, **values})
     object.__setattr__(
@@ -97,17 +149,19 @@ def _copy(section: S, values: Mapping[str, Any]) -> S:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a run that keep what was said."""
+    """The layouts of a run that keep the keys that are set."""
 
     run: RunConfig
     """Resolved; its batch is that of every layout."""
     said: Mapping[str, Any]
     """Keys that are kept, with their values."""
     ends: Callable[[RunConfig], tuple[float, float]] = lambda run: ends_of(run.model)
-    """What the first and the last rank of a pipeline do beside layers, in layers."""
+    """The work of the first and the last rank of a pipeline outside layers, in layers."""
 
     def options(self, axis: str, run: RunConfig) -> Iterator[Change]:
-        """What an axis may be, where those before it are as in `run`; the simplest first."""
+        """Yield the values of an axis, where those before it are as in `run`; the simplest
+        first.
+        """
         makers: dict[str, Callable[[RunConfig], Iterator[Change]]] = {
             "shards": self._shards,
             "context": self._context,
@@ -121,7 +175,7 @@ class Space:
                 yield change
 
     def broken(self, axis: str, run: RunConfig) -> bool:
-        """Return whether a rule that reads an axis, and none of those behind it, refuses `run`."""
+        """Return whether a rule that reads an axis, and no later one, refuses `run`."""
         return any(self._refuses(rule, run) for rule in self._rules[axis])
 
     def _refuses(self, rule: Rule, run: RunConfig) -> bool:
@@ -138,7 +192,7 @@ class Space:
     ) -> dict[
         Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]
     ]:
-        """Of each rule what it said, by the keys that are chosen and that it reads."""
+        """Return the cached findings of each rule, by the chosen keys that it reads."""
         return {
             rule: (
                 {},
@@ -154,16 +208,16 @@ class Space:
 
     @cached_property
     def wrong(self) -> bool:
-        """Return whether a rule that reads nothing of what is chosen refuses the run."""
+        """Return whether a rule that reads no chosen key refuses the run."""
         return any(
             found.severity == "error" for rule in self._rules[""] for found in rule(self.run)
         )
 
     @cached_property
     def _rules(self) -> dict[str, list[Rule]]:
-        """By the last axis that they read."""
+        """Return the rules by the last axis that they read."""
         found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
-        for rule in RULES:
+        for rule in all_rules():
             if not rule.disk:
                 read = [axis for axis, keys in AXES.items() if rule.reads_any(*keys)]
                 found[read[-1] if read else ""].append(rule)
@@ -245,23 +299,19 @@ class Space:
             kinds.insert(1 if on_a_cpu(run) else 0, spread)
             other = "megatron" if "fsdp2" in OPTIMIZERS[run.optim.name].cannot else "fsdp2"
             for kind in self._of("parallel.fsdp", [other]):
-                kinds += (
-                    [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}]
-                    if kind != "none"
-                    else []
-                )
+                if kind != "none":
+                    kinds.append({"parallel.fsdp": kind, "parallel.distributed_optimizer": False})
         offloads = [0.0] if run.cluster.host_link_gbps is None else [0.0, 1.0]
         for kind in kinds:
-            for part in self._of(
-                "optim.cpu_offload", offloads if kind["parallel.fsdp"] == "none" else [0.0]
-            ):
+            parts = offloads if kind["parallel.fsdp"] == "none" else [0.0]
+            for part in self._of("optim.cpu_offload", parts):
                 yield {
                     **self._overlap(run, kind, replicated=p.dp * p.cp > 1),
                     "optim.cpu_offload": part,
                 }
 
     def _overlap(self, run: RunConfig, kind: Change, *, replicated: bool) -> Change:
-        """`kind` with what nobody says of the overlap, as it would be resolved."""
+        """Return `kind` with the unset keys of the overlap, as they would be resolved."""
         known = (*kind.values(), replicated)
         if known not in self._overlaps:
             self._overlaps[known] = self._overlapped(run, kind)
@@ -300,7 +350,7 @@ class Space:
 
 
 def _modules(run: RunConfig) -> list[tuple[str, ...]]:
-    """What may be computed again of every layer, from what takes the least time."""
+    """Return the modules that may be recomputed in every layer, the cheapest first."""
     m = run.model
     moe = m.moe is not None
     latent = m.mla is not None
@@ -320,6 +370,6 @@ def chunks(layers: int, pp: int) -> list[int]:
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Those of a number up to `most`, rising."""
+    """Return the divisors of a number up to `most`, rising."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return [n for n in sorted({*small, *(number // n for n in small)}) if n <= most]

@@ -1,4 +1,4 @@
-"""Why a layout stands in the list, and what it gives up against the first, in words."""
+"""The reasons for a layout in the list, and its drawbacks against the first, in words."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ ALIKE = 0.003
 
 
 def _times(word: str, parts: list[str]) -> list[str]:
-    """What takes more or less time, as one gain or loss; none where nothing does."""
+    """Return the parts that take more or less time, as one gain or loss; empty if there are
+    none.
+    """
     if parts:
         return [f"{word} time for {' and '.join(PARTS.get(name, name) for name in parts)}"]
     return []
 
 
 def part_words(layout: Layout) -> str:
-    """What takes its time."""
+    """Return the parts that take its time."""
     most = sorted(layout.time.parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{value / layout.seconds:.0%} {PARTS.get(name, name)}"
@@ -41,7 +43,7 @@ def part_words(layout: Layout) -> str:
 
 
 def reason(layout: Layout, first: Layout) -> str:
-    """What it gives against the first layout, and what it takes."""
+    """Return the gains and losses of a layout against the first one."""
     if layout is first:
         return f"the fastest that fits: {part_words(layout)}"
     slower = layout.seconds / first.seconds - 1
@@ -78,7 +80,7 @@ def reason(layout: Layout, first: Layout) -> str:
 
 
 def _pace(slower: float) -> str:
-    """How much longer a step takes, as a share."""
+    """Return how much longer a step takes, as a share."""
     if abs(slower) < 0.0005:
         return "as fast"
     return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"

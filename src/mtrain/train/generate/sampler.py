@@ -17,7 +17,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
-from mtrain.mcore.padding import padding_is
+from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
 from mtrain.train.generate.sampling import draw
 from mtrain.world.heartbeat import begin_phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore.cuda_graphs import CapturedLayers
+from mtrain.mcore.adapter.cuda_graphs import CapturedLayers
 from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.result import StepResult

@@ -11,7 +11,7 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.data import Splits
 from mtrain.data.text import Tokenizer
 from mtrain.errors import MtrainError, warn
-from mtrain.mcore.sharding import gathered
+from mtrain.mcore.state.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.train.generate.sampler import Sampler
 from mtrain.train.generate.texts import encoded

@@ -14,7 +14,7 @@ from mtrain.config.resolve.batches import Stage, samples_of, size_after, stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
-from mtrain.mcore.cuda_graphs import whole_steps
+from mtrain.mcore.adapter.cuda_graphs import whole_steps
 from mtrain.train.loop.interruptions import ByTime, StopRequest
 from mtrain.train.loop.prefetch import Needs, Place, Prefetcher, Ring, needs_of
 from mtrain.train.loop.readings import Board, MetricTable

@@ -16,7 +16,7 @@ import torch
 
 from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
-from mtrain.mcore.padding import padding_is
+from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import Batch, documents
 from mtrain.train.loop.step import Forward, sum_loss

@@ -15,8 +15,8 @@ from mtrain.data.ahead import Ahead
 from mtrain.data.batch import GlobalBatches
 from mtrain.devices.base import Device, Event
 from mtrain.mcore import api as mcore
-from mtrain.mcore.context import context_positions
-from mtrain.mcore.local_params import unwrap
+from mtrain.mcore.layers.context import context_positions
+from mtrain.mcore.state.local_params import unwrap
 from mtrain.models.registry import family_of
 from mtrain.train.loop.tally import TALLY, tally_of
 from mtrain.world.init import World

@@ -17,11 +17,11 @@ from mtrain.config.resolve.batches import Stage, size_after
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
-from mtrain.mcore.balance import ROUTER_LOSS_SHARE
-from mtrain.mcore.language_model import FURTHER_LOSS_SHARES
-from mtrain.mcore.optimizer_state import loss_scale
-from mtrain.mcore.padding import padding_is
-from mtrain.mcore.sharding import gathered
+from mtrain.mcore.layers.balance import ROUTER_LOSS_SHARE
+from mtrain.mcore.layers.padding import padding_is
+from mtrain.mcore.models.language_model import FURTHER_LOSS_SHARES
+from mtrain.mcore.state.optimizer_state import loss_scale
+from mtrain.mcore.state.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.train.loop.context import TrainContext, next_step
 from mtrain.train.loop.prefetch import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 from mtrain.config.schema.run import RunConfig
 
 SUM = "sum"
@@ -74,10 +74,10 @@ def objective_of(run: RunConfig) -> Objective:
     """
     name = run.trainer.objective
     # A name that ships wins: a plug-in cannot replace the loss of existing runs.
-    if name in plug_ins.shipped(__name__):
+    if name in installed.shipped(__name__):
         kind = import_module(f"{__name__}.{name}").OBJECTIVE
     else:
-        entry = plug_ins.found(plug_ins.OBJECTIVES)[name]
-        kind = plug_ins.load_class(entry, f"objective {name!r}", Objective)
+        entry = installed.found(installed.OBJECTIVES)[name]
+        kind = installed.load_class(entry, f"objective {name!r}", Objective)
     objective: Objective = kind(run)
     return objective

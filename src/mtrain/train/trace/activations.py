@@ -13,9 +13,9 @@ import torch
 
 from mtrain import strict_json
 from mtrain.config.resolve.batches import size_after
-from mtrain.mcore.context import context_positions
-from mtrain.mcore.local_params import unwrap
-from mtrain.mcore.shard_specs import shard_specs_of
+from mtrain.mcore.layers.context import context_positions
+from mtrain.mcore.state.local_params import unwrap
+from mtrain.mcore.state.shard_specs import shard_specs_of
 from mtrain.train.loop.context import TrainContext
 
 EVENTS = "events_{:05d}.json"

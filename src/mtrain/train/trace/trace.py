@@ -17,13 +17,13 @@ import torch
 
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore import linear
-from mtrain.mcore.megatron_fsdp import flat_buffers
-from mtrain.mcore.optimizer_state import inner_optimizers, offloading, state_shards
-from mtrain.mcore.shaped import shaped
-from mtrain.plan.portable import portable
+from mtrain.mcore.adapter.fake_patches import fake_patches
+from mtrain.mcore.layers import linear
+from mtrain.mcore.state.megatron_fsdp import flat_buffers
+from mtrain.mcore.state.optimizer_state import inner_optimizers, offloading, state_shards
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.schedule import most_in_flight
+from mtrain.plan.shrink import portable
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop import step as steps
 from mtrain.train.loop.dynamic import run_documents
@@ -53,7 +53,7 @@ def trace(run: RunConfig, rank: int) -> Traced:
     """
     run = portable(run)
     recorder = Recorder()
-    with silent_world(run, rank, torch.device(CPU.name)) as world, shaped():
+    with silent_world(run, rank, torch.device(CPU.name)) as world, fake_patches():
         splits = splits_of(run)
         with recorder.recording():
             context = assemble(run, world, splits, drawn=False)

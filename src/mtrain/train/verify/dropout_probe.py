@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from mtrain import strict_json
 from mtrain.config.schema.run import RunConfig
-from mtrain.mcore.linear import RowLinear
-from mtrain.mcore.local_params import unwrap
+from mtrain.mcore.layers.linear import RowLinear
+from mtrain.mcore.state.local_params import unwrap
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop.step import train_step
 from mtrain.train.trace.activations import global_names

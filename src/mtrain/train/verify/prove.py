@@ -17,7 +17,7 @@ from mtrain.ckpt.folder import MODEL, folder_name
 from mtrain.config.resolve.batches import size_after
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
-from mtrain.mcore import sharding
+from mtrain.mcore.state import sharding
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import to_device

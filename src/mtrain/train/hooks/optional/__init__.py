@@ -7,7 +7,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from mtrain.config.machine import plug_ins
+from mtrain.config.machine import installed
 from mtrain.config.schema.run import RunConfig
 from mtrain.train.hooks.base import Hook
 
@@ -22,11 +22,11 @@ def enabled(run: RunConfig, folder: Path) -> list[Hook]:
 
 
 def _hook(name: str, run: RunConfig, folder: Path) -> Hook:
-    if name in plug_ins.shipped(__name__):
+    if name in installed.shipped(__name__):
         kind: type[Hook] = import_module(f"{__name__}.{name}").HOOK
     else:
-        entry = plug_ins.found(plug_ins.HOOKS)[name]
-        kind = plug_ins.load_class(entry, f"hook {name!r}", Hook)
+        entry = installed.found(installed.HOOKS)[name]
+        kind = installed.load_class(entry, f"hook {name!r}", Hook)
     hook = kind.of(run, folder)
     # The key of its state: two packages may call their classes the same.
     hook.name = name

@@ -1,0 +1,91 @@
+"""`schema`: JSON Schema for editors, and the table of keys."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from mtrain import strict_json
+from mtrain.cli.command import Verb, refusal, valued
+from mtrain.cli.offers import schemas
+from mtrain.config.compose.paths import program
+from mtrain.errors import BadEnvironment, ConfigError, Problem, say, say_page
+
+FIELDS = "fields"
+"""The word for the table of keys, which is no schema."""
+MAX_OLD_BYTES = 1 << 22
+
+
+@click.command(
+    "schema",
+    cls=Verb,
+    short_help="JSON Schema for editors; schema fields: every key and the fields that it feeds",
+    usage="schema [run|recipe|GROUP|fields] [-o DIR]",
+    help=(
+        "Print JSON Schema for editors. `schema fields`: every key, and what it feeds in"
+        " megatron-core."
+    ),
+    arguments=(("run|recipe|GROUP", "one schema; without -o it is printed. -o alone writes all"),),
+    examples=(
+        ("schema recipe -o .", "for recipes in this folder"),
+        ("schema fields", "the table of keys"),
+    ),
+    offers=schemas,
+)
+@valued("-o", "--output", metavar="DIR", text="write the schemas to this folder")
+def schema(words: list[str], output: str | None) -> int:
+    """Print one schema, write schemas into a folder, or print the table of keys.
+
+    Raises:
+        ConfigError: there is no schema of that name, or a file in the way is not a schema that
+            mtrain made.
+        BadEnvironment: the folder cannot be written.
+    """
+    from mtrain.config.messages.fields_page import page
+    from mtrain.config.messages.json_schema import KINDS, json_schema
+    from mtrain.config.messages.suggestions import near_choice
+
+    if words == [FIELDS] and output is None:
+        say_page(page())
+        return 0
+    for word in words:
+        if word not in KINDS:
+            near = near_choice(word, KINDS) or ["recipe"]
+            rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; a table: {FIELDS}"
+            raise refusal(rule, f"schema {near[0]}")
+    if output is None:
+        say_page(strict_json.dumps(json_schema((words or ["run"])[0]), indent=2))
+        return 0
+    for kind in words or KINDS:
+        path = Path(output) / f"{kind}.schema.json"
+        _write(path, strict_json.dumps(json_schema(kind), indent=1) + "\n")
+        say(f"wrote {path}")
+    say_page("an editor with a YAML language server uses it in files that begin with")
+    say_page("# yaml-language-server: $schema=recipe.schema.json")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a schema, over an older one and nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not _is_ours(path):
+            rule = f"{path} exists, and is no schema from `{program()} schema`"
+            raise ConfigError(
+                [Problem("MT704", "", None, rule, "-o another folder", "command line")]
+            )
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise BadEnvironment(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _is_ours(path: Path) -> bool:
+    from mtrain.config.messages.json_schema import COMMENT
+
+    if not path.is_file() or path.stat().st_size > MAX_OLD_BYTES:
+        return False
+    return COMMENT[:22] in path.read_text(encoding="utf-8", errors="replace")[:400]

@@ -1,0 +1,148 @@
+"""Tensors of a Hugging Face folder in memory: as they are, or put together where they were stored
+in fewer bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtrain.ckpt.hashes import hash_bytes
+from mtrain.convert.huggingface.folder import Folder
+from mtrain.convert.raw_arrays import Words, as_tensor, buffer_of, empty, of_tensor
+from mtrain.convert.safetensors_file import Tensor
+from mtrain.errors import CorruptData
+
+if TYPE_CHECKING:
+    import torch
+
+SCALES = "_scale_inv"
+"""Behind the name of an fp8 weight: that of the factors of its blocks (DeepSeek-V3)."""
+BLOCKS = "_blocks"
+MX_SCALES = "_scales"
+"""Behind the name of an mxfp4 weight: its numbers, two a byte, and a power of two for 32 of them
+(GPT-OSS).
+"""
+FP8_BLOCK = 128
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of e2m1 by their three bits; the fourth is the sign."""
+
+
+def load(stored: Tensor) -> Words:
+    """Return a tensor as it is in its file.
+
+    Raises:
+        CorruptData: it cannot be read.
+    """
+    out = empty(stored.shape, stored.dtype)
+    stored.read_into(buffer_of(out))
+    return out
+
+
+@dataclass
+class Reader:
+    """The weights of a folder by the names that a table has for them; remembers a hash of
+    everything that it read.
+    """
+
+    folder: Folder
+
+    def __post_init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+        held = self.folder.tensors
+        self._fp8 = {n for n in held if held[n].dtype.startswith("F8") and f"{n}{SCALES}" in held}
+        self._fp4 = {n.removesuffix(BLOCKS) for n in held if n.endswith(BLOCKS)}
+        self._fp4 = {n for n in self._fp4 if f"{n}{MX_SCALES}" in held}
+        parts = {f"{n}{SCALES}" for n in self._fp8} | {
+            f"{n}{e}" for n in self._fp4 for e in (BLOCKS, MX_SCALES)
+        }
+        # of experts that a configuration has none of
+        empty = {n for n in held if 0 in held[n].shape}
+        self.names = frozenset({*held, *self._fp4} - parts - empty)
+        """Of weights that hold a number, each once."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Return the tensors of the files that a weight is made of."""
+        if name in self._fp8:
+            return name, f"{name}{SCALES}"
+        return (f"{name}{BLOCKS}", f"{name}{MX_SCALES}") if name in self._fp4 else (name,)
+
+    def dtype(self, name: str) -> str:
+        """Return number format of what `tensor` gives."""
+        return "BF16" if self.decoding(name) else self.folder.tensors[name].dtype
+
+    def nbytes(self, name: str) -> int:
+        """Of what `tensor` gives: bf16 of fp8, or of mxfp4, which has two numbers a byte."""
+        held = self.folder.tensors[self.parts(name)[0]].nbytes
+        return held * (2 if name in self._fp8 else 4 if name in self._fp4 else 1)
+
+    def decoding(self, name: str) -> str:
+        """How a weight is made of its parts; empty where it is one."""
+        if name in self._fp8:
+            return "fp8 times its blocks' factors"
+        if name in self._fp4:
+            return "mxfp4"
+        return ""
+
+    def tensor(self, name: str) -> Words:
+        """Return a weight; what was stored in fewer bits comes in bf16, and is computed by torch.
+
+        Raises:
+            CorruptData: it cannot be read, or its parts do not fit together.
+        """
+        parts = [self._part(part) for part in self.parts(name)]
+        if not self.decoding(name):
+            return parts[0]
+        tensors = [
+            as_tensor(p, self.folder.tensors[n].dtype)
+            for p, n in zip(parts, self.parts(name), strict=True)
+        ]
+        return of_tensor(
+            _of_fp8(name, *tensors) if name in self._fp8 else _of_mxfp4(name, *tensors)
+        )[0]
+
+    def hash_of(self, name: str) -> str:
+        """Return hex sha256 of a weight that `tensor` has given; empty where it was put
+        together.
+        """
+        return "" if self.decoding(name) else self.hashes[name]
+
+    def _part(self, name: str) -> Words:
+        tensor = load(self.folder.tensors[name])
+        if name not in self.hashes:
+            self.hashes[name] = hash_bytes(buffer_of(tensor))
+        return tensor
+
+
+def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    rows, columns = (-(-size // FP8_BLOCK) for size in weight.shape) if weight.ndim == 2 else (0, 0)
+    if tuple(factors.shape) != (rows, columns):
+        raise CorruptData(
+            f"{name}{SCALES} has shape {list(factors.shape)}, and {name} {list(weight.shape)}"
+        )
+    whole = factors.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return (weight.float() * whole[: weight.shape[0], : weight.shape[1]]).bfloat16()
+
+
+def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [...,
+    groups * 32, n].
+    """
+    import torch
+
+    bytes_only = blocks.dtype == scales.dtype == torch.uint8
+    if not bytes_only or blocks.ndim < 3 or blocks.shape[:-1] != scales.shape:
+        raise CorruptData(f"{name}{BLOCKS} and {name}{MX_SCALES} do not fit together")
+    *experts, n, groups, width = blocks.shape
+    values: Any = torch.tensor([*FP4, *(-value for value in FP4)])
+    out = torch.empty(*experts, 2 * groups * width, n, dtype=torch.bfloat16)
+    each = (
+        blocks.reshape(-1, n, groups, width),
+        scales.reshape(-1, n, groups),
+        out.view(-1, *out.shape[-2:]),
+    )
+    for block, scale, place in zip(*each, strict=True):  # in full width one expert at a time
+        pairs = torch.stack([block & 0x0F, block >> 4], -1).flatten(-2)
+        exact = torch.ldexp(values[pairs.int()], (scale.int() - 127).unsqueeze(-1))
+        place.copy_(exact.flatten(-2).mT)
+    return out

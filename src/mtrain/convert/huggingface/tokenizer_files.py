@@ -1,0 +1,104 @@
+"""The files of the tokenizer that an export ships: those of the tokenizer that the run was trained
+with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.config.resolve.model_tokenizer import KEPT, TOKENIZER
+from mtrain.convert.huggingface.folder import COMPANIONS, GENERATION
+from mtrain.convert.huggingface.model import keep
+from mtrain.data.chat import FILES as BESIDE
+from mtrain.data.chat import SETTINGS_FILE, ChatFormat
+
+OF_TOKENIZERS = tuple(name for name in COMPANIONS if name != GENERATION)
+CLASS = "tokenizer_class"
+PLAIN = {CLASS: "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+"""What a tokenizer_config.json says where there is none: the tokenizer.json is taken as it stands.
+"""
+
+
+def keep_tokenizer(home: Path, out: Path) -> None:
+    """Write the files of a run's tokenizer into the folder `out`: what came with imported weights,
+    and over it what the run was trained with. Of another tokenizer than the imported one, nothing
+    of that is written.
+    """
+    own = home / TOKENIZER
+    imported = home / KEPT
+    if (
+        not own.is_file()
+        or not (imported / TOKENIZER).is_file()
+        or _same(own, imported / TOKENIZER)
+    ):
+        for name in OF_TOKENIZERS:
+            keep(imported / name, out / name)
+    for name in (TOKENIZER, *BESIDE):
+        keep(home / name, out / name)
+    if (out / TOKENIZER).is_file() and not (imported / SETTINGS_FILE).is_file():
+        _complete(out)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.read_bytes() == other.read_bytes()
+
+
+def _complete(out: Path) -> None:
+    """Say in tokenizer_config.json, where nothing says it, how the file is read and which token
+    ends a text.
+    """
+    settings = ChatFormat(out).settings
+    more = {key: value for key, value in PLAIN.items() if key not in settings}
+    if "eos_token" not in settings and not (out / "special_tokens_map.json").is_file():
+        from mtrain.data.text import Tokenizer
+
+        tokenizer = Tokenizer(out / TOKENIZER)
+        if tokenizer.eod is not None:
+            more["eos_token"] = tokenizer.token_of(tokenizer.eod)
+    if more:
+        (out / SETTINGS_FILE).write_text(strict_json.dumps({**settings, **more}, indent=2) + "\n")
+
+
+def special_ids(home: Path) -> dict[str, int]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` by what the run's tokenizer says of its
+    tokens; a name that it does not say is left out.
+    """
+    if not (home / TOKENIZER).is_file():
+        return {}
+    from mtrain.data.text import Tokenizer
+
+    tokenizer = Tokenizer(home / TOKENIZER)
+    settings = ChatFormat(home)
+    found = {name: settings.special(f"{name}_token") for name in ("bos", "eos", "pad")}
+    ids = {
+        f"{name}_token_id": tokenizer.id_of(token)
+        for name, token in found.items()
+        if token is not None
+    }
+    return {name: number for name, number in ids.items() if number is not None}
+
+
+def also_ending(home: Path, generation: Path) -> None:
+    """Let texts end with the token that the run's tokenizer says, beside those that a
+    generation_config.json has: a chat template that a run was trained with may end turns with a
+    token of its own. What came with imported weights stays as it is.
+    """
+    own = home / SETTINGS_FILE
+    imported = home / KEPT / SETTINGS_FILE
+    if not own.is_file() or (imported.is_file() and _same(own, imported)):
+        return
+    end = special_ids(home).get("eos_token_id")
+    try:
+        said: Any = json.loads(generation.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    if end is None or not isinstance(said, dict):
+        return
+    known = said.get("eos_token_id")
+    ends = [one for one in (known if isinstance(known, list) else [known]) if one is not None]
+    if end not in ends:
+        value = [*ends, end] if ends else end
+        generation.write_text(strict_json.dumps({**said, "eos_token_id": value}, indent=2) + "\n")

@@ -1,0 +1,333 @@
+"""Whether the arguments that Megatron-LM keeps in a checkpoint are those of a run's model.
+
+The table between flags and keys reads both: the arguments as the flags that set them, and the run
+as the flags that an export of its recipe has. What neither can say is compared by the field of
+megatron-core that a key feeds. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from mtrain.config.messages.keys import effect_of, key_of, schema_keys
+from mtrain.config.schema.base import Effect
+from mtrain.config.schema.run import RunConfig
+from mtrain.convert.megatron.arguments import NO_ARGUMENT, Apart, is_whole
+from mtrain.convert.megatron.rope_scaling import as_rope, scaling_apart, scaling_said
+from mtrain.recipes.huggingface.exporter import TRAINING
+from mtrain.recipes.megatron.arguments import Arguments, Entry
+from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.reading import read_flags
+from mtrain.recipes.megatron.table import flags_of, table
+from mtrain.recipes.shell.gaps import shown
+
+_OF = "model."
+_NEGATED = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-bias-gelu-fusion": "bias_gelu_fusion",
+    "--no-position-embedding": "add_position_embedding",
+}
+"""Switches that make an argument false -> its name; any other flag is called as the argument that
+it sets.
+"""
+_LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
+"""Keys of which the weights say enough, or that change no number of a token."""
+_NO_SUCH_PART = "changes the numbers: the network has no such part here"
+_SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
+"""Of that group: scores are divided by the layer's number and multiplied with it again; another
+code of the same.
+"""
+_BALANCE = "model.moe.router_load_balancing_type"
+_SINKHORN = "sinkhorn"
+"""The balancing that weighs experts by other scores, in evaluation too; all others are of training
+alone.
+"""
+
+_SAME_NAME = (
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ),
+    *(
+        "position_embedding_type",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "normalization",
+        "padded_vocab_size",
+    ),
+    *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
+)
+
+
+@cache
+def _entries() -> tuple[Entry, ...]:
+    """Those of the table that say a key of a model, and are compared."""
+    left = {f"{_OF}{key}" for key in _LEFT_OUT}
+    return tuple(
+        e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
+    )
+
+
+def argument_of(flag: str) -> str:
+    """Return the argument that a flag sets."""
+    return _NEGATED.get(flag) or flag.removeprefix("--").replace("-", "_")
+
+
+def arguments_said(run: RunConfig) -> dict[str, Any]:
+    """What the flags of a run's model set, each by its name; None where there is no flag."""
+    given = Arguments(_words_of(run)).flags
+    out: dict[str, Any] = {}
+    for flag in (flag for entry in _entries() for flag in entry.flags):
+        if flag in _NEGATED:
+            out[argument_of(flag)] = flag not in given
+        else:
+            out[argument_of(flag)] = (
+                _value(list(map(shown, given[flag]))) if flag in given else None
+            )
+    return out
+
+
+def arguments_of(run: RunConfig) -> dict[str, Any]:
+    """What Megatron-LM compares with its own arguments, or takes with --use-checkpoint-args."""
+    m = run.model
+    moe = m.moe
+    words: dict[str, Any] = {name: getattr(m, name) for name in _SAME_NAME}
+    words |= {
+        "seq_length": run.data.seq_length,
+        "num_query_groups": m.query_groups,
+        "group_query_attention": m.query_groups != m.num_attention_heads,
+        "kv_channels": m.head_dim,
+        "norm_epsilon": m.layernorm_epsilon,
+        "swiglu": m.activation == "swiglu",
+        "untie_embeddings_and_output_weights": not m.tie_word_embeddings,
+        "multi_latent_attention": m.mla is not None,
+        "add_position_embedding": True,
+        "num_experts": moe.num_experts if moe else None,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
+        "moe_router_topk": moe.router_topk if moe else None,
+        "moe_grouped_gemm": moe is not None,
+        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)]
+        if moe
+        else 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+    }
+    if moe and not moe.first_dense_layers:
+        words["moe_layer_freq"] = 1
+    return arguments_said(run) | words | unflagged_said(run)
+
+
+def _value(words: list[str]) -> Any:
+    if len(words) != 1:
+        return [_value([word]) for word in words] if words else True
+    try:
+        return ast.literal_eval(words[0])
+    except (ValueError, SyntaxError):
+        return words[0]
+
+
+def _words_of(run: RunConfig) -> list[str]:
+    values = run.flat()
+    return [word for entry in _entries() for word in entry.write(values)]
+
+
+def _words_kept(kept: Mapping[str, Any]) -> list[str]:
+    """Return the flags that set the arguments of a checkpoint."""
+    out: list[str] = []
+    for flag in (flag for entry in _entries() for flag in entry.flags):
+        value = kept.get(argument_of(flag))
+        if flag in _NEGATED:
+            out += [flag] * (value is False)
+        elif value is True:
+            out.append(flag)
+        elif value is not None and value is not False:
+            out += [flag, *_spelled(flag, value)]
+    return out
+
+
+def _spelled(flag: str, value: Any) -> list[str]:
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if flag == "--window-size":
+        return [",".join(map(str, value))]
+    if flag == "--moe-layer-freq":
+        return ["+".join(f"[{item}]" for item in value)]
+    return [str(item) for item in value]
+
+
+def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
+    """Arguments of a checkpoint that are not those of a run's model."""
+    if not kept:
+        return []
+    theirs, there, _ = read_flags(_words_kept(as_rope(kept)), None)
+    _, here, _ = read_flags(_words_of(run), None)
+    ours = arguments_said(run)
+    out = list[Apart]()
+    sections = set[str]()
+    for entry in _entries():
+        if not _is_said(entry, kept):
+            continue
+        counts = any(
+            _is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys
+        )
+        refused = [
+            theirs.unplaced[flag] for flag in entry.flags if counts and flag in theirs.unplaced
+        ]
+        refused = [one for one in refused if one.why in ("not supported", "unreadable")]
+        for one in refused:
+            out.append(
+                Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text)
+            )
+        for key in [key for key in entry.keys if _is_compared(key) and not refused]:
+            x = _effective(there, key)
+            y = _effective(here, key)
+            section = key.rpartition(".")[0]
+            alone = section != "model" and (_has(there, section) != _has(here, section))
+            if _same(key, x, y) or (alone and section in sections):
+                continue
+            if alone:  # a whole section that one side lacks is one difference
+                sections.add(section)
+            name = _named(entry, kept, ours)
+            out.append(Apart(name, kept[name], key, y, x))
+    return [*out, *_without_flags(kept, there, run), *scaling_apart(kept, run), *_parts(kept)]
+
+
+def _has(draft: Mapping[str, Any], section: str) -> bool:
+    return any(key.startswith(f"{section}.") and value is not None for key, value in draft.items())
+
+
+def _is_there(draft: Mapping[str, Any], key: str) -> bool:
+    """Tell if the section of a key is there."""
+    section = key.rpartition(".")[0]
+    return section == "model" or _has(draft, section)
+
+
+def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint says what an entry reads: all of its arguments, or one that is
+    set.
+    """
+    held = [
+        f
+        for f in entry.flags
+        if argument_of(f) in kept and (f not in _NEGATED or kept[argument_of(f)] is not None)
+    ]
+    is_set = any(kept[argument_of(flag)] not in (None, flag in _NEGATED) for flag in held)
+    return bool(held) and (is_whole(kept) or len(held) == len(entry.flags) or is_set)
+
+
+def _is_compared(key: str) -> bool:
+    name = key.removeprefix(_OF)
+    return name != key and (name not in TRAINING or key == _BALANCE) and name not in _LEFT_OUT
+
+
+def _same(key: str, x: Any, y: Any) -> bool:
+    return (x == _SINKHORN) == (y == _SINKHORN) if key == _BALANCE else bool(x == y)
+
+
+def _effective(draft: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key, where null is a number that others give."""
+    value = draft.get(key)
+    heads = draft.get("model.num_attention_heads")
+    if (
+        value is None
+        and key == "model.num_query_groups"
+        and draft.get("model.mla.kv_lora_rank") is None
+    ):
+        return heads
+    if value is None and key == "model.kv_channels" and heads and draft.get("model.hidden_size"):
+        return draft["model.hidden_size"] // heads
+    if value is None and key == "model.mla.layernorm_epsilon":
+        return draft.get("model.layernorm_epsilon")
+    if (
+        value is None
+        and key == "model.softmax_scale"
+        and draft.get("model.mup.embedding_mult") is None
+    ):
+        width = _effective(draft, "model.kv_channels")
+        return width**-0.5 if width else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
+        return float(value)
+    return value
+
+
+def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return the argument to name: the first that is not what an export of ours says, or that is
+    there.
+    """
+    names = [argument_of(flag) for flag in entry.flags if argument_of(flag) in kept]
+    return next((name for name in names if (kept[name] or None) != (ours[name] or None)), names[0])
+
+
+@cache
+def _unflagged() -> dict[str, str]:
+    """Return keys without a flag that change what a model computes -> the argument that says one.
+
+    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in
+    exports of ours.
+    """
+    out = {}
+    for key in schema_keys():
+        changes = effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
+        # which has arguments of its own
+        of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")
+        if of_model and changes and key not in flags_of() and _is_compared(key):
+            out[key] = key_of(key).feeds or key.removeprefix(_OF)
+    return out
+
+
+def unflagged_said(run: RunConfig) -> dict[str, Any]:
+    """Return what has no flag in a run's model, each by the argument that says it in an export."""
+    values = run.flat()
+    return {
+        name: values[key] for key, name in _unflagged().items() if key in values
+    } | scaling_said(run.model)
+
+
+def _without_flags(
+    kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig
+) -> Iterator[Apart]:
+    """Yield keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes
+    without a word of it.
+
+    `draft` are the keys that the flags say; a few of those follow from other flags.
+    """
+    values = run.flat()
+    for key, name in _unflagged().items():
+        if key not in values or (name not in kept and not is_whole(kept)):
+            continue
+        usual = draft[key] if key in draft else default_of(key)
+        there = kept.get(name, usual)
+        x, y = (_meant({**values, key: value}, key) for value in (there, values[key]))
+        close = isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=1e-9)
+        if x != y and not close and (key not in draft or None not in (x, y)):
+            yield Apart(name, there, key, values[key], there, "" if name in kept else NO_ARGUMENT)
+
+
+def _meant(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key, where null is what the schema says that it stands for, or a number
+    that others give.
+    """
+    value = _effective(values, key)
+    null = key_of(key).null
+    return float(null) if value is None and isinstance(null, int | float) else value
+
+
+def _parts(kept: Mapping[str, Any]) -> Iterator[Apart]:
+    """Yield parts of a network that none has here; a number may be a default that says nothing."""
+    for flag, (_, text) in OTHERS.items():
+        name = argument_of(flag)
+        value = kept.get(name)
+        present = value is True or (isinstance(value, str | list) and bool(value))
+        if text == _NO_SUCH_PART and flag not in _SAME_NUMBERS and present:
+            yield Apart(name, value, "", None, None, text)

@@ -1,0 +1,71 @@
+"""Numbers as words of their width.
+
+A conversion moves bits and need not know what they mean; so it needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtrain.convert.safetensors_file import BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+Words = np.ndarray[Any, np.dtype[Any]]
+IN_TORCH = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+        "BOOL": "bool",
+    },
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16"},
+}
+"""Number format as safetensors names it -> as torch and our checkpoints do."""
+IN_SAFETENSORS = {theirs: name for name, theirs in IN_TORCH.items()}
+FLOATS = frozenset(name for name, theirs in IN_TORCH.items() if "float" in theirs)
+_OF_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def empty(shape: Sequence[int], dtype: str) -> Words:
+    """Return memory for numbers of a format."""
+    return np.empty(tuple(shape), _OF_WIDTH[BYTES[dtype]])
+
+
+def buffer_of(words: Words) -> memoryview:
+    """Return the bytes of words that lie behind each other, not copied."""
+    flat: Any = words.reshape(-1).view(np.uint8) if words.size else b""
+    return memoryview(flat)
+
+
+def converted(words: Words, dtype: str, to: str) -> Words:
+    """Return numbers of a format in another one; imports torch where they differ."""
+    if dtype == to:
+        return words
+    import torch
+
+    wanted: torch.dtype = getattr(torch, IN_TORCH[to])
+    return of_tensor(as_tensor(np.ascontiguousarray(words), dtype).to(wanted))[0]
+
+
+def as_tensor(words: Words, dtype: str) -> torch.Tensor:
+    """Return the same memory as a tensor of a format; imports torch."""
+    import torch
+
+    return torch.from_numpy(words).view(getattr(torch, IN_TORCH[dtype]))
+
+
+def of_tensor(tensor: torch.Tensor) -> tuple[Words, str]:
+    """Return the same memory as words, and the format of a tensor on the CPU."""
+    import torch
+
+    name = IN_SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    found: Words = tensor.detach().view(width).numpy()
+    return found, name

@@ -1,0 +1,132 @@
+"""What megatron-core does by values or by memory, for tensors that have shapes alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe import router, token_dispatcher
+from megatron.core.transformer.moe.moe_utils import get_capacity, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from mtrain_kernels.attention import backends, op
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mtrain.config.engine import release
+
+
+@contextmanager
+def fake_patches() -> Iterator[None]:
+    """Routers choose experts in turn, so that all are chosen as often, and ranks tell each other of
+    the same numbers.
+
+    The choice is made of real numbers among tensors that have none, so that the sizes of what is
+    sent are known.
+    """
+    real_routing = TopKRouter.routing
+    real_gather = token_dispatcher.gather_from_sequence_parallel_region
+    real_free = schedules.deallocate_output_tensor
+    real_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+    real_init = token_dispatcher.MoEAlltoAllTokenDispatcher.__init__
+
+    def init(self: Any, *args: Any, **more: Any) -> None:
+        with (
+            _disable_current_modes()
+        ):  # the order of chunks is made of numbers, and read as numbers
+            real_init(self, *args, **more)
+
+    def routing(self: Any, logits: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        probs, chosen = real_routing(self, logits, *args, **more)
+        return probs, _in_turn(chosen.shape[0], chosen.shape[1], self.topk, self.config)
+
+    def gather(x: Tensor, *args: Any, group: Any = None, **more: Any) -> Tensor:
+        if isinstance(x, FakeTensor):
+            return real_gather(x, *args, group=group, **more)
+        return x.repeat(group.size(), *[1] * (x.ndim - 1))
+
+    def shapes(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():  # what a whole sharded tensor would be is asked, not made
+            return real_shapes(self, schema)
+
+    def free(out: Any, *args: Any) -> None:
+        # a loss has nothing to free, and would become another type of tensor; of several
+        # megatron-core frees each
+        if not isinstance(out, Tensor) or out.numel() > 1:
+            real_free(out, *args)
+
+    with (
+        mock.patch.dict(_tracked(), clear=True),  # of all models of a process
+        _routed_by_shapes(),
+        mock.patch.object(TopKRouter, "routing", routing),
+        mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "__init__", init),
+        mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather),
+        mock.patch.object(schedules, "deallocate_output_tensor", free),
+        mock.patch.object(
+            backends, "triton_obstacle", _unasked
+        ),  # of attention that nobody launches
+        mock.patch.object(param_and_grad_buffer, "validate_uneven_dtensor", _unasked),
+        mock.patch.object(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", _unasked),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes),
+    ):
+        op._decide.cache_clear()
+        yield
+    op._decide.cache_clear()
+
+
+@contextmanager
+def _routed_by_shapes() -> Iterator[None]:
+    """Sinkhorn's balancing ends, and rows that are padded to a capacity are counted."""
+    real_sinkhorn = router.sinkhorn
+    real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
+
+    def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
+        # it goes on until numbers change no more, which those of shapes alone never do
+        return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
+
+    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
+        with (
+            _disable_current_modes() if self.drop_and_pad else nullcontext()
+        ):  # made of a shape, read as numbers
+            return real_preprocess(self, routing_map)
+
+    with (
+        mock.patch.object(router, "sinkhorn", sinkhorn),
+        mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", preprocess),
+    ):
+        yield
+
+
+def _tracked() -> dict[str, Any]:
+    """Where losses of routers are written down; since 0.19 the function gives a copy of it."""
+    if release.at_least(0, 19):
+        return (
+            importlib.import_module("megatron.core.transformer.moe.moe_logging")
+            .get_moe_metrics_tracker()
+            ._metrics
+        )
+    return get_moe_layer_wise_logging_tracker()  # type: ignore[no-any-return]
+
+
+def _unasked(tensor: Any) -> None:
+    """Where parts of other ranks begin, of parts that are not alike, or what is against Triton:
+    nobody answers.
+    """
+
+
+def _in_turn(tokens: int, experts: int, k: int, config: Any) -> Tensor:
+    """Which experts each token goes to: bool [tokens, experts]."""
+    with unset_fake_temporarily():
+        choice = torch.arange(tokens * k).remainder_(experts).view(tokens, k)
+        chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, choice, True)
+        if config.moe_expert_capacity_factor is not None:
+            most = get_capacity(tokens * k, experts, config.moe_expert_capacity_factor)
+            chosen &= chosen.cumsum(0) <= most
+        return chosen

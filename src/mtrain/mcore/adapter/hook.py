@@ -1,0 +1,304 @@
+"""Loads megatron.core with `torch.cuda` replaced by a device's namespace; torch itself is never
+touched.
+
+Sources are rewritten as syntax trees while they are imported, with their line numbers, so that
+tracebacks stay true:
+
+| source                                | becomes                                    |
+|---------------------------------------|--------------------------------------------|
+| `torch.cuda.X`                        | the device namespace's `X`                 |
+| `from torch.cuda.m import X`          | `X` of the namespace's `m`                 |
+| `"cuda"`, `"cuda:1"`, `f"cuda:{i}"`   | the same with the device's torch type      |
+| `"torch.cuda.FloatTensor"`            | the same with the device's type prefix     |
+| `x.cuda(...)`, `x.is_cuda`            | `x.to(...)`, `x.is_<type>`                 |
+| `backend="nccl"`                      | the device's backend                       |
+| `pin_memory=...`, `x.pin_memory()`    | `False`, `x`, where the device cannot pin  |
+| `x.cpu()`, `x.to("cpu")`, `x.pin_memory()` | a copy of `x`, where the CPU is the device |
+
+A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so
+it is where both are the same memory. On CUDA this module is not used at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mtrain.mcore.adapter import code_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtrain.devices.base import Device
+
+PACKAGE = "megatron.core"
+_NAMESPACE = "__device_namespace__"
+_ADAPTER = "__device_adapter__"
+_DEVICE_STRING = re.compile(r"cuda(:\d+)?")
+_TYPE_STRING = re.compile(r"torch\.cuda\.(\w+Tensor)")
+WORDS = (b"cuda", b"pin_memory", b"nccl", b".cpu(", b"'cpu'", b'"cpu"')
+"""A source without any of them is loaded as it is."""
+_REWRITER = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+_rewrites: dict[str, Counter[str]] = {}
+
+
+def rewrites() -> dict[str, dict[str, int]]:
+    """How often each kind of rewrite was made, by module, in what was imported so far; empty on
+    CUDA.
+    """
+    return {module: dict(counts) for module, counts in sorted(_rewrites.items())}
+
+
+def install(device: Device) -> None:
+    """Put the rewriting finder before all others; megatron.core must not have been imported yet."""
+    sys.meta_path.insert(0, _Finder(device))
+
+
+def rewrite(source: bytes, path: str, device: Device) -> tuple[ast.Module, Counter[str]]:
+    """Return the syntax tree of `source` adapted to `device`, and how many rewrites of each kind
+    that took.
+    """
+    rewriter = _Rewriter(device)
+    tree = ast.fix_missing_locations(rewriter.visit(ast.parse(source, path)))
+    return tree, rewriter.counts
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.counts: Counter[str] = Counter()
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "cuda" and _is_torch(node.value):
+            self.counts["namespace"] += 1
+            return ast.copy_location(ast.Name(_NAMESPACE, node.ctx), node)
+        if node.attr == "is_cuda":
+            self.counts["is_cuda"] += 1
+            node.attr = f"is_{self.device.torch_type}"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        method = node.func
+        if isinstance(method, ast.Attribute) and not _is_torch(method.value):
+            if method.attr == "cuda":
+                self.counts["cuda()"] += 1
+                node.args.insert(0, method.value)
+                node.func = self._adapter("move", method)
+            elif method.attr == "pin_memory" and not self.device.pin_memory:
+                self.counts["pin_memory"] += 1
+                if self.device.is_indexed or _is_to_host(method.value):
+                    return self.visit(method.value)
+                node = self._copied(node, method)
+            elif _is_to_host(node) and not self.device.is_indexed:
+                node = self._copied(node, method)
+        self.generic_visit(node)
+        return node
+
+    def _copied(self, node: ast.Call, method: ast.Attribute) -> ast.Call:
+        self.counts["host copy"] += 1
+        node.args.insert(0, method.value)
+        node.func = self._adapter("to_host", method)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        self.generic_visit(node)
+        if node.arg == "pin_memory" and not self.device.pin_memory:
+            self.counts["pin_memory"] += 1
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        elif (
+            node.arg == "backend"
+            and isinstance(node.value, ast.Constant)
+            and node.value.value == "nccl"
+        ):
+            self.counts["backend"] += 1
+            node.value = ast.copy_location(ast.Constant(self.device.backend), node.value)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        head = node.values[0] if node.values else None
+        if len(node.values) == 2 and isinstance(head, ast.Constant) and head.value == "cuda:":
+            index = node.values[1]
+            if isinstance(index, ast.FormattedValue):
+                self.counts["device string"] += 1
+                call = ast.Call(self._adapter("indexed", node), [self.visit(index.value)], [])
+                return ast.copy_location(call, node)
+        self.generic_visit(node)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if isinstance(node.value, str):
+            if device := _DEVICE_STRING.fullmatch(node.value):
+                self.counts["device string"] += 1
+                index = device[1] or ""
+                node.value = self.device.torch_type + (index if self.device.is_indexed else "")
+            elif tensor_type := _TYPE_STRING.fullmatch(node.value):
+                self.counts["type string"] += 1
+                node.value = self.device.type_prefix + tensor_type[1]
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if node.level or not (node.module or "").startswith("torch.cuda"):
+            return node
+        self.counts["import"] += 1
+        within = (node.module or "").removeprefix("torch.cuda").lstrip(".")
+        return [
+            self._bind(alias.asname or alias.name, f"{within}.{alias.name}".lstrip("."), node)
+            for alias in node.names
+        ]
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        kept = []
+        bound = []
+        for alias in node.names:
+            if alias.name.startswith("torch.cuda.") and alias.asname:
+                self.counts["import"] += 1
+                bound.append(self._bind(alias.asname, alias.name.removeprefix("torch.cuda."), node))
+            else:
+                kept.append(alias)
+        node.names = kept
+        return [*([node] if kept else []), *bound]
+
+    def _adapter(self, name: str, at: ast.AST) -> ast.expr:
+        return ast.copy_location(
+            ast.Attribute(ast.Name(_ADAPTER, ast.Load()), name, ast.Load()), at
+        )
+
+    def _bind(self, name: str, dotted: str, at: ast.stmt) -> ast.stmt:
+        value = ast.Call(self._adapter("pick", at), [ast.Constant(dotted)], [])
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), at)
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+def _is_to_host(node: ast.expr) -> bool:
+    """Return whether it is `x.cpu(...)`, or `x.to(...)` with the CPU written out."""
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or _is_torch(node.func.value)
+    ):
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "device")]
+    return node.func.attr == "cpu" or (node.func.attr == "to" and any(map(_is_cpu, given)))
+
+
+def _is_cpu(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device" and node.args:
+        node = node.args[0]
+    return isinstance(node, ast.Constant) and node.value == "cpu"
+
+
+class _Adapter:
+    """What rewritten code calls where a name alone does not do."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def move(self, value: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        """`value.cuda(device, non_blocking)` of a tensor or module."""
+        target = self._device.torch_type if device is None else self.indexed(device)
+        if _is_module(value):
+            return value.to(target)
+        # what has a shape and no memory has nothing to move
+        return value if value.is_meta else value.to(target, non_blocking=non_blocking)
+
+    def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """`value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: memory of its own, but for
+        a module's.
+        """
+        if _is_module(value):
+            return value.to(*(args or ("cpu",)), **kwargs)
+        return value.to(*args, **kwargs, copy=True) if args or kwargs else value.clone()
+
+    def indexed(self, index: int | str | torch.device) -> str:
+        """Return the device string of an index; a namespace may as well call a device by its
+        torch.device.
+        """
+        return f"{self._device.torch_type}:{index}" if isinstance(index, int) else str(index)
+
+    def pick(self, dotted: str) -> Any:
+        """`from torch.cuda import dotted` out of the namespace; raises ImportError as
+        that would.
+        """
+        value = self._device.namespace
+        for part in dotted.split("."):
+            try:
+                value = getattr(value, part)
+            except AttributeError:
+                raise ImportError(
+                    f"device {self._device.name!r} has no {dotted!r} in its namespace"
+                ) from None
+        return value
+
+
+def _is_module(value: Any) -> bool:
+    return hasattr(value, "named_parameters")
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, device: Device) -> None:
+        super().__init__(name, path)
+        self._device = device
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        if not any(word in source for word in WORDS):
+            return super().get_code(fullname)
+        key = _cache_key(source, path, self._device)
+        found = code_cache.load(key)
+        if found is None:
+            tree, counts = rewrite(source, path, self._device)
+            found = compile(tree, path, "exec", dont_inherit=True), dict(counts)
+            code_cache.store(key, *found)
+        code, counted = found
+        _rewrites[fullname] = Counter(counted)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[_NAMESPACE] = self._device.namespace
+        module.__dict__[_ADAPTER] = _Adapter(self._device)
+        super().exec_module(module)
+
+
+def _cache_key(source: bytes, path: str, device: Device) -> str:
+    facts = (
+        sys.version,
+        sys.implementation.cache_tag,
+        sys.flags.optimize,
+        _REWRITER,
+        device.torch_type,
+        device.type_prefix,
+        device.backend,
+        device.pin_memory,
+        path,
+    )
+    return hashlib.sha256(repr(facts).encode() + source).hexdigest()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._device)
+        return spec

@@ -1,0 +1,1 @@
+"""Layers that megatron-core builds its models of, and the specs that name them."""

@@ -1,0 +1,221 @@
+"""megatron-core's linear layers, with the product that a CPU is fast at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    layers,
+)
+from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
+from mtrain_kernels.linear import add_weight_gradient, fits, linear
+from mtrain_kernels.quantize.op import Operand
+from torch import Tensor
+
+from mtrain.mcore.layers.operands import gathered, greatest, may_gather, taken
+
+
+class _Product:
+    """What both have: the product that megatron-core makes, ours where that is faster, or one in
+    FP8.
+    """
+
+    fp8: Recipe | None = None
+    impl = "reference"
+    takes_operands = False
+    """Whether what feeds the layer may quantise for it."""
+    swiglu: str | None = None
+    """The implementation of that activation, which is left to this layer; its input is gate and up.
+    """
+    _operand: Operand | None = None
+
+    def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
+        """Return as megatron-core's; what comes with the input in FP8 is handed on, which a copy of
+        the input would lose.
+        """
+        self._operand = taken(input_) if self.takes_operands else None
+        try:
+            return super().forward(input_, *args, **more)  # type: ignore[misc]
+        finally:
+            self._operand = None
+
+    def _forward_impl(
+        self,
+        input: Tensor,  # the names are megatron-core's
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **more: Any,
+    ) -> Tensor:
+        """Compute as megatron-core does, or by `mtrain_kernels.linear` where `cpu` is chosen.
+
+        On a CPU there is no stream to hide a reduction behind, so nothing is lost with
+        megatron-core's overlap.
+        """
+        if self.fp8 is not None:
+            return self._in_fp8(
+                input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, more
+            )
+        fused = self.impl == "cpu" and _adds_in_place(input, weight)
+        forward_only = input.is_cpu and not torch.is_grad_enabled()
+        fast = self.impl == "cpu" and (fused or forward_only or fits(input, weight))
+        asked = more.get("gradient_accumulation_fusion", False) and not fused
+        if asked or not fast or more.get("grad_output_buffer") is not None:
+            given = {
+                "allreduce_dgrad": allreduce_dgrad,
+                "sequence_parallel": sequence_parallel,
+                "tp_group": tp_group,
+            }
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **given, **more)  # type: ignore[misc,no-any-return]
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return linear(input, weight, bias, gradient=_add_in_place if fused else None)
+
+    def _in_fp8(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sums: bool,
+        gathers: bool,
+        group: Any,
+        more: Any,
+    ) -> Tensor:
+        """Return the product in FP8.
+
+        One scale for a tensor is that of the whole, of which ranks have parts.
+
+        Of a layer split by outputs these are the weight and the gradient of the output, else weight
+        and input; under context parallelism tokens, too.
+        """
+        if group is None:
+            group = parallel_state.get_tensor_model_parallel_group()
+        assert self.fp8 is not None
+        operand = self._operand
+        if gathers and operand is not None and may_gather(operand, self.fp8):
+            x, operand = gathered(x, operand, group)
+        elif gathers:
+            x = gather_from_sequence_parallel_region(x, group=group)
+            operand = None
+        elif sums:
+            x = copy_to_tensor_model_parallel_region(x, group=group)
+        column = isinstance(self, ColumnParallelLinear)
+        tp = [group]
+        cp = [parallel_state.get_context_parallel_group()]
+        shares = Shares(
+            greatest(cp if column else tp + cp), greatest(tp), greatest(tp + cp if column else cp)
+        )
+        into = (
+            more.get("gradient_accumulation_fusion")
+            and torch.is_grad_enabled()
+            and adds_to_main_grad(weight)
+        )
+        options: dict[str, Any] = {"operand": operand, "swiglu": self.swiglu, "impl": self.impl}
+        y = fp8_linear(
+            x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, **options
+        )
+        return y if bias is None else y + bias
+
+
+def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:
+    return add_scaled(weight, dweight, dweight.new_ones(()))
+
+
+def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a product can add its weight gradient to the buffer of megatron-core's data
+    parallelism.
+
+    That is an fp32 layer on a CPU under DistributedDataParallel; its FSDP gathers such buffers when
+    they are read.
+    """
+    if not x.is_cpu or not x.dtype == weight.dtype == torch.float32 or not weight.requires_grad:
+        return False
+    if not hasattr(weight, "grad_added_to_main_grad") or hasattr(weight, "__fsdp_param__"):
+        return False
+    if weight._backward_hooks:  # somebody wants to see the gradient
+        return False
+    buffer = getattr(weight, "main_grad", None)
+    return (
+        buffer is not None
+        and buffer.dtype == weight.dtype
+        and not getattr(weight, "zero_out_wgrad", False)
+    )
+
+
+def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """Add the weight gradient to `weight.main_grad` at once, as megatron-core's fusion does.
+
+    What autograd gets instead is memory that nobody reads: DistributedDataParallel's hook runs when
+    it arrives, and `grad_added_to_main_grad` tells it so.
+    """
+    add_weight_gradient(weight.main_grad, dy, x)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+class _Accumulation:
+    """What megatron-core asks APEX's extension for: products that are added to gradients in one
+    call.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+        """Add `dy^T x` [n, k] to `main_grad` in fp32: `x` [t, k] and `dy` [t, n] in
+        their format.
+        """
+        add_weight_gradient(main_grad, dy, x)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def accumulate_in_products() -> None:
+    """Let megatron-core's `gradient_accumulation_fusion` be made by `mtrain_kernels` where there is
+    no APEX.
+    """
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = _Accumulation
+        layers._grad_accum_fusion_available = True
+
+
+def adds_to_main_grad(weight: Tensor) -> bool:
+    """Return whether a gradient may go to the buffer of megatron-core's data parallelism, and
+    nobody wants to see it.
+    """
+    there = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "__fsdp_param__")
+    return there and getattr(weight, "main_grad", None) is not None and not weight._backward_hooks
+
+
+def add_scaled(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
+    """Add `dweight` times the scalar `factor` to `weight.main_grad`; autograd gets what nobody
+    reads, see below.
+
+    The weight of a tied embedding has other gradients, too: for it that is zeros.
+    """
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if main_grad.dtype == dweight.dtype:
+        main_grad.addcmul_(dweight, factor.to(dweight.dtype))
+    else:
+        main_grad.add_((dweight * factor).to(main_grad.dtype))
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+class ColumnLinear(_Product, ColumnParallelLinear):
+    """A linear layer split by output features."""
+
+
+class RowLinear(_Product, RowParallelLinear):
+    """A linear layer split by input features."""

@@ -1,0 +1,167 @@
+"""The router of experts as megatron-core's, which says for each token its experts, and never a map
+of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from mtrain_kernels.moe_router.op import moe_router
+from torch import Tensor
+
+from mtrain.mcore.layers.balance import (
+    counts_of,
+    with_balancing_losses,
+    with_z_loss,
+    within_capacity,
+)
+from mtrain.mcore.layers.padding import padding_of
+
+LEARNS = "learns"
+"""Of a tensor of experts, whether a router in training chose them.
+
+Under a checkpoint autograd does not say so.
+"""
+
+
+class Sparse(NamedTuple):
+    """How a model routes by lists of experts: `config.sparse_experts`; a config without it routes
+    by maps.
+    """
+
+    router: str
+    """The implementation of the choice, `triton` or `reference`."""
+    permute: str
+    """That of the permutation of tokens."""
+    group_members: int | None = None
+    """How many of its best scores a group of experts is worth; None: there are no groups."""
+    padded: bool = False
+    """Whether expert-parallel ranks send each other as many rows in every step."""
+    capacity_factor: float | None = None
+    """How many those are in training, over the even share; None: the most that there can be."""
+    one_graph: bool = False
+    """Whether schedules are captured whole, those of evaluations too: their shapes have to stay."""
+
+
+class SparseRouter(TopKRouter):  # type: ignore[misc]
+    """megatron-core's router, whose results are weights [t, k] and the experts [t, k] that they
+    belong to.
+    """
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance
+        ride along.
+
+        Padding has weights of 0 and -1 in place of experts.
+        """
+        config = self.config
+        positions = logits.shape[0]
+        tokens = tokens_of(self, logits, padding_mask)
+        logits = logits.reshape(-1, config.num_moe_experts)
+        there = tokens if tokens is not None else logits.new_ones(logits.shape[0], dtype=torch.bool)
+        logits = with_z_loss(self, logits, there)
+        groups: dict[str, Any] = {}
+        if config.moe_router_group_topk:
+            groups = {
+                "groups": config.moe_router_num_groups,
+                "group_topk": config.moe_router_group_topk,
+            }
+            groups["group_members"] = config.sparse_experts.group_members
+        bias = self.expert_bias if self.score_function == "sigmoid" else None
+        weights, experts, counts = moe_router(
+            logits,
+            self.topk,
+            score=self.score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            scale=config.moe_router_topk_scaling_factor or 1.0,
+            expert_bias=bias,
+            impl=config.sparse_experts.router,
+            **groups,
+        )
+        by_scores = None if groups or bias is not None else experts
+        weights = with_balancing_losses(self, weights, logits, there, positions, by_scores)
+        if tokens is not None:
+            counts = counts_of(experts, tokens, config.num_moe_experts)
+            weights = weights * tokens[:, None]
+            experts = experts.masked_fill(~tokens[:, None], -1)
+        setattr(experts, LEARNS, self.training)
+        count_choices(self, counts)
+        return weights, experts
+
+
+def tokens_of(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:
+    """Which of the positions of `logits` [s, b, e] are tokens: bool [s * b]; None: all are.
+
+    `padding_mask` [s, b] is megatron-core's; where it hands none over, what is known of the
+    micro-batch is looked up.
+    """
+    padding = padding_of(logits.shape[0], router.tp_group) if padding_mask is None else padding_mask
+    return None if padding is None else ~padding.reshape(-1)
+
+
+def count_choices(router: Any, counts: Tensor) -> None:
+    """Add how many tokens chose each expert to what its bias is moved by; not in an evaluation or a
+    recomputation.
+    """
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            router.local_tokens_per_expert += counts
+
+
+def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has
+    weights of 0.
+
+    `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where
+    experts have a capacity, padding goes to none; else it goes to all in turn, for dispatchers take
+    each position to have as many.
+    """
+    config = router.config
+    positions = logits.shape[0]
+    logits = with_z_loss(router, logits.reshape(-1, config.num_moe_experts), tokens)
+    if router.routing_type == "sinkhorn":
+        weights, chosen = _by_sinkhorn(router, logits, tokens)
+    else:
+        weights, chosen = topk_routing_with_score_function(
+            logits,
+            router.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=router.score_function,
+            expert_bias=router.expert_bias,
+            fused=config.moe_router_fusion,
+            router_replay=router.router_replay,
+        )
+        chosen = chosen & tokens[:, None]
+        weights = weights * tokens[:, None]
+    if config.moe_expert_capacity_factor is None:
+        taken = chosen | (_in_turn(chosen, router.topk) & ~tokens[:, None])
+    else:
+        weights, taken = within_capacity(router, weights, chosen, tokens)
+    weights = with_balancing_losses(router, weights, logits, tokens, positions)
+    count_choices(router, (taken & tokens[:, None]).sum(dim=0))
+    return weights, taken
+
+
+def _in_turn(like: Tensor, topk: int) -> Tensor:
+    """Return a map in the shape of `like` [t, e] in which every position has the next `topk`
+    experts.
+    """
+    copies = torch.arange(like.shape[0] * topk, device=like.device) % like.shape[1]
+    return torch.zeros_like(like).scatter_(1, copies.view(-1, topk), value=True)
+
+
+def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
+    weights = torch.zeros_like(logits)
+    chosen = torch.zeros_like(logits, dtype=torch.bool)
+    rows = tokens.nonzero().flatten()
+    if len(rows) == 0:
+        return weights, chosen
+    own, map_of_own = router.sinkhorn_load_balancing(logits.index_select(0, rows))
+    return weights.index_copy(0, rows, own), chosen.index_copy(0, rows, map_of_own)

@@ -1,0 +1,1 @@
+"""Whole models of megatron-core's parts, with the losses that mtrain trains them with."""

@@ -1,0 +1,402 @@
+"""megatron-core's GPT with a loss that never holds all logits, and gives the sum over a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
+from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
+from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtrain.mcore.layers.embedding import add_in_fp32
+from mtrain.mcore.layers.linear import ColumnLinear, add_scaled, adds_to_main_grad
+from mtrain.mcore.layers.residual import join_layers
+from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
+
+FURTHER_LOSS_SHARES = "further_loss_shares"
+"""Of a TransformerConfig: what the step is divided by, over what the loss of each further token
+has, [depths]; by default 1.
+"""
+
+
+class OutputLayer(ColumnLinear):
+    """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens
+    at a time.
+
+    The loss belongs inside of this module: whoever gathers its weight (FSDP, overlapped parameter
+    gather) does so when the module is called, and frees it afterwards. Logits are multiplied by
+    `scale`, and then x becomes c tanh(x / c) where `soft_cap` is c.
+    """
+
+    soft_cap: float | None = None
+    scale: float | None = None
+
+    def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
+        """With gradients megatron-core's own product: its loss of all logits writes over them."""
+        kind = ColumnParallelLinear if torch.is_grad_enabled() else ColumnLinear
+        return kind._forward_impl(self, *args, **more)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        vocab_size: int | None = None,
+        auxiliary: AuxiliaryOutputs | None = None,
+        impl: str = "reference",
+    ) -> Any:
+        """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
+        sum of weighted losses.
+
+        `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
+        `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
+        `with_auxiliary_outputs`. With `labels` but no weights, it is logits and, in the place of a
+        bias, whether each label has the largest one [b, s], before a cap makes large ones equal.
+        """
+        if self.scale is not None:
+            input_ = input_ * self.scale
+        if labels is None or token_weights is None:
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            beside = bias if labels is None else self._hits(logits.detach(), labels, vocab_size)
+            if self.soft_cap is not None:
+                logits = capped(wide(logits), self.soft_cap).to(logits.dtype)
+            return logits, beside
+        hidden = input_.flatten(0, 1)
+        weight = self.weight if weight is None else weight
+        if self.bias is not None:
+            hidden, weight = _with_bias(hidden, weight, self.bias)
+        auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
+        token_weights = token_weights.t().flatten()
+        found = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.t().flatten(),
+            token_weights,
+            vocab_size=vocab_size,
+            z_loss=auxiliary.z_loss,
+            ranked=auxiliary.accuracy,
+            logits=auxiliary.logits,
+            soft_cap=self.soft_cap,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+            gradient=add_scaled
+            if self.gradient_accumulation_fusion and adds_to_main_grad(weight)
+            else None,
+            impl=impl,
+        )
+        if auxiliary:
+            return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
+        return found.total
+
+    def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
+        """Return whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids
+        below `vocab_size`.
+        """
+        first = self.tp_group.rank() * logits.shape[-1]
+        columns = logits.shape[-1]
+        real = columns if vocab_size is None else min(columns, max(0, vocab_size - first))
+        places = first_place(logits[..., :real].flatten(0, 1), labels.t().flatten(), first)
+        vocabulary = Vocabulary(self.tp_group.group_name if self.tp_group.size() > 1 else "")
+        return vocabulary.first_of_all(places).view(labels.t().shape).t()
+
+
+@dataclass(frozen=True)
+class AuxiliaryOutputs:
+    """The outputs of a loss next to cross entropy, and the most logits that exist at once."""
+
+    z_loss: float = 0.0
+    """The coefficient of z-loss (Chowdhery et al.
+
+    2022, arXiv:2204.02311, section 5), which is added to losses.
+    """
+    accuracy: bool = False
+    """Whether labels with the largest logit are counted."""
+    logits: int | None = None
+    """Of a loss in parts; None: what `mtrain_kernels.linear_cross_entropy` takes."""
+
+    def __bool__(self) -> bool:
+        return self.z_loss > 0 or self.accuracy
+
+
+def with_auxiliary_outputs(
+    total: Tensor, z_losses: Tensor, hits: Tensor | None, token_weights: Tensor
+) -> Tensor:
+    """Return [3]: the sum of weighted losses, its share of z-loss, and how many labels that count
+    have the largest logit.
+
+    Of tokens in any one shape. Only the first has a gradient.
+    """
+    found = torch.zeros_like(total) if hits is None else (hits * (token_weights > 0)).sum()
+    return torch.stack(
+        [total, (z_losses * token_weights).sum().detach(), found.detach().to(total.dtype)]
+    )
+
+
+def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands whose product is hidden weight^T + bias; eight columns more, a multiple that matrix
+    units like.
+    """
+    ones = hidden.new_zeros(hidden.shape[0], 8)
+    ones[:, 0] = 1
+    return torch.cat([hidden, ones], dim=1), torch.cat(
+        [weight, F.pad(bias[:, None], (0, 7))], dim=1
+    )
+
+
+class SummedLosses:
+    """Of a language model of megatron-core: the sum of its losses over the first `loss_vocab_size`
+    ids.
+
+    `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
+    `mtrain_kernels.linear_cross_entropy`.
+    """
+
+    loss: str
+    loss_vocab_size: int
+    auxiliary = AuxiliaryOutputs()
+    """With any of them, the sum is that of `with_auxiliary_outputs`."""
+
+    def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
+        """Say how losses are made."""
+        self.loss = loss
+        self.loss_vocab_size = loss_vocab_size
+
+    def complete(
+        self: Any,
+        loss: str,
+        loss_vocab_size: int,
+        *,
+        soft_cap: float | None = None,
+        logit_scale: float | None = None,
+        output_init_std: float | None = None,
+        embedding_scale: float | None = None,
+        rotary_base_local: float | None = None,
+        repeats_mtp: bool = False,
+        frequencies: Frequencies | None = None,
+    ) -> None:
+        """Give what megatron-core made of a language model, whose classes it names itself, what it
+        lacks.
+
+        `soft_cap` bounds logits as `OutputLayer` says, and `logit_scale` multiplies them; an output
+        layer of its own starts with the deviation `output_init_std`, where that is given. The
+        embeddings of tokens are multiplied by `embedding_scale`. `frequencies` are those of the
+        rotary positions where megatron-core's are not; layers with a window have rotary positions
+        by `rotary_base_local`. With `repeats_mtp` the first MTP layer stands in the place of all.
+        """
+        self.sum_losses_by(loss, loss_vocab_size)
+        if repeats_mtp and self.mtp_process:
+            self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
+        if hasattr(self, "embedding"):
+            add_in_fp32(self.embedding, embedding_scale)
+        if self.post_process:
+            self.output_layer.__class__ = OutputLayer
+            self.output_layer.soft_cap = soft_cap
+            self.output_layer.scale = logit_scale
+            if output_init_std is not None and self.output_layer.weight is not None:
+                self.output_layer.weight.mtrain_init_std = output_init_std
+        if frequencies is not None:
+            self.rotary_pos_emb.__class__ = ScaledRotary
+            self.rotary_pos_emb.frequencies = frequencies
+        if rotary_base_local is not None:
+            self.rotary_pos_emb = TwoBases(self.rotary_pos_emb, rotary_base_local)
+
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is
+        overwritten.
+        """
+        self._hide_padding(logits)
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
+
+    def _hide_padding(self: Any, logits: Tensor) -> None:
+        real = max(0, self.loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
+        if real < logits.shape[-1]:
+            # The loss gives a probability of 0 a gradient of 0, so that autograd need not know. It
+            # must not: FSDP hands on a view, and autograd forgets how a view was made when it is
+            # written to.
+            logits.data[..., real:] = -torch.inf
+
+    def sum_of_losses(
+        self: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        *,
+        detached: bool = False,
+        auxiliary: AuxiliaryOutputs | None = None,
+    ) -> Tensor:
+        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times
+        `mask` [b, s].
+
+        `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
+            for `self.auxiliary`.
+        """
+        auxiliary = self.auxiliary if auxiliary is None else auxiliary
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = None
+        if detached:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
+        if self.loss == "megatron":
+            ranked = labels if auxiliary.accuracy else None
+            logits, hits = self.output_layer(
+                hidden, weight, labels=ranked, vocab_size=self.loss_vocab_size
+            )
+            if auxiliary:
+                return self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)  # type: ignore[no-any-return]
+            return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
+        given = {
+            "labels": labels,
+            "token_weights": mask,
+            "vocab_size": self.loss_vocab_size,
+            "auxiliary": auxiliary,
+        }
+        return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
+
+    def _auxiliary_by_megatron(
+        self: Any,
+        logits: Tensor,
+        hits: Tensor | None,
+        labels: Tensor,
+        mask: Tensor,
+        auxiliary: AuxiliaryOutputs,
+    ) -> Tensor:
+        """Return `with_auxiliary_outputs` of logits [s, b, v / tp], which megatron-core's loss
+        overwrites.
+
+        The log-sum-exp, with its gradient, is the loss and the label's logit.
+        """
+        if auxiliary.z_loss:
+            group = self.pg_collection.tp
+            label = labels.t().flatten()
+            flat = logits.flatten(0, 1)
+            here, column = local_labels(label, group.rank() * flat.shape[1], flat.shape[1])
+            place = torch.arange(len(label), device=label.device) * flat.shape[1] + column
+            target = flat.flatten().index_select(0, place).float().where(here, 0)
+            target = (
+                reduce_from_tensor_model_parallel_region(target, group=group)
+                .view(labels.t().shape)
+                .t()
+            )
+        losses = self.compute_language_model_loss(labels, logits).float()
+        z_losses = torch.zeros_like(losses)
+        if auxiliary.z_loss:
+            z_losses = auxiliary.z_loss * (losses + target).square()
+        return with_auxiliary_outputs(((losses + z_losses) * mask).sum(), z_losses, hits, mask)
+
+
+class LanguageModel(SummedLosses, GPTModel):
+    """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss
+    times `loss_mask`.
+
+    `loss` says who makes them, as `SummedLosses` does. The loss of each MTP layer is added to the
+    gradient as a sum too, weighted by `further_masks` and the share of its own count: megatron-core
+    0.16.1 divides it by the tokens of the main loss, and 0.19 by those of a micro-batch, so that
+    another micro-batch size is another gradient. Every loss is over the first `loss_vocab_size`
+    ids; logits that are asked for without labels have all of the padded vocabulary. `features` are
+    what `complete` takes beside the loss.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        loss: str,
+        loss_vocab_size: int,
+        features: Mapping[str, Any] = {},
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        join_layers(self.decoder)
+        self.complete(loss, loss_vocab_size, **features)
+        self._further_masks: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """megatron-core's, with `further_masks` [b, s, depths]: what `loss_mask` is, for each MTP
+        layer's loss.
+        """
+        self._further_masks = kwargs.pop("further_masks", None)
+        return super().forward(*args, **kwargs)
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **context: Any,
+    ) -> Tensor:
+        if labels is None or not self.post_process:
+            cache = context.get("inference_context")
+            if self.post_process and cache is not None and cache.materialize_only_last_token_logits:
+                hidden_states = hidden_states[-1:]  # 0.19 looks elsewhere for that wish
+            return super()._postprocess(
+                hidden_states, *args, labels=labels, loss_mask=loss_mask, **context
+            )
+        mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        if context.pop("mtp_in_postprocess", False):
+            hidden_states = self._further_hidden(hidden_states, context)
+        head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
+        packed = context.get("packed_seq_params")
+        rolled = labels
+        masks = self._further_masks
+        detached = getattr(self.config, "mtp_detach_heads", False)
+        shares = getattr(self.config, FURTHER_LOSS_SHARES, None)
+        for depth, hidden in enumerate(further if torch.is_grad_enabled() else ()):
+            rolled, _ = self._rolled(rolled, packed)
+            mask_there = (
+                self._rolled(mask, packed, depth + 1)[0] if masks is None else masks[..., depth]
+            )
+            scale = self.config.mtp_loss_scaling_factor / len(further)
+            if not self.config.calculate_per_token_loss:
+                scale = scale / mask_there.sum()
+            elif shares is not None:
+                scale = scale * shares[depth]
+            none = AuxiliaryOutputs(logits=self.auxiliary.logits)
+            loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, auxiliary=none)
+            head = MTPLossAutoScaler.apply(head, scale * loss)
+        return self.sum_of_losses(head, labels, mask)
+
+    def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
+        """Return the hidden states of the stack and, behind them, those of each MTP layer."""
+        names = (
+            *(
+                "input_ids",
+                "position_ids",
+                "attention_mask",
+                "inference_params",
+                "rotary_pos_emb",
+                "rotary_pos_cos",
+            ),
+            *("rotary_pos_sin", "packed_seq_params", "sequence_len_offset"),
+        )
+        given = {name: context.get(name) for name in names} | (
+            context.get("extra_block_kwargs") or {}
+        )
+        return self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)  # type: ignore[no-any-return]
+
+    def _rolled(self, x: Tensor, packed: Any, times: int = 1) -> tuple[Tensor, Any]:
+        """Return every sequence of `x` [b, s] so many to the left, over context-parallel ranks too,
+        and the sum of it.
+        """
+        found = x, None
+        for _ in range(times):
+            found = roll_tensor(
+                found[0], shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed
+            )
+        return found

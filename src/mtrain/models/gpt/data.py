@@ -1,0 +1,29 @@
+"""The objective of a decoder-only transformer: the next token, within documents where they are
+packed, and of chats the parts that are trained.
+"""
+
+from __future__ import annotations
+
+from mtrain.config.schema.run import RunConfig
+from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
+from mtrain.data.batch import Collator, Packing, next_token
+from mtrain.data.chat_batch import of_chats, of_documents
+from mtrain.data.fim import FillInTheMiddle
+
+
+def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
+    """Return the micro-batches of `part` of the splits."""
+    source = getattr(splits, part)
+    data = run.data
+    ends = splits.document_ends
+    if isinstance(source, ChatSamples):
+        return of_chats(source)
+    if isinstance(source, WholeDocuments | BlendOfDocuments):
+        return of_documents(source, splits.masked_eod)
+    packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
+    moved = None
+    if data.fim.rate and data.fim.ids is not None:
+        moved = FillInTheMiddle(
+            data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part
+        )
+    return next_token(splits.masked_eod, packing, moved)

@@ -1,0 +1,164 @@
+"""A Hugging Face `config.json` of T5: how it is read, and what one says of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config.schema.model import ModelConfig
+from mtrain.models.t5.config import T5Config
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
+
+_UNGATED = {**UNGATED_WORDS, "relu": "relu"}
+_SHIPPED_VOCABULARY = 32128
+_ITS_FIRST_SENTINEL = 32099
+"""Of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28 ids that stand for
+nothing.
+"""
+
+
+def _block(f: ConfigFile) -> None:
+    """Activation, decoder, dropout and ids; transformers derives some from others unless a file
+    says them.
+    """
+    _activation(f)
+    layers = f.get("num_layers")
+    decoder = f.get("num_decoder_layers")
+    f.out["model.t5.decoder_layers"] = None if decoder == layers else decoder
+    dropout = float(f.get("dropout_rate", 0.0))
+    f.out |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
+    start = f.get("decoder_start_token_id", f.get("pad_token_id", 0))
+    end = f.get("eos_token_id", 1)
+    f.read.add("pad_token_id")
+    f.out |= {
+        "model.t5.start_id": start,
+        "model.t5.end_id": end[0] if isinstance(end, list) and end else end,
+    }
+    words = f.get("vocab_size")
+    if words == _SHIPPED_VOCABULARY:
+        f.out["model.t5.first_sentinel"] = _ITS_FIRST_SENTINEL
+    if words < 2 * T5Config.model_fields["sentinels"].default:
+        f.out["model.t5.sentinels"] = max(1, words // 2)
+    f.out["model.t5.initializer_factor"] = float(f.get("initializer_factor"))
+    f.must(
+        "is_encoder_decoder",
+        (True,),
+        "changes the numbers: encoder and decoder are trained together here",
+    )
+    f.must(
+        "is_decoder", (False,), "changes the numbers: encoder and decoder are trained together here"
+    )
+
+
+def _activation(f: ConfigFile) -> None:
+    said = f.get("feed_forward_proj")
+    words = said.split("-") if isinstance(said, str) else [""]
+    implied = "gelu_new" if said == "gated-gelu" else words[-1], words[0] == "gated"
+    meant = f.get("dense_act_fn", implied[0]), bool(f.get("is_gated_act", implied[1]))
+    known = GATED_WORDS if implied[1] else _UNGATED
+    whole = len(words) == 1 + implied[1]
+    if meant == implied and whole and implied[0] in known:
+        f.out["model.activation"] = known[implied[0]]
+        return
+    f.out["model.activation"] = "relu"
+    if meant == implied:
+        text = f"there are {', '.join(known)}"
+    else:
+        text = "dense_act_fn and is_gated_act say something else"
+    f.refuse("feed_forward_proj", "not supported", f"changes the numbers: {text}")
+
+
+def _ends(f: ConfigFile) -> None:
+    """Read whether embeddings are tied and logits scaled: transformers scales unless a file says
+    untied.
+
+    A file of transformers 5 says tied in any case; its weights decide.
+    """
+    tied = f.get("tie_word_embeddings") is not False
+    scaled = bool(f.get("scale_decoder_outputs", tied))
+    f.out |= {"model.tie_word_embeddings": tied, "model.t5.scale_logits": scaled or not tied}
+    if scaled and not tied:
+        text = "changes the numbers: logits of an output layer of its own are not scaled"
+        f.refuse("scale_decoder_outputs", "not supported", text)
+
+
+_READS = Family(
+    {
+        "d_model": "model.hidden_size",
+        "d_kv": "model.kv_channels",
+        "d_ff": "model.ffn_hidden_size",
+        "num_layers": "model.num_layers",
+        "num_heads": "model.num_attention_heads",
+        "vocab_size": "model.vocab_size",
+        "n_positions": "model.max_position_embeddings",
+        "layer_norm_epsilon": "model.layernorm_epsilon",
+        "relative_attention_num_buckets": "model.t5.relative_attention_buckets",
+        "relative_attention_max_distance": "model.t5.relative_attention_distance",
+    },
+    {
+        "model.family": "t5",
+        "model.normalization": "RMSNorm",
+        "model.position_embedding_type": "relative",
+        "model.softmax_scale": 1.0,
+        "model.add_bias_linear": False,
+    },
+    {
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_heads": 8,
+        "n_positions": 512,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+        "initializer_factor": 1.0,
+        "feed_forward_proj": "relu",
+        "is_encoder_decoder": True,
+    },
+    (_block, _ends),
+    {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    {"output_past": "says what a call returns or keeps, not what the model computes"},
+)
+
+
+def _writes(m: ModelConfig) -> Json:
+    """Return the keys of T5's `config.json` for a model, without those that are copied.
+
+    Raises:
+        ValueError: T5 cannot be so.
+    """
+    t = m.t5
+    if t is None or m.softmax_scale != 1.0:
+        raise ValueError("it is no T5, or its attention is scaled")
+    if m.hidden_dropout != m.attention_dropout:
+        raise ValueError("T5 has one rate of dropout")
+    names: dict[str, Any] = {ours: theirs for theirs, ours in reversed(_UNGATED.items())}
+    names |= {ours: f"gated-{theirs}" for theirs, ours in reversed(GATED_WORDS.items())}
+    names |= {"relu": "relu", "geglu_tanh": "gated-gelu", "gelu_tanh": "gelu_new"}
+    if m.activation == "geglu":
+        raise ValueError("gated-gelu is the tanh form there")
+    tied = {} if not m.tie_word_embeddings or t.scale_logits else {"scale_decoder_outputs": False}
+    return {
+        "d_kv": m.head_dim,
+        "num_decoder_layers": t.decoder_layers or m.num_layers,
+        "feed_forward_proj": names[m.activation],
+        "dropout_rate": m.hidden_dropout,
+        "initializer_factor": t.initializer_factor,
+        "tie_word_embeddings": m.tie_word_embeddings,
+        **tied,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": t.start_id,
+        "pad_token_id": t.start_id,
+        "eos_token_id": t.end_id,
+    }
+
+
+KINDS = {"t5": Kind(_READS, _writes, lambda model: "T5ForConditionalGeneration")}

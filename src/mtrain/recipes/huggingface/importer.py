@@ -1,0 +1,163 @@
+"""A Hugging Face `config.json` as the shape of a model.
+
+The file is data: code that it names is never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.compose.yaml_reader import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
+from mtrain.config.disk.files import read_text
+from mtrain.errors import ConfigError, Problem
+from mtrain.recipes.huggingface.classes import class_of
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
+from mtrain.recipes.huggingface.families import ALIASES
+from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.imported import WHOLE, Imported, as_published, build, name_of, numeric_changes
+from mtrain.recipes.megatron.arguments import Arguments, Draft
+
+WITH_IMAGES = {"gemma3": "gemma3_text"}
+"""`model_type` of models that read images -> that of their text model."""
+_OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+
+
+def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
+    """Read a `config.json`; `extra` are overrides in our own grammar, for layout, data and other
+    keys.
+
+    Raises:
+        ConfigError: the file is no JSON, or has an unknown family or a refused value.
+    """
+    source = str(path)
+    given = read_json(path, source)
+    values = as_text(given)
+    known = KINDS.get(kind_of(values))
+    if known is None:
+        kinds = ", ".join((*KINDS, *ALIASES, *WITH_IMAGES))
+        rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
+        raise ConfigError([Problem("MT703", "", None, rule, "", source)])
+    family = known.reads
+    f = ConfigFile(values, family, class_of(kind_of(values), values))
+    try:
+        d = _read(f, family)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        rule = f"a value has a wrong type or size: {error}"
+        raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
+    if values is not given:
+        f.notes.append(
+            f"{given['model_type']} reads images too: only the text model is read;"
+            " vision_config and the projector are left out"
+        )
+    d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
+    f.finish()
+    doubts = numeric_changes(f.unplaced)
+    left = {WHOLE: "; ".join(doubts)} if doubts else {}
+    return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes, left)
+
+
+def kind_of(values: Json) -> str:
+    """Return the `model_type` of the family that reads a file; empty if the file has none."""
+    kind = values.get("model_type")
+    kind = WITH_IMAGES.get(kind, kind) if isinstance(kind, str) else ""
+    return ALIASES.get(kind, kind)
+
+
+def as_text(values: Json) -> Json:
+    """Return the configuration of a file's text model: the file itself, or an object inside if the
+    model reads images.
+
+    Token ids, and whether embeddings are tied, may stand outside of that object.
+    """
+    kind = values.get("model_type")
+    text = values.get("text_config", {})
+    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
+        return values
+    outer = {key: values[key] for key in _OUTSIDE if values.get(key) is not None}
+    inner = WITH_IMAGES[kind]
+    return (
+        {**outer, "model_type": inner, **text} if text.get("model_type", inner) == inner else values
+    )
+
+
+def _read(f: ConfigFile, family: Family) -> Draft:
+    for theirs, ours in family.keys.items():
+        value = f.get(theirs)
+        if value is not None:
+            f.out[ours] = value
+    f.out |= family.fixed
+    for more in family.more:
+        more(f)
+    groups = f.out.get("model.num_query_groups")
+    heads = f.out.get("model.num_attention_heads")
+    if groups == heads:
+        f.out["model.num_query_groups"] = None
+    width = f.out.get("model.kv_channels")
+    hidden = f.out.get("model.hidden_size")
+    if width is not None and heads and width * heads == hidden:
+        f.out["model.kv_channels"] = None
+    for key in ("model.layernorm_epsilon", "model.init_method_std", "model.attention_dropout"):
+        if key in f.out:
+            f.out[key] = float(f.out[key])
+    return f.out
+
+
+def read_json(path: Path, source: str) -> Json:
+    """Return a JSON object of bounded size and depth, without duplicate keys.
+
+    Raises:
+        ConfigError: the file holds anything else.
+    """
+    text = read_text(path, source, (".json",))
+    refuse_hidden(text, source, UNSHOWN)
+
+    def pairs(items: list[tuple[str, Any]]) -> Json:
+        out = dict(items)
+        for key in out:  # an escape such as \u001b can spell what the text itself may not hold
+            refuse_hidden(key, source, UNSHOWN)
+        if len(out) < len(items):
+            twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT004",
+                        twice,
+                        None,
+                        "written twice in one object",
+                        "keep one of them",
+                        source,
+                    )
+                ]
+            )
+        return out
+
+    try:
+        values = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            [Problem("MT003", "", None, "the top level must be an object", "", source)]
+        )
+    depth = 0
+    nodes = 0
+    layer = [values]
+    while layer:
+        depth = depth + 1
+        nodes = nodes + len(layer)
+        if depth > MAX_DEPTH or nodes > MAX_NODES:
+            rule = f"nested deeper than {MAX_DEPTH} levels, or more than {MAX_NODES} values"
+            raise ConfigError([Problem("MT005", "", None, rule, "", source)])
+        layer = [inner for value in layer for inner in _inside(value)]
+    return values
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list):
+        return value
+    return []

@@ -1,0 +1,398 @@
+"""Rotary positions and windows of a `config.json` of transformers 4 or 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from mtrain.recipes.huggingface.config_file import ConfigFile, Json
+
+_BASE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+READ_BY: dict[str, frozenset[str]] = {
+    "default": _BASE,
+    "linear": _BASE | {"factor"},
+    "dynamic": _BASE | {"factor"},
+    "llama3": (
+        _BASE
+        | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": (
+        _BASE
+        | {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        }
+        | {"mscale", "mscale_all_dim", "truncate"}
+    ),
+    "longrope": (
+        _BASE
+        | {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
+    ),
+}
+"""Kind of rotary positions -> the keys that it reads."""
+KNOWN = frozenset().union(*READ_BY.values())
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rotary(f: ConfigFile) -> None:
+    """Read base and scaling of rotary positions of entire heads."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", 1.0)
+
+
+def partly_rotary(f: ConfigFile) -> None:
+    """Read rotary positions of a part of each head (GLM-4.5)."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+
+
+def phi3_rotary(f: ConfigFile) -> None:
+    """Read those of Phi-3, whose first files have two other words for longrope."""
+    _rotary(f, "rope_theta", "partial_rotary_factor", None, {"su": "longrope", "yarn": "longrope"})
+
+
+def neox_rotary(f: ConfigFile) -> None:
+    """Read those of GPT-NeoX, under its own names or, in newer files, the usual ones."""
+    for theirs, alias, absent in (
+        ("rotary_emb_base", "rope_theta", 1e4),
+        ("rotary_pct", "partial_rotary_factor", 0.25),
+    ):
+        f.read.add(alias)
+        if f.given.get(alias) not in (None, f.values.get(theirs, absent)):
+            f.refuse(
+                alias,
+                "no effect",
+                f"is read by no layer of GPTNeoX in transformers, which has {theirs}",
+            )
+    _rotary(f, "rotary_emb_base", "rotary_pct", None)
+
+
+def first_channels_rotary(f: ConfigFile) -> None:
+    """Read those of MiniMax-M2, which rotates a part of each head and may set its width."""
+    width = f.get("rotary_dim")
+    head = f.get("head_dim")
+    if width is not None and "partial_rotary_factor" not in f.given:  # null means the entire head
+        f.values["partial_rotary_factor"] = width / head
+    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+    if width is not None and f.out["model.rotary_percent"] != width / head:
+        f.refuse("rotary_dim", "no effect", "partial_rotary_factor sets another width")
+
+
+def two_bases(f: ConfigFile) -> None:
+    """Read base and scaling of layers without a window, and the base of those with one, which is
+    read first (Gemma 3).
+    """
+    parameters: Json = f.values.get("rope_parameters") or {}
+    local: Json = parameters.get("sliding_attention") or {}
+    if parameters:
+        f.values["rope_parameters"] = {
+            key: value for key, value in parameters.items() if key != "sliding_attention"
+        }
+        if f.given.get("rope_scaling") or not parameters.keys() <= set(LAYER_TYPES):
+            text = (
+                "changes the numbers: here it holds only full_attention and sliding_attention,"
+                " without rope_scaling"
+            )
+            f.refuse("rope_parameters", "not supported", text, parameters)
+    base = local.get("rope_theta", f.get("rope_local_base_freq"))
+    if f.given.get("rope_local_base_freq", base) != base:
+        f.refuse(
+            "rope_local_base_freq", "no effect", "rope_theta in rope_parameters has another value"
+        )
+    if (
+        local.get("rope_type", local.get("type", "default")) != "default"
+        or not local.keys() <= _BASE
+    ):
+        text = "changes the numbers: positions of layers with a window have only a base here"
+        f.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
+    rotary(f)
+    f.out["model.rotary_base_local"] = float(base) if f.out.get("model.window_size") else None
+
+
+def _rotary(
+    f: ConfigFile,
+    base_key: str,
+    share_key: str,
+    whole: float | None,
+    words: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Read rotary positions.
+
+    `whole` is the only share that is computed, None: any; `words` translates other words for a
+    kind.
+    """
+    name, inner = _parameters(f)
+    for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
+        f.read.add(outer)
+        if None not in (f.given.get(outer), inner.get(key)) and f.given[outer] != inner[key]:
+            f.refuse(outer, "no effect", f"{key} in {name} has another value")
+    f.out["model.rotary_base"] = float(inner.get("rope_theta", f.get(base_key, 10000.0)))
+    share = float(inner.get("partial_rotary_factor", f.get(share_key, 1.0)))
+    if whole is None:
+        f.out["model.rotary_percent"] = share
+    elif share != whole:
+        text = "changes the numbers: this family rotates the entire head"
+        if "partial_rotary_factor" in inner:
+            f.inside(name, "partial_rotary_factor", "not supported", text, share)
+        else:
+            f.refuse(share_key, "not supported", text)
+    kind = str(inner.get("rope_type", inner.get("type", "default")))
+    kind = words.get(kind, kind)
+    _length_before(f, kind, inner)
+    latent = "model.mla.kv_lora_rank" in f.out
+    for key, value in inner.items():
+        if key not in KNOWN:
+            f.unknown(key, set(KNOWN), name)
+        elif kind in READ_BY and key not in READ_BY[kind]:
+            f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
+    if "rope_type" in inner and inner.get("type", inner["rope_type"]) != inner["rope_type"]:
+        f.inside(
+            name, "type", "no effect", "rope_type is present too and is read first", inner["type"]
+        )
+    if latent and kind == "yarn":
+        _yarn(f, name, inner)
+    elif latent and kind != "default":
+        f.refuse(
+            name,
+            "not supported",
+            f"changes the numbers: rotary positions of kind {kind}; MLA has yarn",
+        )
+    elif kind not in READ_BY:
+        others = ", ".join(READ_BY)
+        f.refuse(
+            name,
+            "not supported",
+            f"changes the numbers: rotary positions of kind {kind}; there are {others}",
+        )
+    elif kind != "default":
+        _scaling(f, kind, name, inner)
+
+
+def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
+    """Set `model.rope_scaling`, or one of the keys for linear scaling and for Llama 3.1's."""
+    before = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
+    factor: Any = inner.get("factor")
+    if factor is None and kind in ("yarn", "longrope"):
+        factor = f.get("max_position_embeddings") / before
+    needed = {
+        "llama3": ["low_freq_factor", "high_freq_factor"],
+        "longrope": ["short_factor", "long_factor"],
+    }
+    missing = ["a factor"] * (factor is None) + [
+        key for key in needed.get(kind, ()) if key not in inner
+    ]
+    if missing:
+        text = f"changes the numbers: {kind} without {' and '.join(missing)}; it is left out"
+        f.refuse(name, "unreadable", text)
+    elif kind == "linear":
+        f.out["model.rotary_seq_len_interpolation_factor"] = float(factor)
+    elif (
+        kind == "llama3"
+        and {**inner, "original_max_position_embeddings": before}.items() >= LLAMA3.items()
+    ):
+        f.out["model.rope_scaling_factor"] = float(factor)
+    else:
+        out = _read_by(f, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
+        if kind != "dynamic":
+            out["original_max_position_embeddings"] = before
+        f.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
+
+
+def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
+    """Return the numbers that a kind of scaling reads from a file, except factor and length."""
+    own = READ_BY[kind] - _BASE - {"factor", "original_max_position_embeddings"}
+    out = {key: inner[key] for key in sorted(own & inner.keys())}
+    for key in ("beta_fast", "beta_slow"):
+        if key in out and not out[key]:
+            del out[key]  # transformers takes 0 as unset
+    pair = [key for key in ("mscale", "mscale_all_dim") if key in out]
+    if out.get("attention_factor") is not None or not all(
+        out.get(key) for key in ("mscale", "mscale_all_dim")
+    ):
+        for key in pair:
+            text = "is read only if mscale and mscale_all_dim are set, and attention_factor is not"
+            f.inside(name, key, "no effect", text, out.pop(key))
+    return {key: _floats(value) for key, value in out.items()}
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [float(each) for each in value]
+    return value if isinstance(value, bool) else float(value)
+
+
+def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
+    """Move the length from outside into the rotary parameters: it is read first (Phi-3)."""
+    outer = "original_max_position_embeddings"
+    if outer not in READ_BY.get(kind, ()):
+        f.idle((outer,), f"is not read for rope_type {kind}")
+    elif f.get(outer) is not None:
+        inner[outer] = f.get(outer)
+
+
+def _parameters(f: ConfigFile) -> tuple[str, Json]:
+    """Return the key of the rotary parameters, and the parameters without nulls."""
+    f.read |= {"rope_scaling", "rope_parameters"}
+    name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
+    if name == "rope_scaling" and f.given.get("rope_parameters"):
+        f.refuse("rope_parameters", "no effect", "rope_scaling is present too and is read first")
+    parameters = f.values.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise TypeError(f"{name} is no object")
+    layers = {
+        key: value
+        for key, value in parameters.items()
+        if key in LAYER_TYPES and isinstance(value, dict)
+    }
+    inner = {key: value for key, value in parameters.items() if key not in layers}
+    for value in layers.values():
+        if value != next(iter(layers.values())):
+            f.refuse(
+                name,
+                "not supported",
+                "changes the numbers: all layers rotate by the same angles here",
+            )
+        inner = {**inner, **next(iter(layers.values()))}
+    return name, {key: value for key, value in inner.items() if value is not None}
+
+
+def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
+    length = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
+    factor = (
+        float(inner["factor"]) if "factor" in inner else f.get("max_position_embeddings") / length
+    )
+    mscale = float(inner.get("mscale", 0.0))
+    of_all = float(inner.get("mscale_all_dim", 0.0))
+    if of_all and not mscale:
+        f.inside(
+            name,
+            "mscale_all_dim",
+            "not supported",
+            "changes the numbers: it requires an mscale here",
+            of_all,
+        )
+    if mscale and not of_all:  # transformers reads only both together
+        if mscale != 1.0:
+            f.inside(
+                name,
+                "mscale",
+                "no effect",
+                "transformers reads it only with mscale_all_dim",
+                mscale,
+            )
+        mscale = 1.0
+    f.out |= {
+        "model.mla.rope_type": "yarn",
+        "model.mla.rotary_scaling_factor": factor,
+        "model.mla.original_max_position_embeddings": length,
+        "model.mla.mscale": mscale or 1.0,
+        "model.mla.mscale_all_dim": of_all,
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if inner.get(key):
+            f.out[f"model.mla.{key}"] = float(inner[key])
+    ours = _temperature(factor, mscale or 1.0) / _temperature(factor, of_all)
+    given = inner.get("attention_factor", ours)
+    if not math.isclose(given, ours, rel_tol=1e-6):
+        text = f"changes the numbers: it is {ours:.6g} here, from mscale and mscale_all_dim"
+        f.inside(name, "attention_factor", "not supported", text, given)
+    if inner.get("truncate", True) is not True:
+        text = "changes the numbers: the range of stretched frequencies has whole ends here"
+        f.inside(name, "truncate", "not supported", text, inner["truncate"])
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def window_everywhere(f: ConfigFile) -> None:
+    """Read a window of all layers that is narrower than the positions (Mistral, Phi-3)."""
+    width = f.get("sliding_window")
+    if width is not None and width >= f.get("max_position_embeddings") and not f.get("layer_types"):
+        f.idle(
+            ("sliding_window",),
+            "is as wide as the positions, so that every token sees all earlier ones",
+        )
+        return
+    usual = "full_attention" if width is None else "sliding_attention"
+    _windows(f, width, [usual] * f.layers)
+
+
+def window_in_upper_layers(f: ConfigFile) -> None:
+    """Read a window from layer `max_window_layers` on (Qwen2, Qwen3)."""
+    width = _optional_width(f, ("max_window_layers",))
+    first = f.get("max_window_layers", 28)
+    layers = range(f.layers)
+    _windows(f, width, [LAYER_TYPES[width is not None and i >= first] for i in layers])
+
+
+def window_in_odd_layers(f: ConfigFile) -> None:
+    """Read a window in the first, third, ... layer below `max_window_layers` (Qwen2-MoE)."""
+    width = _optional_width(f, ("max_window_layers",))
+    last = f.get("max_window_layers", 28)
+    layers = range(f.layers)
+    _windows(f, width, [LAYER_TYPES[width is not None and i % 2 == 0 and i < last] for i in layers])
+
+
+def optional_window(f: ConfigFile) -> None:
+    """Read a window in all layers, if `use_sliding_window` is true (Qwen3-MoE)."""
+    width = _optional_width(f, ())
+    _windows(f, width, [LAYER_TYPES[width is not None]] * f.layers)
+
+
+def window_in_every_other_layer(f: ConfigFile) -> None:
+    """Read a window in the first, third, ... layer (GPT-OSS)."""
+    _windows(f, f.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(f.layers)])
+
+
+def window_except_every_nth(f: ConfigFile) -> None:
+    """Read a window in all layers but every sixth or `sliding_window_pattern`-th (Gemma 3)."""
+    every = f.get("sliding_window_pattern", 6)
+    _windows(
+        f, f.get("sliding_window"), [LAYER_TYPES[(i + 1) % every != 0] for i in range(f.layers)]
+    )
+
+
+def _optional_width(f: ConfigFile, more: Sequence[str]) -> int | None:
+    if f.get("use_sliding_window", False):
+        width: int | None = f.get("sliding_window")
+        return width
+    f.idle(("sliding_window", *more), "is read only with use_sliding_window")
+    return None
+
+
+def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
+    """Set our keys: a window in all layers but every n-th."""
+    kinds = f.get("layer_types", list(usual))
+    full = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    every = full[0] if full else len(kinds) + 1
+    fits = len(kinds) == len(usual) and set(kinds) <= set(LAYER_TYPES)
+    if fits and len(full) == len(kinds):
+        f.idle(("sliding_window",) if width is not None else (), "no layer has a window")
+        return
+    if not fits or every < 2 or full != list(range(every, len(kinds) + 1, every)):
+        key = "layer_types" if f.given.get("layer_types") else "max_window_layers"
+        f.refuse(
+            key,
+            "not supported",
+            "changes the numbers: a window is in all layers but every n-th here",
+        )
+    elif width is None:
+        f.refuse(
+            "layer_types",
+            "not supported",
+            "changes the numbers: layers have a window, and no width is set",
+        )
+    else:
+        f.out["model.window_size"] = width
+        f.out["model.window_attn_skip_freq"] = every if full else None

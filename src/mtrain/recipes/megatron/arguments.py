@@ -1,0 +1,239 @@
+"""The words of a training command as flags, and the entries that read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from mtrain.recipes.shell.gaps import Unread, Word, shown
+
+Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "secret"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A flag that has no key here, or whose value could not be imported."""
+
+    flag: str
+    value: str
+    why: Why
+    text: str
+    """A sentence."""
+
+
+class Arguments:
+    """The flags of a command line, which remembers every flag that was consulted."""
+
+    def __init__(self, words: Iterable[Word], switches: Container[str] = ()) -> None:
+        """Split the words into flags; `switches` are the flags that take no value."""
+        self.flags: dict[str, list[Word]] = {}
+        self.stray: list[Word] = []
+        self.unplaced: dict[str, Unplaced] = {}
+        self.consulted: set[str] = set()
+        self.notes: list[str] = []
+        """Differences where a flag is left out: it means something in Megatron-LM that mtrain
+        cannot express.
+        """
+        self.loose: list[Unread] = []
+        """Words that may hold any flag, or none."""
+        self.maybe: dict[str, Unread] = {}
+        """Flags that such a word may hold."""
+        self.doubts: dict[str, str] = {}
+        """Consulted flags with unknown values -> the reason, for the entry being read."""
+        self._uncertain: dict[str, Unread] = {}
+        name = ""
+        current = self.stray
+        for word in words:
+            start = word if isinstance(word, str) else word.start
+            if (
+                start.startswith("--")
+                and len(start) > 2
+                and (isinstance(word, str) or "=" in start)
+            ):
+                name, equals, value = start.partition("=")
+                current = self.flags[name] = []
+                if isinstance(word, Unread):
+                    current.append(Unread((value, *word.pieces[1:]) if value else word.pieces[1:]))
+                elif equals:
+                    current.append(value)
+            elif isinstance(word, Unread) and (
+                start.startswith("--") or (word.whole and self._full(name, switches))
+            ):
+                self._set_loose(word, name)
+            else:
+                current.append(word)
+
+    def _full(self, name: str, switches: Container[str]) -> bool:
+        """Return whether a word after a flag is not its value: the flag has one, or takes none."""
+        return not name or bool(self.flags[name]) or name in switches
+
+    def _set_loose(self, word: Unread, name: str) -> None:
+        words = [inner for gap in word.gaps for inner in (gap.words or ())]
+        if any(gap.words is None for gap in word.gaps) or any(
+            isinstance(w, Unread) and w.whole for w in words
+        ):
+            self.loose.append(word)
+            if name and not word.absent:
+                self._uncertain.setdefault(name, word)
+        for inner in words:
+            text = inner if isinstance(inner, str) else inner.start
+            if text.startswith("--"):
+                self.maybe.setdefault(text.partition("=")[0], word)
+
+    def refuse(self, flag: str, why: Why, text: str) -> None:
+        """Note that `flag` was not imported; the first reason counts."""
+        if why == "unreadable" and (flag in self.flags or flag in self.maybe):
+            self.doubts.setdefault(flag, f"{flag} {text}")
+        if flag in self.flags and flag not in self.unplaced:
+            self.unplaced[flag] = Unplaced(flag, " ".join(map(shown, self.flags[flag])), why, text)
+
+    def consult(self, flag: str) -> list[Word] | None:
+        """Return the words of a flag, and note a doubt if it may have others."""
+        self.consulted.add(flag)
+        word = self.maybe.get(flag)
+        if word is not None:
+            self.doubts.setdefault(flag, f"{flag} may be given: {word.why}")
+        return self.flags.get(flag)
+
+    def has(self, flag: str) -> bool:
+        """Return whether the flag is present; words after a switch are not its value."""
+        return self.consult(flag) is not None
+
+    def words(self, flag: str) -> list[str] | None:
+        """Return all values of a flag; None if the flag is missing or a value is unknown."""
+        given = self.consult(flag)
+        if given is None:
+            return None
+        uncertain = [self._uncertain[flag]] if flag in self._uncertain else []
+        unread = [word for word in (*given, *uncertain) if isinstance(word, Unread)]
+        if unread:
+            self.refuse(flag, "unreadable", unread[0].why)
+            return None
+        return [word for word in given if isinstance(word, str)]
+
+    def word(self, flag: str) -> str | None:
+        """Return the one value of a flag; None if the flag is missing or cannot be imported."""
+        given = self.consult(flag)
+        if given is None:
+            return None
+        if len(given) != 1:
+            self.refuse(flag, "unreadable", f"takes one value, and has {len(given)}")
+            return None
+        if isinstance(given[0], Unread):
+            self.refuse(flag, "unreadable", given[0].why)
+            return None
+        return given[0]
+
+    def converted(self, flag: str, convert: Callable[[str], T]) -> T | None:
+        """Return the one value of a flag, converted; None if that is impossible."""
+        text = self.word(flag)
+        if text is None:
+            return None
+        try:
+            return convert(text)
+        except (ValueError, OverflowError):
+            self.refuse(
+                flag, "unreadable", f"{text[:40]!r} is not a {_NAMES.get(convert, 'valid value')}"
+            )
+            return None
+
+
+def whole(text: str) -> int:
+    """Return an integer, also from `1000.0` or `1e3`."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if number != int(number):
+            raise
+        return int(number)
+
+
+_NAMES: dict[Any, str] = {int: "whole number", whole: "whole number", float: "number"}
+
+Draft = dict[str, Any]
+"""Dotted key -> value, of the flags that were read so far."""
+Values = Mapping[str, Any]
+"""Dotted key -> value of a whole configuration, without the keys of null sections."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Flags and the keys that they set, with the functions that read and write them."""
+
+    flags: tuple[str, ...]
+    keys: tuple[str, ...]
+    read: Callable[[Arguments, Draft], Draft]
+    """Returns the keys' values; an omitted key keeps its default here."""
+    write: Callable[[Values], Sequence[str]]
+    """Returns the words of the command line; none if leaving the flag out means the same."""
+    decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Flag -> the keys that are unknown if its value is; all keys if not listed."""
+    switches: tuple[str, ...] = ()
+    """The flags that take no value."""
+
+
+class _DraftReader(dict[str, Any]):
+    """A draft that reads the entry of a key on its first use, so that their order does not matter.
+
+    A key is left open if its entry consulted an unknown flag or key.
+    """
+
+    def __init__(
+        self, a: Arguments, entries: Iterable[Entry], known: Draft, left: dict[str, str]
+    ) -> None:
+        super().__init__(known)
+        self._arguments = a
+        self._waiting = {key: entry for entry in entries for key in entry.keys}
+        self._left = left
+
+    def require(self, key: str) -> None:
+        """Read the entry of a key; its own keys are missing meanwhile."""
+        entry = self._waiting.get(key)
+        if entry is not None:
+            self.read(entry)
+        if key in self._left:
+            self._arguments.doubts.setdefault(key, self._left[key])
+
+    def read(self, entry: Entry) -> None:
+        for key in entry.keys:
+            self._waiting.pop(key, None)
+        before = self._arguments.doubts
+        self._arguments.doubts = {}
+        self.update(entry.read(self._arguments, self))
+        for name, why in self._arguments.doubts.items():
+            for key in entry.decides.get(name, entry.keys):
+                self._left.setdefault(key, why)
+        self._arguments.doubts = before
+
+    def __getitem__(self, key: str) -> Any:
+        self.require(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.require(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.require(str(key))
+        return super().__contains__(key)
+
+
+def read_all(
+    a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None
+) -> Draft:
+    """Return the keys that the flags set, by all `entries`, in addition to `known` keys.
+
+    `left` are unknown keys, with the reason; this adds the keys that depend on them, or on unknown
+    flags.
+    """
+    d = _DraftReader(a, entries, known, {} if left is None else left)
+    for entry in entries:
+        for key in entry.keys:
+            d.require(key)
+        if not entry.keys:
+            d.read(entry)
+    a.doubts = {}
+    return dict(d)

@@ -1,0 +1,211 @@
+"""Constructors of table entries, most of them for one flag and one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from mtrain.config.messages.keys import choices_of, field_of, when_of
+from mtrain.config.resolve.condition import Condition, condition
+from mtrain.config.schema.base import SCHEMA_DEFAULT, Flag
+from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
+
+Absent = Callable[[Values], Any]
+"""The value that leaving a flag out means, computed from other keys."""
+
+
+def default_of(key: str) -> Any:
+    """Return the schema's default of a key; None if the key is required."""
+    field = field_of(key)
+    value = field.get_default(call_default_factory=True) if field is not None else None
+    return None if value is PydanticUndefined else value
+
+
+def kind_of(key: str) -> type:
+    """Return the type of a key's words: int, float or str."""
+    return next((kind for kind in (float, int) if kind in types_of(key)), str)
+
+
+def types_of(key: str) -> set[Any]:
+    """Return the types that a key's value may have."""
+    field = field_of(key)
+    assert field is not None, key
+    kinds: set[Any] = set()
+    queue: list[Any] = [field.annotation]
+    while queue:
+        annotation = queue.pop()
+        kinds.add(annotation)
+        if get_origin(annotation) not in (tuple, list, dict):
+            queue += get_args(annotation)
+    return kinds
+
+
+def spelled(value: Any) -> str:
+    """Return a value as a word of a command line; integral floats become integers."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def one(
+    flag: str,
+    key: str,
+    absent: Any = None,
+    *,
+    words: Mapping[str, str] | None = None,
+    none: tuple[Any, ...] = (),
+    always: bool = False,
+    also: Sequence[str] = (),
+) -> Entry:
+    """Return a flag with one value.
+
+    `absent` is the meaning of leaving it out: a value, or a function of other keys. `words` are the
+    flag's own words for ours, `none` the values that stand for null, `also` other spellings of the
+    flag. With `always` it is written even if leaving it out means the same.
+    """
+    means: Absent = absent if callable(absent) else lambda d: absent
+    kind = kind_of(key)
+    translations = dict(words or {})
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        for name in (flag, *also):
+            value = a.converted(name, whole if kind is int else kind)
+            choices = choices_of(key)
+            if value is None:
+                continue
+            value = translations.get(value, value) if kind is str else value
+            if choices and value not in choices:
+                a.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
+                continue
+            return {key: None if value in none else value}
+        value = means(d)
+        return {} if value is None and always else {key: value}
+
+    def write(d: Values) -> list[str]:
+        value = d.get(key)
+        if value is None and none and key in d and means(d) is not None:
+            return [flag, spelled(none[0])]
+        if value is None or (not always and value == means(d)):
+            return []
+        back: dict[Any, str] = {ours: word for word, ours in translations.items()}
+        return [flag, back.get(value, str(value)) if kind is str else spelled(value)]
+
+    return Entry((flag, *also), (key,), read, write)
+
+
+def on(flag: str, key: str) -> Entry:
+    """Return a switch that makes a key true."""
+    return _switch(flag, key, True)
+
+
+def _switch(flag: str, key: str, value: bool) -> Entry:
+    def read(a: Arguments, d: Draft) -> Draft:
+        return {key: value if a.has(flag) else not value}
+
+    def write(d: Values) -> list[str]:
+        return [flag] if d.get(key) is value else []
+
+    return Entry((flag,), (key,), read, write, switches=(flag,))
+
+
+def conditional(
+    flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str
+) -> Entry:
+    """Return a flag with one value, read only if `active` holds; otherwise null."""
+    plain = one(flag, key, absent)
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if active(d):
+            return plain.read(a, d)
+        a.words(flag)
+        a.refuse(flag, "no effect", why)
+        return {key: None}
+
+    return Entry((flag,), (key,), read, lambda d: plain.write(d) if key in d and active(d) else [])
+
+
+def conditional_switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
+    """Return a switch that makes a key true, and is read only if `active` holds for other keys."""
+    plain = on(flag, key)
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        if active(d):
+            return plain.read(a, d)
+        a.has(flag)
+        a.refuse(flag, "no effect", why)
+        return {key: False}
+
+    return Entry((flag,), (key,), read, plain.write, switches=(flag,))
+
+
+def of_schema(key: str, flag: Flag) -> Entry:
+    """Return the entry of a key whose schema names its flag."""
+    absent = default_of(key) if flag.absent is SCHEMA_DEFAULT else flag.absent
+    if bool in types_of(key):
+        plain = _switch(flag.name, key, not flag.off)
+    else:
+        field = field_of(key)
+        always = flag.always or (field is not None and field.is_required())
+        plain = one(flag.name, key, absent, none=flag.none, always=always, also=flag.also)
+    return _where(condition(when_of(key)), plain) if when_of(key) else plain
+
+
+def _where(needed: Condition, plain: Entry) -> Entry:
+    """Return an entry that is read and written only if a condition on other keys holds."""
+    (key,) = plain.keys
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        holds = needed.holds(d.get)
+        silent = not any(flag in a.flags or flag in a.maybe for flag in plain.flags)
+        if a.doubts and silent and plain.read(Arguments(()), d).get(key) == default_of(key):
+            a.doubts = {}  # the value is the same whether or not the condition holds
+        if holds:
+            return plain.read(a, d)
+        for flag in plain.flags:
+            a.has(flag)
+            a.refuse(flag, "no effect", f"says nothing without {needed}")
+        return {key: default_of(key)}
+
+    def write(d: Values) -> Sequence[str]:
+        return plain.write(d) if key in d and needed.holds(d.get) else []
+
+    return Entry(plain.flags, plain.keys, read, write, switches=plain.switches)
+
+
+def numbers(flag: str, key: str) -> Entry:
+    """Return a flag with several integers; without it, the key is null."""
+
+    def read(a: Arguments, d: Draft) -> Draft:
+        words = a.words(flag)
+        if words is None:
+            return {key: None}
+        if not words or not all(word.isdigit() and len(word) < 10 for word in words):
+            a.refuse(flag, "unreadable", "takes whole numbers")
+            return {key: None}
+        return {key: [int(word) for word in words]}
+
+    def write(d: Values) -> list[str]:
+        return [flag, *map(str, d[key])] if d.get(key) else []
+
+    return Entry((flag,), (key,), read, write)
+
+
+def always(key: str, value: Any) -> Entry:
+    """Return a key without a flag, because Megatron-LM always behaves this way."""
+    return Entry((), (key,), lambda a, d: {key: value}, lambda d: [])
+
+
+def list_choices(key: str) -> list[str]:
+    """Return the words that a key's list may hold."""
+    field = field_of(key)
+    queue = [field.annotation if field is not None else None]
+    out = list[str]()
+    while queue:
+        annotation = queue.pop()
+        if get_origin(annotation) is Literal:
+            out += get_args(annotation)
+        else:
+            queue += get_args(annotation)
+    return out

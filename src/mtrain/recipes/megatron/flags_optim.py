@@ -1,0 +1,180 @@
+"""Megatron-LM's flags for the optimizer and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mtrain.config.messages.keys import choices_of
+from mtrain.config.optimizers import OPTIMIZERS, readers
+from mtrain.config.resolve.batches import samples_of, steps_within
+from mtrain.config.schedules import SCHEDULES
+from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
+from mtrain.recipes.megatron.entries import always, one, spelled
+from mtrain.recipes.megatron.flags_training import RAMP, plan_of, steps
+
+STYLES = {
+    curve.megatron_name: name
+    for name, curve in SCHEDULES.items()
+    if curve.megatron_name not in (None, name)
+}
+"""Megatron-LM's word for a curve -> ours, where they differ."""
+
+
+def _warmup(a: Arguments, d: Draft) -> Draft:
+    key = "optim.warmup_iters"
+    share = a.converted("--lr-warmup-fraction", float)
+    if share is not None:
+        steps = d.get("optim.decay_iters") or d.get("trainer.train_iters") or 0
+        return {key: int(share * steps)}
+    samples = a.converted("--lr-warmup-samples", whole)
+    if samples:
+        return {key: steps_within(plan_of(d), samples)}
+    return {key: a.converted("--lr-warmup-iters", whole) or 0}
+
+
+def _warmup_words(d: Values) -> list[str]:
+    count = d["optim.warmup_iters"]
+    if not count:
+        return []
+    if d[RAMP]:
+        return ["--lr-warmup-samples", str(samples_of(plan_of(d), count))]
+    return ["--lr-warmup-iters", str(count)]
+
+
+def _clip(a: Arguments, d: Draft) -> Draft:
+    norm = a.converted("--clip-grad", float)
+    return {"optim.clip_grad": 1.0 if norm is None else norm or None}
+
+
+def _clip_words(d: Values) -> list[str]:
+    norm = d["optim.clip_grad"]
+    return [] if norm == 1.0 else ["--clip-grad", spelled(norm or 0.0)]
+
+
+def _offload(a: Arguments, d: Draft) -> Draft:
+    share = a.converted("--optimizer-offload-fraction", float)
+    if not a.has("--optimizer-cpu-offload"):
+        a.refuse(
+            "--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload"
+        )
+        return {"optim.cpu_offload": 0.0}
+    return {"optim.cpu_offload": 1.0 if share is None else share}
+
+
+KEPT = ("optim.exp_avg_dtype", "optim.exp_avg_sq_dtype")
+REMAINDERS = "optim.store_param_remainders"
+MAIN = "optim.main_params_dtype"
+AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+
+
+def _aware(a: Arguments, d: Draft) -> Draft:
+    """Return low-precision optimizer state; fp32 main weights become remainders of bf16 ones."""
+    out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
+    aware = a.has(AWARE[0])
+    if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
+        return out  # Megatron-LM also requires the flag for offloading
+    for flag, key in zip(AWARE[1:], KEPT, strict=True):
+        word = a.word(flag) or "fp32"
+        if word in choices_of(key):
+            out[key] = word
+        else:
+            a.refuse(flag, "not supported", f"{key} is one of {', '.join(choices_of(key))}")
+    if a.word("--main-params-dtype") not in (None, "fp32"):
+        a.refuse(
+            "--main-params-dtype", "not supported", "changes the numbers: main weights are fp32"
+        )
+    if d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"]:
+        word = "bf16"
+    else:
+        word = "fp32"
+    if a.word("--main-grads-dtype") not in (None, word):
+        a.refuse(
+            "--main-grads-dtype", "derived here", f"gradients are read as they are reduced: {word}"
+        )
+    half = d["precision.dtype"] == "bf16" and d.get("parallel.distributed_optimizer", False)
+    return {**out, REMAINDERS: half}
+
+
+def _aware_words(d: Values) -> list[str]:
+    kept = [(flag, d[key]) for flag, key in zip(AWARE[1:], KEPT, strict=True) if d[key] != "fp32"]
+    if not kept and not d[REMAINDERS]:
+        return []
+    reduced = d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"]
+    words = [AWARE[0], *(word for pair in kept for word in pair)]
+    return [*words, "--main-grads-dtype", "bf16"] if reduced else words
+
+
+def _offload_words(d: Values) -> list[str]:
+    share = d["optim.cpu_offload"]
+    if not share:
+        return []
+    words = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
+
+
+WORDS = {
+    spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None
+}
+"""Megatron-LM's word for an optimizer -> ours."""
+
+
+def _name(a: Arguments, d: Draft) -> Draft:
+    word = a.word("--optimizer") or "adam"
+    if word not in WORDS:
+        a.refuse("--optimizer", "not supported", f"Megatron-LM's are {', '.join(WORDS)}")
+    return {"optim.name": WORDS.get(word, WORDS["adam"])}
+
+
+def _name_words(d: Values) -> list[str]:
+    word = OPTIMIZERS[d["optim.name"]].megatron_name
+    return [] if word is None or word == "adam" else ["--optimizer", word]
+
+
+_STYLE = one("--lr-decay-style", "optim.schedule", "linear", words=STYLES)
+
+
+def _style_words(d: Values) -> Sequence[str]:
+    """Return no words for a curve that Megatron-LM does not have: the export reports the key."""
+    if SCHEDULES[d["optim.schedule"]].megatron_name is None:
+        return []
+    return _STYLE.write(d)
+
+
+OPTIM: tuple[Entry, ...] = (
+    Entry(("--optimizer",), ("optim.name",), _name, _name_words),
+    one("--lr", "optim.lr", always=True),
+    one("--min-lr", "optim.min_lr", 0.0),
+    replace(_STYLE, write=_style_words),
+    steps("--lr-decay-iters", "--lr-decay-samples", "optim.decay_iters"),
+    Entry(
+        ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
+        ("optim.warmup_iters",),
+        _warmup,
+        _warmup_words,
+    ),
+    steps(
+        "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True
+    ),
+    always("optim.schedule_counts", "past_updates"),
+    one("--weight-decay", "optim.weight_decay", 0.01),
+    Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
+    Entry(
+        ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
+        ("optim.cpu_offload",),
+        _offload,
+        _offload_words,
+        switches=("--optimizer-cpu-offload",),
+    ),
+    Entry(
+        (*AWARE, "--main-params-dtype", "--main-grads-dtype"),
+        (*KEPT, REMAINDERS, MAIN),
+        _aware,
+        _aware_words,
+        {
+            **{flag: (key,) for flag, key in zip(AWARE[1:], KEPT, strict=True)},
+            "--main-params-dtype": (MAIN,),
+        },
+        switches=AWARE[:1],
+    ),
+)

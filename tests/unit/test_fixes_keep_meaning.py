@@ -1,0 +1,190 @@
+"""No fix throws away a path, a name, a text or a list that somebody wrote, and none names other
+data.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.compose.composer import compose
+from mtrain.config.compose.grammar import parse_value
+from mtrain.config.messages.codes import codes
+from mtrain.config.messages.keys import is_content
+from mtrain.errors import ConfigError, Problem
+from mtrain.launching.resume import weights_of
+from tests.support.commands import mtrain
+from tests.support.configs import LAPTOP
+
+NOT_KEPT = re.compile(r"=(null|\[1\.0,0\.0\]|\[1,1\]|assistant|0\.9)( |$)")
+"""Values that were taken for what somebody wrote: null, a default, another number."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "wiki.txt").write_text("a line of text\n" * 1000)
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "r1.yaml").write_text("defaults: [{override /model: llama_tiny}]\n")
+    (tmp_path / "small.yaml").write_text("defaults: [llama_tiny, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _found(*words: str) -> list[Problem]:
+    try:
+        return list(load(words, LAPTOP, {}, to_run=False).warnings)
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def _first(*words: str) -> Problem:
+    return _found(*words)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("log.name=1.10", """'log.name="1.10"'"""),
+        ("log.name=1e5", """'log.name="1e5"'"""),
+        ("log.name=1_000", """'log.name="1_000"'"""),
+        ("log.name=true", """'log.name="true"'"""),
+        ("log.name='my run'", "log.name=my-run"),
+        ("checkpoint.init_from=/c/epoch=3", """'checkpoint.init_from="/c/epoch=3"'"""),
+        ("data=indexed data.blend=[1.10,b]", """'data.blend=["1.10",b]'"""),
+        ("data.path=corpuz/wiki.txt", "data.path=corpus/wiki.txt"),
+        ("data=sft data.path=chatz.jsonl", "data.path=chats.jsonl"),
+        ("model=./smal.yaml", "model=small.yaml"),
+        ("data.split=[1,1]", "data.split=[1,1,0]"),
+        ("data.blend=[a,b]", "data=indexed"),
+        ("data=indexed data.blend=[a,b] data.blend_weights=[1]", "a weight for each corpus"),
+        ("data=indexed data.blend_weights=[1,2]", "leave it out"),
+        (
+            "data=indexed data.path=x data.blend=[a,b]",
+            "leave out data.path or leave out data.blend",
+        ),
+        (
+            "data=indexed data.blend=[a,b] data.blend_weights=[1,1e-13]",
+            "give b a larger weight, or 0",
+        ),
+        ("data=indexed data.blend=[a,b] data.blend_weights=[1,-1]", ""),
+        ("recipe=sft/llama_tiny_cpu data.path=chats.jsonl", "data=sft"),
+        ("data=mock data.path=corpus/wiki.txt", "data=text"),
+        ("data=mock data.path=c_text_document.bin", "data=indexed data.path=c_text_document"),
+        ("data=mock data.tokenizer=tok.json", "data=text"),
+        ("data=mock data.limit_mib=2", "leave it out"),
+        ("peft.init_from=adapters", "peft=lora"),
+        ("peft.r=32", "peft=lora"),
+        ("data.loss_on=last", "data=sft"),
+        ("optim.momentum=0.8", "optim=sgd"),
+        ("optim=sgd optim.beta1=0.8", "optim=adamw"),
+        ("parallel.cp_comm_type=p2p", "leave it out"),
+        ("recipe=recipes/r9.yaml", "recipe=recipes/r1.yaml"),
+        ("recipe=nothing/like/it", "recipe list"),
+        ("data=sft data.path=/nowhere/chats.jsonl", ""),
+        ("checkpoint.init_from=/nowhere/weights", ""),
+        ("checkpoint.resume=runs/nope", ""),
+        ("data=zzz", "choices data"),
+        ("optim.learning_rate=fast", "explain optim.lr"),
+        ("parallel=pp2 parallel.pipeline_layout=Et|tt", """'parallel.pipeline_layout="Ett|ttL"'"""),
+    ],
+)
+def test_fixes_keep_meaning_or_are_absent(words: str, fix: str) -> None:
+    problem = _first(*shlex.split(words))
+    assert fix in problem.fix if fix else not problem.fix, problem
+    assert not NOT_KEPT.search(problem.fix), problem
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("1.10", "1.10"), ("3.0", "3.0"), ("1e-5", "1e-5"), ("0x10", "0x10")]
+)
+def test_fixes_keep_quoting_of_names_in_files(name: str, fix: str) -> None:
+    Path("mine.yaml").write_text(f"trainer: {{seed: 1}}\nlog:\n  name: {name}\n")
+    problem = _first("recipe=mine.yaml")
+    assert problem.fix == f"""'log.name="{fix}"'"""
+    assert compose(["recipe=mine.yaml", *shlex.split(problem.fix)]).run.log.name == name
+
+
+HOSTILE = (
+    "data=sft data.path=/no/c.jsonl data.tokenizer=/no/t.json data.chat_template=/no/x.jinja",
+    "data=preference data.path=p.jsonl data.tokenizer=/no/t.json",
+    "data=indexed data.path=/no/corpus data.tokenizer=/no/t.json",
+    "data=indexed data.blend=[/no/a,/no/b] data.blend_weights=[0.5,0.25,0.25]",
+    "data=indexed data.blend=[/no/a,/no/b] data.blend_sizes=[5]",
+    "data=indexed data.blend=[/no/a] data.validation_blend=[/no/v] data.validation_weights=[1,2]",
+    "data=text data.path=/no/text data.suffixes=[.zzz]",
+    "model=llava_tiny data=image_text data.path=/no/images data.tokenizer=/no/t.json",
+    "model=bert_tiny data=sft data.path=c.jsonl data.tokenizer=t.json",
+    "model=llama_tiny data=image_text data.path=images",
+    "checkpoint.init_from=/no/weights checkpoint.resume=/no/run",
+    "peft=lora peft.init_from=/no/adapters checkpoint.init_from=/no/hf",
+    "log.runs_dir=/dev/null/runs",
+    "data.path=corpus/wiki.txt data.cache_dir=/dev/null/cache",
+    "parallel=pp2 parallel.layers_per_stage=[9,9]",
+    "parallel=pp2 parallel.pipeline_layout=xyz",
+    "trainer.profile_step=2 trainer.profile_ranks=[7,8]",
+    "trainer.rampup_batch_size=[3,2,100]",
+)
+
+
+@pytest.mark.full
+def test_fixes_keep_command_line_values() -> None:
+    """Of every example of a code, and of inputs that are wrong in several places."""
+    lines = [*(code.example for code in codes().values() if code.example), *HOSTILE]
+    seen = 0
+    for line in lines:
+        words = shlex.split(line)
+        said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+        for problem in _found(*words):
+            for change in _changes(problem.fix):
+                lost = [
+                    key
+                    for key, value in change.items()
+                    if is_content(key)
+                    and said.get(key) not in (None, "", "null", "[]")
+                    and value in (None, [], {}, "")
+                ]
+                assert not lost, (line, problem)
+                if change.get("data.kind") == "mock":
+                    assert "data.kind" not in said, (line, problem)
+                    assert said.get("data") in (None, "auto"), (line, problem)
+                seen += 1
+    assert seen > 100
+
+
+def _changes(fix: str) -> list[dict[str, object]]:
+    """The alternatives of a fix that are settings."""
+    out = []
+    for text in fix.split(" or "):
+        try:
+            pairs = [word.partition("=") for word in shlex.split(text)]
+            out.append(
+                {key: parse_value(value) for key, equals, value in pairs if equals and "." in key}
+            )
+        except ValueError:
+            continue
+    return out
+
+
+def test_fixes_keep_missing_file_suggests_similar(folder: Path) -> None:
+    found = mtrain("check", "data=sft", "data.path=chatz.jsonl", cwd=folder)
+    assert found.returncode == 2
+    assert "  fix: data.path=chats.jsonl\n" in found.stderr
+    assert "mock" not in found.stderr
+    assert "null\n" not in found.stderr.replace("data.tokenizer = null", "")
+
+
+def test_fixes_keep_missing_checkpoint_is_not_random(folder: Path) -> None:
+    (folder / "began").mkdir()
+    (folder / "began" / "run.yaml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        weights_of(compose(["checkpoint.init_from=began"]).run)
+    (problem,) = caught.value.problems
+    assert problem.code == "MT502"
+    assert "null" not in problem.fix
+    assert "wait until it has saved one" in problem.fix
