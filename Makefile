@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of processes, and each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all full engines lint oracle fuzz clean install
+.PHONY: train test test-all full engines lint docs oracle fuzz clean install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -65,6 +65,14 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/docs. A warning fails, and a link that leads nowhere is a warning.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 # 500 random configurations: `check` says yes exactly where the model builds and makes a step. CASES= and SEED=
 oracle: install

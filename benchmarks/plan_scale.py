@@ -15,7 +15,7 @@ things are predicted of each point:
     tune          the layout that tune chooses among all, by the efficiencies of mtrain
 
 TFLOP/s are model FLOPs with attention to every key, as Megatron-LM counts them. `--write` saves
-benchmarks/results/plan_scale.json, and the tables of docs/scaling.md.
+benchmarks/results/plan_scale.json, and the tables of docs/reference/scaling.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mtrain.plan.tune.choose import search
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "benchmarks" / "data"
 RESULTS = ROOT / "benchmarks" / "results" / "plan_scale.json"
-DOCS = ROOT / "docs" / "scaling.md"
+DOCS = ROOT / "docs" / "reference" / "scaling.md"
 SOFTWARE = "core 0.8"
 PEAK = 989.0
 """Whose efficiencies predict what is published; TFLOP/s of an H100 in bf16."""

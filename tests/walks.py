@@ -1,10 +1,10 @@
-"""`python -m tests.walks [--keep] [NAME...]`: the walks of the README, as printed, in a clean
-clone, on tiny models.
+"""`python -m tests.walks [--keep] [NAME...]`: runs the tutorials as printed, in a clean clone, on
+tiny models.
 
-The README is the only place where the commands stand. What they name lies in the clone before: a
-folder of texts, a tiny Hugging Face folder, chats, a script. `MTRAIN_CONF` makes the model and the
-run of those that train small. Each command is run even where one before it failed; a failure is
-shown with the end of what it printed.
+The pages are the only source of the commands. The clone gets the files that the commands name: a
+folder of texts, a tiny Hugging Face folder, chats, a script. `MTRAIN_CONF` shrinks the model and
+the run of those that train. Every command runs, even after one that failed; the end of the output
+of a failed command is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pathlib import Path
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.commands import ROOT, environment
 
-SECTION = "Four walks"
+TUTORIALS = ("pretrain", "fine_tune", "plan_a_cluster", "port_a_script")
+"""Pages of docs/tutorials whose commands are run."""
 TRAINED = ("Pretrain on your own text", "Fine-tune a Hugging Face folder on chats")
 """Walks with the small choices."""
 LIMIT_S = 120.0
@@ -78,22 +79,22 @@ torchrun --nproc-per-node $GPUS pretrain_gpt.py "${MODEL[@]}" \\
 
 @dataclass(frozen=True)
 class Walk:
-    """A part of the section, with its commands in their order."""
+    """The commands of a tutorial in their order."""
 
     title: str
     commands: tuple[str, ...]
 
 
-def walks(readme: str) -> list[Walk]:
-    """The walks of a README; a command begins with a line `python ...` of a block, and may go on
-    over more lines.
+def walks() -> list[Walk]:
+    """Return the walk of each tutorial.
+
+    A command begins with a line `python ...` of a block, and may continue over more lines.
     """
-    section = re.search(rf"^## {SECTION}\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
-    assert section is not None, f"the README has no section {SECTION}"
     found = []
-    for part in section.group(1).split("\n### ")[1:]:
-        title, _, body = part.partition("\n")
-        blocks = re.findall(r"^```\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
+    for name in TUTORIALS:
+        page = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text()
+        title = page.splitlines()[0].removeprefix("# ")
+        blocks = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
         commands = re.split(r"^(?=python )", "".join(blocks), flags=re.MULTILINE)[1:]
         found.append(Walk(title, tuple(command.strip() for command in commands)))
     return found
@@ -105,7 +106,7 @@ def prepared(home: Path) -> dict[str, str]:
     """
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(home)], check=True)
     (home / "texts").mkdir()
-    for file in (home / "README.md", *(home / "docs").glob("*.md")):
+    for file in (home / "README.md", *(home / "docs").rglob("*.md")):
         shutil.copy(file, home / "texts")
     _hugging_face(home / "HF_DIR")
     chats_file(home / "chats.jsonl", _chats())
@@ -134,9 +135,9 @@ def _chats() -> list[object]:
 
 
 def _hugging_face(folder: Path) -> None:
-    from tests.parity_hf import theirs
+    from tests.parity_hf import hf_reference
 
-    theirs.model(theirs.configuration("llama", MODEL), 1).save_pretrained(folder)
+    hf_reference.model(hf_reference.configuration("llama", MODEL), 1).save_pretrained(folder)
     folder_of(folder, "chatml")
 
 
@@ -227,7 +228,7 @@ LEFT: dict[str, tuple[tuple[str, Callable[[Path], bool]], ...]] = {
         ),
     ),
 }
-"""Walk -> what has to be true behind it, in words, and whether it is."""
+"""Walk -> what must hold after it, in words, and the test of it."""
 
 
 @contextmanager
@@ -250,11 +251,7 @@ def main() -> int:
         "--keep", action="store_true", help="leave the clone where it is, and say where"
     )
     asked = parser.parse_args()
-    chosen = [
-        one
-        for one in walks((ROOT / "README.md").read_text())
-        if not asked.names or any(n in one.title for n in asked.names)
-    ]
+    chosen = [one for one in walks() if not asked.names or any(n in one.title for n in asked.names)]
     begun = time.monotonic()
     failed = list[str]()
     with _folder(keep=asked.keep) as folder:

@@ -5,7 +5,8 @@ benchmarks/results/gpu.
     python kernels/bench/gpu_readme.py --check    # exit code 1 where a page says something else
     python kernels/bench/gpu_readme.py --add OUT  # first keeps OUT's summary.json and page.txt
 
-README.md has the headline figures, docs/gpu.md all of them, and kernels/README.md those of parity.
+README.md has the headline figures, docs/reference/gpu.md all of them, and kernels/README.md those
+of parity.
 A folder of results is named DATE_DEVICE_COMMIT. Results of a dry run are refused.
 """
 
@@ -69,7 +70,7 @@ def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
     """Return text by file and marker."""
     return {
         ("README.md", "gpu"): _headline(summary),
-        ("docs/gpu.md", "gpu"): _measured(folder, summary),
+        ("docs/reference/gpu.md", "gpu"): _measured(folder, summary),
         ("kernels/README.md", "gpu-parity"): _parity(folder, summary),
     }
 
@@ -120,8 +121,8 @@ def _headline(summary: Summary) -> str:
             )
     met = sum(figure["met"] for figure in figures)
     lines.append(
-        f"{met} of {len(figures)} figures reach their goals. [docs/gpu.md](docs/gpu.md) has every"
-        " figure."
+        f"{met} of {len(figures)} figures reach their goals."
+        " [docs/reference/gpu.md](docs/reference/gpu.md) has every figure."
     )
     return "\n".join(lines)
 

@@ -418,7 +418,7 @@ def test_gpu_runs_summary_compares_plan_and_goal(made: Path) -> None:
     runs = summary["runs"]
     assert (runs["passed"], runs["failed"], runs["failures"][0]["name"]) == (1, 1, "mixtral")
     figures = {figure["name"]: figure for figure in summary["figures"]}
-    rival = figures["1B, bf16, beside eager transformers"]
+    rival = figures["1B, bf16, next to eager transformers"]
     assert (rival["measured"], rival["goal"], rival["met"]) == (1.3, "at least 1.25", True)
     assert not figures["1B, bf16, share of the step in which the device works"]["met"]
     step = figures["1b bf16 triton: step_s"]
@@ -499,8 +499,8 @@ def test_gpu_runs_kept_results_change_pages(readme: ModuleType, made: Path, tmp_
     assert readme.newest(results)[0] == kept
     said = readme.sections(*readme.newest(results))
     assert said != readme.sections(*before)
-    assert "| 1b bf16 triton | 130 |" in said["docs/gpu.md", "gpu"]
-    assert "| command | `python first_touch.py` |" in said["docs/gpu.md", "gpu"]
+    assert "| 1b bf16 triton | 130 |" in said["docs/reference/gpu.md", "gpu"]
+    assert "| command | `python first_touch.py` |" in said["docs/reference/gpu.md", "gpu"]
     assert "triton: differs from fp64: by 2" in said["kernels/README.md", "gpu-parity"]
     with pytest.raises(ValueError, match="no markers"):
         readme.filled("a page", "gpu", "text")
@@ -523,8 +523,9 @@ def test_gpu_runs_headline_names_device_and_page(readme: ModuleType, made: Path)
         said[1]
         == "In bf16, mtrain trains Llama 3.2 1B at 130 tokens/s; transformers trains it at 100."
     )
-    assert (
-        said[2] == "3 of 6 figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure."
+    assert said[2] == (
+        "3 of 6 figures reach their goals."
+        " [docs/reference/gpu.md](docs/reference/gpu.md) has every figure."
     )
     assert len(said) == 3
     for folder in readme.RESULTS.iterdir():

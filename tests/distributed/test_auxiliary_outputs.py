@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
-from tests.support.engine import import_engine
-from tests.support.forked import run_alone, run_ranks
+from tests.support.forked import import_engine, run_alone, run_ranks
 from tests.support.runs import tiny_run
 
 STEPS = 1

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from mtrain.config.schema.run import RunConfig
 from tests.support.commands import SMALL
 from tests.support.covering import some
-from tests.support.engine import import_engine
-from tests.support.forked import run_alone, run_ranks
+from tests.support.forked import import_engine, run_alone, run_ranks
 from tests.support.launched import Launched
 from tests.support.runs import tiny_run
 

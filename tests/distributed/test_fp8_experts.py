@@ -18,8 +18,7 @@ from mtrain.config.schema.run import RunConfig
 from tests.distributed.test_fp8_linear import WIDE, assert_stays_near_bf16, counted, fp8
 from tests.distributed.test_fp8_operands import SMALL
 from tests.support.covering import some
-from tests.support.engine import import_engine
-from tests.support.forked import run_ranks
+from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run
 
 MOE = "model=mixtral_tiny"

@@ -19,8 +19,7 @@ from mtrain.cli.setup import load
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
-from tests.support.engine import import_engine
-from tests.support.forked import run_ranks
+from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 WIDE = {

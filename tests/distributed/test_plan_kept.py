@@ -16,7 +16,7 @@ from mtrain.plan.rank import passing, stage_memories
 from mtrain.plan.states import rank_states
 from tests.support.covering import some
 from tests.support.forked import run_ranks
-from tests.support.kept import held, measured
+from tests.support.memory import held, measured
 
 BIG = Machine(cpu_cores=64, memory_bytes=1 << 40)
 BASE = "data=mock data.seq_length=64 trainer.global_batch_size=8 trainer.micro_batch_size=2"

@@ -14,8 +14,7 @@ import pytest
 from mtrain.config.machine import installed
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment
-from tests.support.engine import import_engine
-from tests.support.forked import run_alone, run_ranks
+from tests.support.forked import import_engine, run_alone, run_ranks
 from tests.support.runs import tiny_run
 
 STEPS = 2

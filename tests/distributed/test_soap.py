@@ -24,8 +24,7 @@ from mtrain.plan.weights import matrices_of, shared_out, update_of
 from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks
-from tests.support.given_gradients import train_on_given
-from tests.support.runs import tiny_run, train_steps, trained, whole_tensors
+from tests.support.runs import tiny_run, train_on_given, train_steps, trained, whole_tensors
 
 STEPS = 4
 SOAP = {"precondition_frequency": 2}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.forked import run_ranks
-from tests.support.given_gradients import train_on_given
-from tests.support.runs import tiny_run, whole_tensors
+from tests.support.runs import tiny_run, train_on_given, whole_tensors
 
 STEPS = 2
 

@@ -10,7 +10,7 @@ import time
 from tests.museum import clean
 from tests.museum.exhibit import Exhibit, show
 from tests.museum.exhibits import EXHIBITS
-from tests.support.engine import import_engine
+from tests.support.forked import import_engine
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def _install_adapter() -> None:
     """Import everything once per test process."""
-    from tests.support.engine import import_engine
+    from tests.support.forked import import_engine
 
     import_engine()
 

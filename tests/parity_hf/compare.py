@@ -24,7 +24,7 @@ from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import to_ours, to_theirs
 from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.huggingface.importer import import_config
-from tests.parity_hf import theirs
+from tests.parity_hf import hf_reference
 
 BATCH = 2
 PROMPT = 8
@@ -161,7 +161,7 @@ def older(values: dict[str, Any]) -> dict[str, Any]:
 def compare(case: Case) -> Result:
     """Import, build and train both; a job for `run_ranks` with one rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    config = theirs.configuration(case.kind, case.values)
+    config = hf_reference.configuration(case.kind, case.values)
     try:
         run, refused = imported(case, config.to_dict())
     except ConfigError as error:
@@ -185,16 +185,16 @@ def compare(case: Case) -> Result:
 def _compare(case: Case, config: Any, run: Any, result: Result) -> None:
     from mtrain.world.init import joined
 
-    made = theirs.model(config, case.seed)
+    made = hf_reference.model(config, case.seed)
     moved = run.model.moe is not None and run.model.moe.router_bias_update_rate
-    biases = theirs.Biases(made, moved or 0.0)
+    biases = hf_reference.Biases(made, moved or 0.0)
     table = TABLES[case.kind]
     windows = Windows(config.vocab_size, case.length, case.seed)
     with joined(run) as world:
         parts = _parts(run, world, windows)
         chunk = parts.state.chunks[0]
         own = _own_tensors(chunk)
-        load(to_ours(table, run.model, theirs.tensors(made)), own, run)
+        load(to_ours(table, run.model, hf_reference.tensors(made)), own, run)
         own["decoder.final_layernorm.weight"].data *= 1 + case.flaw
         parts.state.optimizer.reload_model_params()
         _compare_text(run, world, parts, made, windows, result)
@@ -210,10 +210,10 @@ def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.world.init import joined
 
-    config = theirs.configuration(case.kind, case.values)
+    config = hf_reference.configuration(case.kind, case.values)
     run, _ = imported(replace(case, extra=("precision=bf16",)), config.to_dict())
     run = resolve(run, Machine.here(), 1)
-    made = theirs.model(config, case.seed)
+    made = hf_reference.model(config, case.seed)
     table = TABLES[case.kind]
     windows = Windows(config.vocab_size, case.length, case.seed)
     tokens, labels = windows.step(0)
@@ -225,7 +225,7 @@ def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float
     with joined(run) as world:
         parts = _parts(run, world, windows)
         load(
-            to_ours(table, run.model, theirs.tensors(made)),
+            to_ours(table, run.model, hf_reference.tensors(made)),
             _own_tensors(parts.state.chunks[0]),
             run,
         )
@@ -236,7 +236,7 @@ def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float
 
 def _quantities(made: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     made.zero_grad()
-    found = theirs.loss(made, tokens, labels)
+    found = hf_reference.loss(made, tokens, labels)
     found.cross_entropy.backward()
     gradients = {name: p.grad.clone() for name, p in made.named_parameters()}
     return {"logits": found.logits.detach(), **gradients}
@@ -310,7 +310,7 @@ def _compare_text(
         "text is compared as it is written with keys and values kept"
     )
     ours = sampler.generate(prompt, NEW_TOKENS, temperature=0.0)
-    result.text = (ours, theirs.text(made, prompt, NEW_TOKENS))
+    result.text = (ours, hf_reference.text(made, prompt, NEW_TOKENS))
 
 
 def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[str, Tensor]]:
@@ -336,7 +336,7 @@ def _compare_gradients(
     table: Any, run: Any, parts: Any, made: Any, windows: Windows, result: Result
 ) -> None:
     tokens, labels = windows.step(0)
-    their = theirs.loss(made, tokens, labels)
+    their = hf_reference.loss(made, tokens, labels)
     (their.cross_entropy + their.balance).backward()
     logits, loss, own = _forward_backward(parts, tokens)
     own = _taught(own)
@@ -344,7 +344,7 @@ def _compare_gradients(
     result.note("loss", "", torch.tensor(loss), their.cross_entropy)
     for name in filter(_has_words, own):
         result.note("gradient of padding", name, own[name][run.model.vocab_size :], torch.zeros(()))
-    gradients = {k: p.grad for k, p in theirs.tensors(made).items() if p.grad is not None}
+    gradients = {k: p.grad for k, p in hf_reference.tensors(made).items() if p.grad is not None}
     largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
     for name, gradient in to_theirs(table, run.model, own).items():
         # what is 0 but for rounding has no scale of its own
@@ -359,11 +359,11 @@ def _compare_steps(
 ) -> None:
     from mtrain.train.loop.step import train_step
 
-    before = {name: t.detach().clone() for name, t in theirs.tensors(made).items()}
-    update = theirs.optimizer(made, run.optim)
+    before = {name: t.detach().clone() for name, t in hf_reference.tensors(made).items()}
+    update = hf_reference.optimizer(made, run.optim)
     for number in range(STEPS):
         ours = train_step(parts, stop_requested=False)
-        their = theirs.loss(made, *windows.step(number))
+        their = hf_reference.loss(made, *windows.step(number))
         (their.cross_entropy + their.balance).backward()
         biases.move()
         norm = update(ours.lr)
@@ -373,7 +373,7 @@ def _compare_steps(
         result.note(
             "gradient norm", f"step {number + 1}", torch.tensor(ours.grad_norm), torch.tensor(norm)
         )
-    after = theirs.tensors(made)
+    after = hf_reference.tensors(made)
     own = _taught({name: t.detach() for name, t in _own_tensors(parts.state.chunks[0]).items()})
     for name, tensor in to_theirs(table, run.model, own).items():
         result.note(

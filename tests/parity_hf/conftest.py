@@ -21,9 +21,9 @@ def _imported() -> None:
     from mtrain.devices import registry
 
     mcore.install(registry.get("cpu"))
-    from tests.parity_hf import theirs
+    from tests.parity_hf import hf_reference
 
-    theirs.import_models()
+    hf_reference.import_models()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtrain.cli.main import main
-from tests.parity_hf import theirs
+from tests.parity_hf import hf_reference
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import run_alone
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("chats")
 
     def save() -> None:
-        theirs.model(theirs.configuration("llama", HF), 1).save_pretrained(home / "hf")
+        hf_reference.model(hf_reference.configuration("llama", HF), 1).save_pretrained(home / "hf")
 
     run_alone(save)
     folder_of(home / "hf", "chatml", marked=True)

@@ -22,7 +22,7 @@ from mtrain.cli.main import main
 from mtrain.errors import CorruptData
 from mtrain.models.gpt import hf_files
 from mtrain.models.table import GATE_UP, TRANSPOSED, Entry, Operation, Table
-from tests.parity_hf import theirs
+from tests.parity_hf import hf_reference
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES
 from tests.support.commands import mtrain
@@ -51,8 +51,8 @@ def saved(name: str, folder: Path, **more: Any) -> Path:
     case = CASES[name]
 
     def save() -> None:
-        config = theirs.configuration(case.kind, {**case.values, **more})
-        theirs.model(config, 1).save_pretrained(folder)
+        config = hf_reference.configuration(case.kind, {**case.values, **more})
+        hf_reference.model(config, 1).save_pretrained(folder)
 
     run_alone(save)
     return folder
@@ -137,9 +137,9 @@ def test_convert_random_model_round_trips_or_is_refused(
     case = draw(kind, seed)
 
     def save() -> None:
-        theirs.model(theirs.configuration(case.kind, case.values), seed).save_pretrained(
-            tmp_path / "theirs"
-        )
+        hf_reference.model(
+            hf_reference.configuration(case.kind, case.values), seed
+        ).save_pretrained(tmp_path / "theirs")
 
     run_alone(save)
     code = command("import", tmp_path / "theirs", tmp_path / "run")

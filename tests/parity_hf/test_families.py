@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.models.gpt.count import parameters
 from mtrain.models.gpt.hf import TABLES
-from tests.parity_hf import theirs
+from tests.parity_hf import hf_reference
 from tests.parity_hf.compare import Case, Result, compare, half_precision_errors, imported
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES, REFUSED
@@ -81,12 +81,14 @@ def test_families_compute_as_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_families_plan_counts_as_transformers(name: str) -> None:
-    config = theirs.configuration(CASES[name].kind, CASES[name].values)
+    config = hf_reference.configuration(CASES[name].kind, CASES[name].values)
     m = imported(CASES[name], config.to_dict())[0].model
     padding = (
         (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
     )
-    assert parameters(m) - padding == sum(p.numel() for p in theirs.model(config, 0).parameters())
+    assert parameters(m) - padding == sum(
+        p.numel() for p in hf_reference.model(config, 0).parameters()
+    )
 
 
 @pytest.mark.full
@@ -118,7 +120,7 @@ def test_families_other_model_is_refused_by_key(name: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_missing_key_takes_transformers_default(kind: str) -> None:
     needed = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}
-    values = theirs.configuration(kind, needed).to_dict()
+    values = hf_reference.configuration(kind, needed).to_dict()
     sizes = {key: value for key, value in values.items() if key in NEEDED | needed.keys()}
     run, refused = imported(Case(kind, {}), {"model_type": kind, **sizes})
     assert (run, refused) == imported(Case(kind, {}), values)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.cli.main import main
 from mtrain.models.hybrid import hf
 from mtrain.models.table import to_theirs
-from tests.parity_hf.theirs import Biases
+from tests.parity_hf.hf_reference import Biases
 from tests.support.forked import run_alone, run_ranks
 
 MIXER = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "vocab_size": 331, "hidden_size": 48}

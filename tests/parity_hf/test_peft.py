@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity_hf import compare, theirs
+from tests.parity_hf import compare, hf_reference
 from tests.parity_hf.families import CASES, VOCAB
 from tests.parity_hf.test_convert import command, saved
 from tests.support.covering import some
@@ -107,10 +107,10 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
         CASES[kind],
         extra=(*CASES[kind].extra, *words.split(), f"peft.r={RANK}", f"peft.alpha={ALPHA}"),
     )
-    config = theirs.configuration(case.kind, case.values)
+    config = hf_reference.configuration(case.kind, case.values)
     run, _ = compare.imported(case, config.to_dict())
     run = resolve(run, Machine.here(), 1)
-    made = theirs.model(config, case.seed)
+    made = hf_reference.model(config, case.seed)
     table = TABLES[case.kind]
     result = compare.Result()
     windows = compare.Windows(config.vocab_size, case.length, case.seed)
@@ -122,7 +122,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
             for k, t in compare._own_tensors(chunk).items()
             if "lora_" not in k and "magnitude" not in k
         }
-        compare.load(to_ours(table, run.model, theirs.tensors(made)), base, run)
+        compare.load(to_ours(table, run.model, hf_reference.tensors(made)), base, run)
         low_rank.start_magnitudes(parts.state.chunks)
         draw = torch.Generator().manual_seed(3)
         for tensor in (t for k, t in compare._own_tensors(chunk).items() if "lora_b" in k):
@@ -134,7 +134,7 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
         for key, tensor in compare._own_tensors(chunk).items():
             tensor.data.mul_(1 + flaw * ("lora_a" in key))
         tokens, labels = windows.step(0)
-        their = theirs.loss(made, tokens, labels)
+        their = hf_reference.loss(made, tokens, labels)
         (their.cross_entropy + their.balance).backward()
         logits, loss, _ = compare._forward_backward(parts, tokens)
         result.note("logits", "", logits, their.logits)
@@ -146,10 +146,10 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
             result.note("gradient", key, tensor, gradients[key])
         model.zero_grad()
         before = named(model, lambda p: p.detach().clone())
-        update = theirs.optimizer(made, run.optim)
+        update = hf_reference.optimizer(made, run.optim)
         for number in range(compare.STEPS):
             ours = train_step(parts, stop_requested=False)
-            their = theirs.loss(made, *windows.step(number))
+            their = hf_reference.loss(made, *windows.step(number))
             (their.cross_entropy + their.balance).backward()
             norm = update(ours.lr)
             result.note("loss of a step", str(number), torch.tensor(ours.loss), their.cross_entropy)

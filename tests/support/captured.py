@@ -16,13 +16,13 @@ from mtrain.devices import cpu_namespace
 
 
 class Graph:
-    """The operations of a capture, in their order, with the tensors that they read and gave."""
+    """Operations of a capture in their order, with the tensors that they read and returned."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def register_generator_state(self, state: Any) -> None:
-        """Nothing: what is captured here draws no numbers."""
+        """Do nothing: captured operations draw no numbers."""
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -67,9 +67,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def graph(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    """Capture, as `torch.cuda.graph` does: when it ends, nothing has been written to what was there
-    before.
-    """
+    """Capture as `torch.cuda.graph` does: at the end, existing tensors are unchanged."""
     with _Recorder(graph) as recorder:
         yield
     for tensor, before in reversed(recorder.changed):
@@ -77,7 +75,7 @@ def graph(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def let_capture(patch: pytest.MonkeyPatch) -> None:
-    """Let megatron-core's module of CUDA graphs, and it alone, find them on the CPU."""
+    """Let only megatron-core's module of CUDA graphs find them on the CPU."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs
 
@@ -96,8 +94,8 @@ def let_capture(patch: pytest.MonkeyPatch) -> None:
     vars(namespace).update(more)
     patch.setitem(vars(cuda_graphs), "__device_namespace__", namespace)
     patch.setattr(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda state: state)
-    # no graph holds a CPU's generator: plain ones draw, of which megatron-core is told that they do
-    # for graphs
+    # no graph holds a CPU's generator: plain ones draw, and megatron-core takes them for those of
+    # graphs
     patch.setattr("mtrain.world.init.tracker_of", lambda run: {})
     plain = random.get_cuda_rng_tracker
 

@@ -43,34 +43,34 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tests call it."""
+        """Return the name of the test case."""
         return f"{self.number} {' '.join(self.words)}"[:70]
 
 
 def bad(
     number: int, words: str, code: str, path: str, *says: str, origin: str = "command line"
 ) -> Row:
-    """Return a command line that is refused."""
+    """Make the row of a command line that is refused."""
     return Row(number, tuple(words.split()), code, path, says, origin=origin)
 
 
 def odd(number: int, words: str, code: str, path: str, *says: str) -> Row:
-    """Return a command line with a warning."""
+    """Make the row of a command line with a warning."""
     return Row(number, tuple(words.split()), code, path, says, "warning")
 
 
 def fine(number: int, words: str) -> Row:
-    """Return a command line that today's systems refuse or spoil, and that works here."""
+    """Make the row of a command line that works here, although other systems refuse or spoil it."""
     return Row(number, tuple(words.split()))
 
 
 def recipe(number: int, text: str, line: int, code: str, path: str, *says: str) -> Row:
-    """Return a recipe that is refused because of one line."""
+    """Make the row of a recipe that is refused because of one line."""
     return Row(number, ("recipe={file}",), code, path, says, text=text, line=line)
 
 
 def validated(words: Sequence[str]) -> list[Problem]:
-    """What `check` says of a command line on a small machine without GPUs."""
+    """Return the findings of `check` for a command line on a small machine without GPUs."""
     with within_a_second():
         try:
             return list(load(words, LAPTOP, {}).warnings)
@@ -434,7 +434,7 @@ tested at preflight.
 
 @cache
 def accepted() -> tuple[RunConfig, ...]:
-    """Return the configurations of the catalogue that the schema accepts."""
+    """Return the catalogue's configurations that the schema accepts."""
     found = []
     for row in ROWS:
         if not row.text:

@@ -108,16 +108,16 @@ TEXTS = [
 
 
 def template_of(kind: str, *, marked: bool) -> str:
-    """Return the template of a kind, with `{% generation %}` around what the model says
-    or without.
+    """Return the template of a kind, with `{% generation %}` around the assistant's words if
+    requested.
     """
     begin, end = ("{%- generation -%}", "{%- endgeneration -%}") if marked else ("", "")
     return TEMPLATES[kind].replace("[[", begin).replace("]]", end)
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
-    """Byte-level BPE, or BPE on ▁ with bytes as in sentencepiece, with the special tokens of a
-    kind.
+    """Make a tokenizer of byte-level BPE, or of sentencepiece's BPE with bytes, with a kind's
+    special tokens.
     """
     if kind in ("mistral", "zephyr", "gemma"):
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token=SPECIAL[kind][0], fuse_unk=True))
@@ -152,7 +152,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def folder_of(folder: Path, kind: str, *, marked: bool = False) -> Path:
-    """Return a folder with a tokenizer.json and a tokenizer_config.json; the path of the first."""
+    """Write a tokenizer.json and a tokenizer_config.json; return the path of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_of(kind).save(str(folder / "tokenizer.json"))
     settings = {**NAMED[kind], "chat_template": template_of(kind, marked=marked)}
@@ -162,14 +162,14 @@ def folder_of(folder: Path, kind: str, *, marked: bool = False) -> Path:
 
 
 def turns(*said: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Return messages of a user and the assistant in turn, behind one of the system."""
+    """Return alternating messages of user and assistant, after a system message if there is one."""
     roles = ("user", "assistant")
     found = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
     return [*([{"role": "system", "content": system}] if system is not None else []), *found]
 
 
 def chats_file(path: Path, chats: Iterable[Any]) -> Path:
-    """Return a JSON Lines file of chats: lists of messages, or whole objects."""
+    """Write a JSON Lines file of chats: lists of messages, or whole objects."""
     rows = [one if isinstance(one, dict) else {"messages": one} for one in chats]
     path.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"

@@ -30,8 +30,8 @@ SMALL = (
 
 
 def latest(*argv: str) -> list[str]:
-    """Return a command line of which a key that is set twice is set to the later value: a test's
-    words over a base.
+    """Return a command line that sets each key once, to its last value: a test's words override a
+    base.
     """
     last = {word.partition("=")[0]: index for index, word in enumerate(argv)}
     return [
@@ -47,7 +47,7 @@ def command(*argv: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what a launcher of ranks would set."""
+    """Return this process's environment without the variables of a launcher."""
     return {
         k: v
         for k, v in os.environ.items()
@@ -80,7 +80,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Until `condition` holds."""
+    """Wait until `condition` holds."""
     deadline = time.monotonic() + patient(timeout_s)
     while not condition():
         if time.monotonic() > deadline:

@@ -71,7 +71,7 @@ def refusals(*words: str) -> list[Problem]:
 
 
 def validate(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
-    """What the rules say of `raw` on `machine`."""
+    """Return the findings of the rules about `raw` on `machine`."""
     return check(resolve(raw, machine), raw=raw, resolve=lambda run: resolve(run, machine))
 
 

@@ -1,4 +1,4 @@
-"""Which cases of a table `make test` runs; `make test-all` runs the others."""
+"""Choice of the cases that `make test` runs; `make test-all` runs the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def some(table: Iterable[str], always: Iterable[str], engine: Iterable[str] = ()
 
 
 def some_recipes(names: Iterable[str]) -> list[Any]:
-    """Return the names of recipes as parameters: `full` but for the first of each folder."""
+    """Return the names of recipes as parameters, `full` except for the first of each folder."""
     first: dict[str, str] = {}
     for name in sorted(names):
         first.setdefault(name.partition("/")[0], name)
@@ -29,8 +29,8 @@ def some_recipes(names: Iterable[str]) -> list[Any]:
 
 
 def cover(features: Sequence[frozenset[Hashable]]) -> list[int]:
-    """Return indices of cases that together have every feature: again and again the one with most
-    new ones.
+    """Return indices of cases that together have every feature, adding the case with most missing
+    features first.
     """
     missing: set[Hashable] = set().union(*features)
     chosen: list[int] = []

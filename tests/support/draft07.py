@@ -28,7 +28,7 @@ TYPES: dict[str, Any] = {
 
 
 def unknown_words(schema: Any, path: str = "#") -> Iterator[str]:
-    """Yield words of a schema that draft-07 does not have or that are not checked here."""
+    """Yield words of a schema that draft-07 lacks or that this validator ignores."""
     if isinstance(schema, bool):
         return
     for key, value in schema.items():
@@ -44,11 +44,11 @@ def unknown_words(schema: Any, path: str = "#") -> Iterator[str]:
         elif key in ("items", "additionalProperties", "additionalItems", "propertyNames"):
             yield from unknown_words(value, where)
     if "$ref" in schema and len(schema) > 1:
-        yield f"{path}: words beside $ref are ignored in draft-07"
+        yield f"{path}: draft-07 ignores words next to $ref"
 
 
 def errors(value: Any, schema: Any, root: Any | None = None, path: str = "") -> list[str]:
-    """What of `value` the schema refuses."""
+    """Return the errors of `value` under a schema."""
     root = root if root is not None else schema
     if isinstance(schema, bool):
         return [] if schema else [f"{path}: nothing is allowed here"]
@@ -61,7 +61,7 @@ def errors(value: Any, schema: Any, root: Any | None = None, path: str = "") -> 
     for inner in schema.get("allOf", ()):
         out += errors(value, inner, root, path)
     if "anyOf" in schema and all(errors(value, inner, root, path) for inner in schema["anyOf"]):
-        out.append(f"{path}: {value!r} is none of the alternatives")
+        out.append(f"{path}: {value!r} matches no alternative")
     if isinstance(value, dict):
         out += _object(value, schema, root, path)
     if isinstance(value, list):

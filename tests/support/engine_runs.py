@@ -17,8 +17,7 @@ from typing import Any
 from mtrain.config.engine import release as engine
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.config.schema.model import MoEConfig
-from tests.support.engine import import_engine
-from tests.support.forked import run_ranks
+from tests.support.forked import import_engine, run_ranks
 from tests.support.patience import patient
 from tests.support.runs import tiny_run, train_steps
 
@@ -56,8 +55,8 @@ CASES |= {
 
 
 def trained(home: Path, name: str) -> list[tuple[float, float]]:
-    """Loss and norm of each step of a case, with checkpoints after `SAVED` of them and
-    at the end.
+    """Return loss and norm of each step of a case, with checkpoints after `SAVED` steps and at the
+    end.
     """
     run = tiny_run(**CASES[name])
     found = run_ranks(
@@ -68,8 +67,8 @@ def trained(home: Path, name: str) -> list[tuple[float, float]]:
 
 
 def resumed(home: Path, name: str) -> list[tuple[float, float]]:
-    """Those of the steps behind the checkpoint, which is written to `home/again` first, as it was
-    read.
+    """Return losses and norms after resuming, having rewritten the checkpoint to `home/again` as it
+    was read.
     """
     run = tiny_run(**CASES[name])
     saved = home / name / f"step_{SAVED:08d}"
@@ -82,9 +81,7 @@ def resumed(home: Path, name: str) -> list[tuple[float, float]]:
 
 
 def in_other_release(home: Path) -> dict[str, Any]:
-    """What this module prints where the environment of Python alone says which megatron-core is
-    loaded.
-    """
+    """Return the output of this module in a process whose megatron-core only PYTHONPATH selects."""
     without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "tests.support.engine_runs", str(home)]
     where = Path(__file__).parents[2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -10,7 +13,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -71,8 +74,7 @@ def run_ranks(
 
 
 def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """`fn()` in a forked process of its own, where torch.distributed is not in use; its value must
-    pickle.
+    """Return `fn()` of a forked process without torch.distributed; its value must pickle.
 
     Raises `RankFailed` as `run_ranks` does.
     """
@@ -88,8 +90,8 @@ def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
 
 
 def run_without_privileges(fn: Callable[[], Any]) -> Any:
-    """`fn()` in a forked process that is bound by the permissions of files, also where the tests
-    run as root.
+    """Return `fn()` of a forked process that obeys the permissions of files, even if the tests run
+    as root.
 
     Raises `RankFailed` as `run_ranks` does.
     """
@@ -168,3 +170,37 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
                 raise RankFailed(f"rank {rank} raised\n{value}")
             values[rank] = value
     return [values[r] for r in range(len(receivers))]
+
+
+OF_FAMILIES = (
+    *(
+        f"models.{family}.{part}"
+        for family in ("gpt", "bert", "t5", "llava")
+        for part in ("build", "data")
+    ),
+    "models.hybrid.build",
+    "data.chat_batch",
+)
+"""What a rank imports once it knows its model."""
+
+
+def import_engine(without: Iterable[str] = ()) -> None:
+    """Install the adapter without the patches named, and import all that a rank needs.
+
+    This process has one thread from then on: a pool of threads does not survive a fork.
+    """
+    import torch
+
+    from mtrain import mcore
+    from mtrain.devices import registry
+
+    torch.set_num_threads(1)
+    mcore.install(registry.get("cpu"), without=without)
+    import mtrain_kernels.registry
+
+    for name in OF_FAMILIES:
+        importlib.import_module(f"mtrain.{name}")
+    mtrain_kernels.registry.ops()
+    gc.collect()
+    atexit.register(gc.unfreeze)  # else libraries report what is not freed at the end
+    gc.freeze()  # no forked process looks through it for garbage, which would copy it

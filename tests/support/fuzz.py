@@ -57,13 +57,13 @@ KNOWN = (
 
 @dataclass
 class Canary:
-    """What happened that must not; armed only while something is validated."""
+    """Audit hook that records forbidden events while something is validated."""
 
     armed: bool = False
     fired: tuple[str, ...] = ()
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        """The audit hook."""
+        """Record an event if it is forbidden."""
         if self.armed and self._forbids(event, args):
             self.fired += (f"{event} {str(args)[:200]}",)
 
@@ -93,10 +93,10 @@ class Canary:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Armed inside.
+        """Arm the canary inside the block.
 
         Raises:
-            AssertionError: at the end, where it fired.
+            AssertionError: it fired, at the end of the block.
         """
         self.armed = True
         self.fired = ()
@@ -112,11 +112,11 @@ sys.addaudithook(CANARY)
 
 
 def validated(words: Sequence[str]) -> list[Problem]:
-    """What `check` says of a command line, warnings left out.
+    """Return the problems that `check` finds in a command line, without warnings.
 
     Raises:
-        AssertionError: it took long, let the canary fire, gave a secret away, or refused without
-            saying where.
+        AssertionError: it took long, fired the canary, leaked a secret, or refused without naming a
+        key.
     """
     problems: list[Problem] = []
     with CANARY.watching(), within_a_second():
@@ -142,7 +142,9 @@ WHOLE = ("MT001", "MT002", "MT003", "MT005", "MT010")
 
 
 def texts() -> list[str]:
-    """What is mutated: every shared recipe, group files as recipes, and a whole run file."""
+    """Return the texts to mutate: every shared recipe, group files as recipes, and a whole run
+    file.
+    """
     shared = [file.read_text() for file in sorted(recipes_dir().rglob("*.yaml"))]
     groups = [
         f"{file.parent.name}:\n" + "".join(f"  {line}\n" for line in file.read_text().splitlines())
@@ -152,7 +154,7 @@ def texts() -> list[str]:
 
 
 def mutations(count: int, seed: int, file: Path) -> Counter[str]:
-    """Validate `count` mutated recipes; how often each code came."""
+    """Validate `count` mutated recipes; return how often each code came."""
     rng = random.Random(seed)
     originals = texts()
     codes = Counter[str]()
@@ -170,7 +172,7 @@ def mutations(count: int, seed: int, file: Path) -> Counter[str]:
 
 
 def attacks(count: int, seed: int, file: Path) -> Counter[str]:
-    """Validate `count` hostile inputs; those that are more than data must be refused."""
+    """Validate `count` hostile inputs; those that exceed data must be refused."""
     codes = Counter[str]()
     for attack in hostile(count, seed):
         file.write_bytes(attack.data)
@@ -187,7 +189,7 @@ def attacks(count: int, seed: int, file: Path) -> Counter[str]:
 
 
 def through_the_command(count: int, seed: int, folder: Path) -> None:
-    """A sample as a user starts it: exit code 0 or 2, no traceback, and nothing left behind."""
+    """Run a sample through the command line: exit code 0 or 2, no traceback, and no leftovers."""
     rng = random.Random(seed)
     originals = texts()
     for index in range(count):
@@ -203,7 +205,9 @@ def through_the_command(count: int, seed: int, folder: Path) -> None:
 
 
 def warm() -> None:
-    """Import what validating imports late, so that the canary hears of no import that is ours."""
+    """Import the modules that a validation imports late, so that the canary detects no import of
+    ours.
+    """
     os.environ[SECRET[0]] = SECRET[1]
     for words in (
         ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
@@ -223,7 +227,7 @@ def warm() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Validate all of it and say what came out."""
+    """Validate all inputs and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipes", type=int, default=10_000)
     parser.add_argument("--hostile", type=int, default=500)

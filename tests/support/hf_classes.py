@@ -1,5 +1,4 @@
-"""What the classes of transformers do with the keys of a `config.json`, read from their source
-without running it.
+"""Table of how classes of transformers read the keys of a `config.json`, from their source.
 
 `python -m tests.support.hf_classes` writes `src/mtrain/recipes/huggingface/classes.json`, which the
 importer uses; a test makes it again and compares.
@@ -50,7 +49,7 @@ def _root() -> Path:
 
 @cache
 def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
-    """Configuration classes by name, with their files: of those files that name a kind."""
+    """Return configuration classes by name with their files, from the files that name a kind."""
     out = {}
     for path in sorted(_root().glob("models/*/configuration_*.py")):
         text = path.read_text()
@@ -74,8 +73,8 @@ def _constant(node: ast.ClassDef, name: str) -> Any:
 
 
 def _class_of(kind: str) -> tuple[Path, list[ast.ClassDef]]:
-    """Return the file of the configuration class of a kind, and the class with those that it is
-    made of, the last first.
+    """Return the file of a kind's configuration class, and the class with its bases, the base
+    first.
     """
     found = [
         (path, node) for path, node in _classes().values() if _constant(node, "model_type") == kind
@@ -106,7 +105,7 @@ def _methods(line: list[ast.ClassDef]) -> Iterator[ast.FunctionDef]:
 
 
 def _filled_in(line: list[ast.ClassDef]) -> set[str]:
-    """Return keys for which a class puts another value where they are null."""
+    """Return the keys whose null a class replaces by another value."""
     out = set()
     for function in _methods(line):
         for node in ast.walk(function):
@@ -127,14 +126,14 @@ def _filled_in(line: list[ast.ClassDef]) -> set[str]:
 
 
 def _tested(test: ast.expr) -> str:
-    """`x` of `self.x is None` and `self.x is not None`."""
+    """Yield `x` of `self.x is None` and `self.x is not None`."""
     found = re.fullmatch(r"self\.(\w+) is (not )?None", ast.unparse(test))
     return found[1] if found else ""
 
 
 def _read(trees: Sequence[ast.AST], owners: tuple[str, ...]) -> set[str]:
-    """Attributes of configurations that code reads, and keys that it takes out of the words it is
-    given.
+    """Return the attributes of configurations that code reads, and the keys that it takes from its
+    arguments.
     """
     out: set[object] = set()
     for tree in trees:
@@ -160,8 +159,8 @@ def _read(trees: Sequence[ast.AST], owners: tuple[str, ...]) -> set[str]:
 
 
 def _computed(line: list[ast.ClassDef]) -> set[str]:
-    """What a class computes as true or false, and a file may say as well: it is set behind what was
-    computed.
+    """Return the keys that a class sets to true or false from others, although a file may state
+    them.
     """
     assigned = (
         node
@@ -181,14 +180,18 @@ def _is_own(node: ast.expr) -> bool:
 
 
 def _defaults(tree: ast.AST) -> Iterator[str]:
-    """Arguments that a function takes from the configuration where a caller gives none."""
+    """Return the arguments that a function takes from the configuration unless a caller passes
+    them.
+    """
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         if any("config_defaults" in ast.unparse(one) for one in function.decorator_list):
             yield from (arg.arg for arg in function.args.args)
 
 
 def _null(field: ast.AnnAssign, filled: bool) -> str:
-    """What null is taken for: refused, what leaving out means, another value, false, or nothing."""
+    """Return how null is treated: refused, as absence, as another value, as false, or as
+    nothing.
+    """
     kinds = {part.strip() for part in ast.unparse(field.annotation).split("|")}
     if "None" not in kinds:
         return "refused"
@@ -200,8 +203,8 @@ def _null(field: ast.AnnAssign, filled: bool) -> str:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """What the classes of a kind read, and what they take null for; keys that any class declares,
-    and its own.
+    """Return the keys that the classes of a kind read and how they treat null, with keys of any
+    class.
     """
     path, line = _class_of(kind)
     files = sorted(path.parent.glob("modeling_*.py"))
@@ -231,12 +234,12 @@ def of_kind(kind: str) -> dict[str, Any]:
 
 @cache
 def known() -> frozenset[str]:
-    """Return every key that some configuration class of the kinds here declares."""
+    """Return every key that a configuration class of the supported kinds declares."""
     return frozenset(name for kind in (*KINDS, *INSIDE) for name in _fields(_class_of(kind)[1]))
 
 
 def table() -> dict[str, Any]:
-    """What stands in the file."""
+    """Return the content of the file."""
     import transformers
 
     return {
@@ -246,7 +249,7 @@ def table() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return the file: a line for each list."""
+    """Return the file's text, with one line for each list."""
     made = table()
     lines = [f' "transformers": {json.dumps(made["transformers"])},', ' "kinds": {']
     for kind, one in made["kinds"].items():

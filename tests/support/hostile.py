@@ -1,4 +1,4 @@
-"""What somebody would write who wants a recipe to do more than to configure."""
+"""Hostile recipes: texts that try to do more than configure."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Attack:
 
 
 def hostile(count: int, seed: int) -> Iterator[Attack]:
-    """`count` attacks, every kind of them, in an order that `seed` decides."""
+    """Return `count` attacks of every kind, in an order that follows `seed`."""
     rng = random.Random(seed)
     found = [*_in_files(), *_on_command_lines()]
     rng.shuffle(found)
@@ -167,7 +167,7 @@ def hostile(count: int, seed: int) -> Iterator[Attack]:
 
 
 def kinds() -> int:
-    """Return how many attacks there are."""
+    """Return the number of attacks."""
     return len([*_in_files(), *_on_command_lines()])
 
 
@@ -234,7 +234,7 @@ def _on_command_lines() -> Iterator[Attack]:
 
 
 def _nested(section: str, line: str) -> str:
-    """YAML with a line inside a section, beside a key that is fine."""
+    """Return YAML with a line inside a section, next to a valid key."""
     out = ""
     depth = 0
     for name in section.split(".") if section else ():

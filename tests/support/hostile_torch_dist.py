@@ -33,8 +33,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def write_good(folder: Path) -> Path:
-    """Return a checkpoint of two tensors and an object, and a tracker beside it; the folder of its
-    iteration.
+    """Write a checkpoint of two tensors and an object with its tracker; return its iteration's
+    folder.
     """
     path = folder / "iter_0000100"
     state = {
@@ -53,25 +53,23 @@ def write_good(folder: Path) -> Path:
 
 
 def text(value: str) -> bytes:
-    """Return a text in a pickle."""
+    """Return the pickle of a text."""
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def calls(module: str, name: str, *arguments: bytes) -> bytes:
-    """Return a pickle that calls something."""
+    """Return a pickle that calls a function."""
     return b"\x80\x04c" + f"{module}\n{name}\n".encode() + b"(" + b"".join(arguments) + b"tR."
 
 
 def _top(key: bytes) -> bytes:
-    """Metadata with a tensor of this name."""
+    """Return metadata with a tensor of this name."""
     made = b"\x80\x04" + f"c{_METADATA}\nMetadata\n".encode() + b")\x81}("
     return made + text("state_dict_metadata") + b"}" + key + b"Ns" + text("storage_data") + b"}ub."
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """What may stand in place of `.metadata`: none of it is read, and none of it makes the file
-    `canary`.
-    """
+    """Return replacements of `.metadata` that are never read and never create the file `canary`."""
     touch = text(f"touch {canary}")
     python = text(f"open({str(canary)!r}, 'w')")
     out = {
@@ -186,7 +184,7 @@ def _tensor(meta: Metadata) -> TensorStorageMetadata:
 
 
 def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metadata], None]:
-    """Return the tensor has these chunks, stored where its one chunk was, a part for each."""
+    """Return a change: the tensor has these chunks, stored in place of its one chunk."""
 
     def change(meta: Metadata) -> None:
         _tensor(meta).chunks = [
@@ -202,7 +200,7 @@ def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metada
 
 
 def stored(**changes: Any) -> Callable[[Metadata], None]:
-    """Return a change of where the bytes of a tensor are."""
+    """Return a change of the location of a tensor's bytes."""
 
     def change(meta: Metadata) -> None:
         index = MetadataIndex(OTHER, (0, 0))
@@ -223,9 +221,7 @@ _NO = TensorProperties(dtype=torch.complex64)
 
 
 def _doubled(times: int) -> Any:
-    """Return a tuple of itself twice, so many times over: a few bytes of a pickle, and ages to
-    print.
-    """
+    """Return a pickle of nested pairs of equal tuples: a few bytes that take ages to print."""
     out: Any = ()
     for _ in range(times):
         out = (out, out)
@@ -303,7 +299,7 @@ METADATA: dict[str, Callable[[Metadata], None]] = {
 
 
 def change_metadata(path: Path, change: Callable[[Metadata], Any]) -> None:
-    """Changes the metadata of a checkpoint that this module wrote."""
+    """Change the metadata of a checkpoint that this module wrote."""
     meta = pickle.loads((path / ".metadata").read_bytes())
     change(meta)
     (path / ".metadata").write_bytes(pickle.dumps(meta))
@@ -376,7 +372,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 
 
 def item(pickled: bytes, numbers: bytes = bytes(64), **changes: Any) -> bytes:
-    """Return a tensor as torch saves it, with a pickle and numbers that are given."""
+    """Return a tensor as torch saves it, with the given pickle and numbers."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", changes.get("compression", zipfile.ZIP_STORED)) as archive:
         for name, content in {
@@ -400,7 +396,7 @@ def tensor_pickle(
     kind: str = "BFloat16Storage",
     key: str = "0",
 ) -> bytes:
-    """What torch writes of a tensor."""
+    """Return the bytes that torch writes for a tensor."""
 
     def number(value: int) -> bytes:
         data = value.to_bytes(16, "little", signed=True)
@@ -423,7 +419,7 @@ def tensor_pickle(
 
 
 def items(canary: Path) -> dict[str, bytes]:
-    """What may stand in place of the bytes of a tensor of shape [4, 8] in bf16."""
+    """Return replacements of the bytes of a bf16 tensor of shape [4, 8]."""
     touch = text(f"touch {canary}")
     good = item(tensor_pickle())
     lies = bytearray(good)
@@ -471,6 +467,6 @@ def items(canary: Path) -> dict[str, bytes]:
 
 
 def put_item(path: Path, data: bytes) -> None:
-    """Put bytes in place of those of a tensor of a checkpoint that this module wrote."""
+    """Replace the bytes of a tensor in a checkpoint that this module wrote."""
     (path / "__1_0.distcp").write_bytes(data)
     change_metadata(path, stored(relative_path="__1_0.distcp", offset=0, length=len(data)))

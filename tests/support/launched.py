@@ -19,14 +19,14 @@ import psutil
 
 from mtrain.processes import die_with
 from tests.support.commands import latest
-from tests.support.engine import import_engine
+from tests.support.forked import import_engine
 from tests.support.patience import patient
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -48,7 +48,7 @@ class Launched:
         patch: Callable[[], None] | None = None,
         apart: Path | None = None,
     ) -> None:
-        """With `apart`, output and errors are two files, in that folder."""
+        """Start the command; with `apart`, output and errors are two files in that folder."""
         import_engine()
         self.output = (apart or cwd) / f"output-{len(list((apart or cwd).glob('output-*')))}.txt"
         self.errors = self.output.with_suffix(".err") if apart else self.output
@@ -86,12 +86,12 @@ class Launched:
 
     @property
     def said(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.output.read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the rank processes that it forked, by rank; none before all are there or after
-        they have ended.
+        """Return the rank processes that it forked, by rank; [] before all have started or after
+        their end.
         """
         return sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
 
@@ -105,7 +105,7 @@ class Launched:
         return self.returncode
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Return its exit code, once it has ended."""
+        """Wait for its end; return its exit code."""
         deadline = time.monotonic() + patient(timeout_s)
         while time.monotonic() < deadline:
             if (code := self.poll()) is not None:
@@ -115,7 +115,7 @@ class Launched:
         raise AssertionError(f"still running after {timeout_s:g} s:\n{self.said}")
 
     def kill(self) -> None:
-        """End it and all it started, unless it has ended."""
+        """End the process and all its children, unless it has ended."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -123,7 +123,7 @@ class Launched:
 
 
 def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """`commands.mtrain` without its imports: run a command to its end."""
+    """Run a command to its end, as `commands.mtrain` does, without its imports."""
     with tempfile.TemporaryDirectory() as folder:
         run = Launched(*argv, cwd=cwd, apart=Path(folder))
         code = run.wait(timeout_s)

@@ -36,7 +36,7 @@ METADATA = (
 
 @contextmanager
 def metadata_calls() -> Iterator[Counter[str]]:
-    """The calls that a file system's metadata server answers, by name."""
+    """Count the calls that a file system's metadata server answers, by name."""
     counted: Counter[str] = Counter()
     real = {name: getattr(os, name) for name in METADATA} | {"open": os.open}
     real_open = builtins.open
@@ -61,9 +61,7 @@ def metadata_calls() -> Iterator[Counter[str]]:
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Call `work` on each of many ranks, which are threads of this process; returns values, or
-    errors, by rank.
-    """
+    """Call `work` on each of many ranks, which are threads; return values, or errors, by rank."""
     values: list[Any] = [None] * size
 
     def one(rank: int) -> None:
@@ -84,7 +82,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def meetings(size: int, timeout_s: float = 60.0) -> list[Any]:
-    """Return the places of all ranks in one store."""
+    """Return the meeting places of all ranks in one store."""
     from mtrain.ckpt.meeting import Meeting
 
     store = dist.HashStore()
@@ -93,7 +91,7 @@ def meetings(size: int, timeout_s: float = 60.0) -> list[Any]:
 
 
 class Turns:
-    """Whose turn it is among ranks of which one runs at a time."""
+    """Order of ranks of which one runs at a time."""
 
     def __init__(self, size: int) -> None:
         self.of = [threading.Event() for _ in range(size)]
@@ -103,8 +101,8 @@ class Turns:
 
 @dataclass
 class InTurn:
-    """The place of a rank that runs until it waits for the others, and then lets the
-    next one run.
+    """Meeting place of a rank that runs until it waits for the others, and then lets the next one
+    run.
     """
 
     turns: Turns
@@ -132,9 +130,7 @@ class InTurn:
 
 
 def in_turn(size: int, work: Callable[[Any], Any]) -> list[Any]:
-    """Call `work` on each of many ranks, of which one runs at a time; returns the values, or
-    errors, by rank.
-    """
+    """Call `work` on each of many ranks, one at a time; return values, or errors, by rank."""
     turns = Turns(size)
 
     def one(rank: int) -> Any:

@@ -36,9 +36,9 @@ class Case:
     """Of its table of token ids."""
     experts: int | None = None
     layer: Mapping[str, Any] = field(default_factory=dict)
-    """What its layer specification is asked for."""
+    """Arguments of its layer specification."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers
+    """Prefixes of a layer's weights -> those in a checkpoint, since TransformerEngine's layers
     fuse norms.
     """
 
@@ -125,8 +125,8 @@ CASES = {
 
 
 def build(case: Case, seed: int) -> Any:
-    """Return a `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor
-    parallelism.
+    """Build a `GPTModel` with random weights and norms, on one rank or with tensor parallelism on
+    all.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -174,12 +174,12 @@ def build(case: Case, seed: int) -> Any:
 
 
 def alone(fn: Callable[[], Any]) -> Any:
-    """`fn()` in a process of its own, the only rank of a gloo world."""
+    """Return `fn()` of a process of its own, the only rank of a gloo world."""
     return run_ranks(1, fn)[0]
 
 
 def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
-    """Save weights as megatron-core does, and what Megatron-LM saves beside them."""
+    """Save weights as megatron-core does, with the other files that Megatron-LM saves."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -209,7 +209,7 @@ def _beside_weights() -> dict[str, Any]:
 
 
 def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
-    """Load weights as megatron-core does; the names that it does not ask for."""
+    """Load weights as megatron-core does; return the names that it does not request."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 

@@ -249,7 +249,7 @@ MUTATORS: tuple[Mutator, ...] = (
 
 
 def mutated(text: str, rng: random.Random) -> bytes:
-    """`text` spoilt one to three times, and sometimes as bytes that are no text."""
+    """Return `text` spoilt one to three times, and sometimes as bytes that are not text."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         text = rng.choice(MUTATORS)(text, rng)
     data = text.encode("utf-8", "surrogatepass")

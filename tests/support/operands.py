@@ -28,12 +28,13 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 def both(
     runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300
 ) -> dict[str, dict[str, Any]]:
-    """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank
-    `calls` how often in the first forward, and the bytes that its autograd `keeps`; and what the
-    plan says of these, and of `copies`. With a `fault` norms take the scale of this rank's part of
-    a tensor for that of the whole.
+    """Return, for every run with operands `together` and `apart`: losses and norms of all `steps`,
+    the count of `calls` in the first rank's first forward, the bytes that its autograd `keeps`, and
+    what the plan predicts for these and for `copies`.
 
-    Raises `AssertionError` with what was printed if a run did not end well.
+    With a `fault`, norms take the scale of this rank's part of a tensor for that of the whole.
+
+    Raises `AssertionError` with the output of a run that failed.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
@@ -58,9 +59,8 @@ def _main() -> None:
     from mtrain.config.resolve.resolution import Machine
     from mtrain.models import rank
     from mtrain.plan.rank import stage_memories
-    from tests.support.engine import import_engine
-    from tests.support.forked import run_ranks
-    from tests.support.kept import measured
+    from tests.support.forked import import_engine, run_ranks
+    from tests.support.memory import measured
     from tests.support.runs import train_steps
 
     import_engine()
@@ -101,7 +101,7 @@ def _main() -> None:
 
 @contextmanager
 def _counted(made: Counter[str]) -> Iterator[None]:
-    """Counts calls of `CALLS` until the first loss."""
+    """Count calls of `CALLS` until the first loss."""
     from unittest import mock
 
     from mtrain_kernels.fp8_linear import op

@@ -1,9 +1,9 @@
-"""The oracle: `check` says yes exactly where the model builds and makes a step of training.
+"""The oracle: `check` accepts exactly the configurations that build and train a step.
 
-`python -m tests.support.oracle --cases 500 --seed 1` draws configurations, asks `check`, then
-builds and trains each in spite of what was said, on really sharded ranks. A yes that does not
-train, or a no that trains, is a defect; but for the rules of POLICY, which refuse what would train
-and be wrong or in vain.
+`python -m tests.support.oracle --cases 500 --seed 1` draws configurations, runs `check`, then
+builds and trains each on sharded ranks regardless of the verdict. An accepted one that does not
+train, or a refused one that trains, is a defect; except under the rules of POLICY, which refuse
+what would train wrongly or in vain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
 from tests.support.configs import LAPTOP, errors
-from tests.support.engine import import_engine
+from tests.support.forked import import_engine
 from tests.support.oracle_cases import Drawn, draw
 
 MEMORY = 12 << 30
@@ -65,9 +65,9 @@ POLICY: dict[str, str] = {
         " does"
     ),
     "MT463": (
-        "low precision would be kept of some weights and 32 of others, and nobody said of which"
+        "some weights would keep low precision and others 32 bits, and the key does not say which"
     ),
-    "MT201": "the width of a head would be rounded down, and nobody said so",
+    "MT201": "the width of a head would be rounded down silently",
     "MT203": (
         "an odd number of channels that rotate: megatron-core turns one more than was written, or"
         " none at all"
@@ -77,7 +77,7 @@ POLICY: dict[str, str] = {
         " else"
     ),
     "MT249": UNUSED_KEY,
-    "MT251": "text of one token trains, and there is nothing beside it to learn from",
+    "MT251": "text of one token trains, and has no other token to learn from",
     **dict.fromkeys(
         ("MT444", "MT445"),
         "a GPU multiplies blocks of 16; what stands for it on a CPU takes any width",
@@ -101,7 +101,7 @@ POLICY: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Validated:
-    """One case: what was said of it, and what it did."""
+    """One case: the verdict of `check`, and the outcome of training."""
 
     drawn: Drawn
     codes: tuple[str, ...]
@@ -111,7 +111,9 @@ class Validated:
 
     @property
     def report(self) -> str:
-        """agreed, policy, too strict (refused and trains) or too lax (passed and does not)."""
+        """Print the counts of agreed, policy, too strict (refused but trains) and too lax (accepted
+        but fails) cases.
+        """
         if bool(self.codes) == bool(self.fault):
             return "agreed"
         if self.codes:
@@ -120,7 +122,7 @@ class Validated:
 
 
 def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
-    """Ask `check` and tries; needs the adapter installed in this process."""
+    """Run `check` on a configuration and try it; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
     found = [problem.code for problem in (*errors(drawn.raw), *kernels.problems(run, LAPTOP, {}))]
     if state_bytes(run) > MEMORY * (
@@ -131,9 +133,7 @@ def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
-    """Build a resolved run on forked ranks and makes a step; what went wrong, empty where nothing
-    did.
-    """
+    """Build a resolved run on forked ranks and make a step; return the failure, or ""."""
     from tests.support.forked import RankFailed, run_ranks
 
     try:
@@ -145,7 +145,7 @@ def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
 
 
 def _step(run: RunConfig) -> str:
-    """Return the job of a rank: one step, and whether its numbers are numbers."""
+    """Run one step on a rank; return whether its results are finite. A job for `run_ranks`."""
     import torch
 
     from mtrain.train.assemble import assemble, splits_of
@@ -173,14 +173,14 @@ def _step(run: RunConfig) -> str:
 
 
 def cases(count: int, seed: int) -> Iterator[Drawn]:
-    """`count` configurations; most of four ranks at most, every tenth of up to eight."""
+    """Yield `count` configurations of at most four ranks, every tenth of up to eight."""
     rng = random.Random(seed)
     for index in range(count):
         yield draw(rng, 8 if index % 10 == 9 else 4)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Validate and print every disagreement; the exit code is 1 where there is one."""
+    """Validate and print every disagreement; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

@@ -219,13 +219,13 @@ AXES = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """A configuration, and what of it differs from the base."""
+    """One configuration with its differences from the base."""
 
     raw: RunConfig
 
     @property
     def words(self) -> str:
-        """What differs from the base, in the words of overrides; `moe`, `mla`, `bert` stand for its
+        """Return the differences from the base as overrides; `moe`, `mla`, `bert` stand for their
         sections.
         """
         m = self.raw.model
@@ -245,8 +245,8 @@ class Drawn:
 
 
 def keys() -> dict[str, tuple[Any, ...]]:
-    """Return every key that is drawn, with its values; those of a section that may be null apply
-    where it is there.
+    """Return every key that is drawn with its values; keys of a nullable section apply only if it
+    is set.
     """
     fields = {k: f for k, f in schema_keys().items() if not k.startswith(LEFT_ALONE)}
     return {
@@ -256,7 +256,7 @@ def keys() -> dict[str, tuple[Any, ...]]:
 
 
 def values_of(field: FieldInfo) -> Iterator[Any]:
-    """Yield values of a field at its edges, by its type alone; none where no type is known."""
+    """Yield values of a field at its edges by its type; no values for an unknown type."""
     bounds: dict[str, Any] = {}
     for item in field.metadata:
         bounds |= {
@@ -336,7 +336,7 @@ def _scattered(rng: random.Random, table: dict[str, tuple[Any, ...]], max_ranks:
 
 
 def _changed(raw: RunConfig, rng: random.Random, table: dict[str, tuple[Any, ...]]) -> RunConfig:
-    """`raw` with one key of the sections that it has set to anything."""
+    """Return `raw` with one key of its sections set to any value."""
     while True:
         key = rng.choice(sorted(table))
         changed = _with(raw, key, rng.choice(table[key]))
@@ -345,7 +345,7 @@ def _changed(raw: RunConfig, rng: random.Random, table: dict[str, tuple[Any, ...
 
 
 def _with(raw: RunConfig, key: str, value: Any) -> RunConfig:
-    """`raw` with a key set; as it was where the key's section is null or the schema refuses."""
+    """Return `raw` with a key set, or unchanged if the section is null or the schema refuses."""
     try:
         return apply(raw, {key: value})
     except (ValidationError, TypeError, KeyError):
@@ -353,7 +353,9 @@ def _with(raw: RunConfig, key: str, value: Any) -> RunConfig:
 
 
 def _repaired(raw: RunConfig) -> RunConfig | None:
-    """`raw` with first fixes applied until `check` is content; None where that needs too many."""
+    """Return `raw` with first fixes applied until `check` accepts it; None if that takes
+    too many.
+    """
     found: list[Problem] = errors(raw)
     for _ in range(MAX_REPAIRS):
         if not found:
@@ -367,7 +369,7 @@ def _repaired(raw: RunConfig) -> RunConfig | None:
 
 
 def _quiet(raw: RunConfig) -> RunConfig:
-    """`raw` with every key without effect switched off."""
+    """Return `raw` with every key without effect switched off."""
     for key in CONDITIONAL:
         if key.value(raw) != key.off and not key.active(raw):
             raw = _with(raw, key.path, key.off)
@@ -375,5 +377,5 @@ def _quiet(raw: RunConfig) -> RunConfig:
 
 
 def _ranks(raw: RunConfig) -> int | None:
-    """Return how many ranks a configuration would start on this machine."""
+    """Return the number of ranks that a configuration would start on this machine."""
     return resolve(raw, LAPTOP).parallel.ranks

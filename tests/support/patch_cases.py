@@ -27,13 +27,12 @@ from mtrain import mcore
 from mtrain.config.schema.precision import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core
-from tests.support import tiny, tiny_linear
+from tests.support import tiny
 from tests.support.captured import let_capture
-from tests.support.engine import import_engine
-from tests.support.forked import RankFailed, run_alone, run_ranks
+from tests.support.forked import RankFailed, import_engine, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
+from tests.support.tiny import FINE
 
-FINE = "fine"
 LOW_PRECISION = {
     "store_param_remainders": True,
     "exp_avg_dtype": "bf16",
@@ -44,7 +43,7 @@ MEGATRON: dict[str, Any] = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_pa
 
 @dataclass(frozen=True)
 class Case:
-    """What shows one defect."""
+    """One defect and the function that shows it."""
 
     run: Callable[[], str]
     """Runs on every rank with the adapter installed, with or without its patch; FINE, or what is
@@ -107,9 +106,7 @@ def _moe_loss_tokens() -> str:
 
 
 def _sequence_loss() -> str:
-    """Return whether the balancing loss weighs as much as it does with one sequence after the
-    other.
-    """
+    """Compare the balancing loss with that of one sequence after the other."""
     tiny.start_world()
     moe = {**tiny.MOE, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
     router = (
@@ -128,7 +125,9 @@ def _sequence_loss() -> str:
 
 
 def _padding() -> torch.Tensor:
-    """Which positions of `tiny.batch()` hold no token: the last ones of its second sample."""
+    """Return the mask of positions of `tiny.batch()` without a token: the last ones of its second
+    sample.
+    """
     padding = torch.zeros(tiny.BATCH, tiny.TOKENS, dtype=torch.bool)
     padding[1, tiny.TOKENS // 2 :] = True
     return padding
@@ -189,8 +188,8 @@ def _expert_gradients() -> str:
 
 
 def _expert_norm() -> str:
-    """Return whether the norm is that of all gradients; each rank of two holds two experts with
-    biases.
+    """Compare the norm with that of all gradients; each of two ranks holds two experts
+    with biases.
     """
     from mtrain.mcore import api
 
@@ -313,8 +312,8 @@ def _gathered_pieces() -> str:
 
 
 def _host_weights() -> str:
-    """Return whether weights drawn on the host are those of the host's seed, whatever the device's
-    is.
+    """Compare weights drawn on the host with those of the host's seed, for any seed of
+    the device.
     """
     from mtrain.mcore import api
 
@@ -433,8 +432,8 @@ def _recomputed_bias() -> str:
 
 
 def _short_groups() -> str:
-    """Return whether three layers that are computed again two and one give the gradients of three
-    that are kept.
+    """Compare gradients of three layers that are recomputed in groups of two and one with stored
+    ones.
     """
     tiny.start_world()
     found = []
@@ -453,14 +452,14 @@ def _short_groups() -> str:
 
 
 def _refilled_outputs() -> str:
-    """Return whether a norm is computed again where there is no ninja."""
+    """Recompute a norm without ninja."""
     os.environ["PATH"] = ""
     return _train(recompute_granularity="selective", recompute_modules=["layernorm"])
 
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
-    """Return whether mtrain's own run with these keys of `parallel` and `optim` has the losses and
-    norms of a plain one.
+    """Compare losses and norms of a run with these keys of `parallel` and `optim` with a
+    plain run.
     """
     # it is installed already, with the patches of this case
     mcore.install = lambda device: None  # type: ignore[assignment,misc]
@@ -624,15 +623,17 @@ CASES: dict[str, Case] = {
     ),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
     "gated-delta-without-fla": Case(
-        lambda: _train(**tiny_linear.SIZES), "ImportError: FLA is not installed"
+        lambda: _train(**tiny.GATED_DELTA), "ImportError: FLA is not installed"
     ),
-    "gated-delta-norm": Case(tiny_linear.output_norm, "the gradient of one rank's heads", ranks=2),
+    "gated-delta-norm": Case(tiny.gated_delta_norm, "the gradient of one rank's heads", ranks=2),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
 }
 
 
 def outcome(case: Case) -> str:
-    """What `case` gives on its ranks, forked from this process, which has the adapter installed."""
+    """Return the result of `case` on ranks forked from this process, which has the adapter
+    installed.
+    """
     try:
         return next((v for v in run_ranks(case.ranks, case.run, timeout_s=60) if v != FINE), FINE)
     except RankFailed as failure:
@@ -645,7 +646,7 @@ def _without(name: str) -> str:
 
 
 def main() -> None:
-    """Print {patch: what its case gives without it} of the patches named in the arguments."""
+    """Print {patch: the result of its case without it} of the patches named in the arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_core(registry.get("cpu"))

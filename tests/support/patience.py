@@ -16,16 +16,14 @@ DEFAULT_S = 300
 
 
 def slowness() -> float:
-    """Return how many times longer than alone a process may take: the load of the last minute, by
-    core.
+    """Return how many times longer than on an idle machine a process may take: the load of the last
+    minute per core.
     """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def patient(seconds: float) -> int:
-    """Return the limit in seconds for what may take `seconds` on a machine that does
-    nothing else.
-    """
+    """Return the limit in seconds for work that takes `seconds` on an idle machine."""
     return math.ceil(seconds * slowness())
 
 

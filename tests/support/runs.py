@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,12 @@ def train_steps(
     gradients_to: Path | None = None,
     flip_gradient_on: int | None = None,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, as a job for `run_ranks`.
+    """Return loss and gradient norm of each step; a job for `run_ranks`.
 
-    `save_to` gets a checkpoint after the last step, and one after `save_after` of them; `load_from`
-    is resumed from before the first; `gradients_to` gets the whole gradient of the first step
-    before clipping; `flip_gradient_on` is a rank that negates one of its gradients in every step: a
-    fault for tests to find.
+    `save_to` gets a checkpoint after the last step, and one after `save_after` steps; `load_from`
+    is resumed before the first; `gradients_to` gets the whole gradient of the first step before
+    clipping; `flip_gradient_on` is a rank that negates one of its gradients in every step: a fault
+    for tests to find.
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
@@ -118,8 +119,8 @@ _TRAINED: dict[tuple[str, int], list[tuple[float, float]]] = {}
 
 
 def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of `run` on ranks of its own; trained once for all tests
-    of a process.
+    """Return loss and gradient norm of each step of `run` on ranks of its own; trained once for all
+    tests of a process.
     """
     key = run.model_dump_json(), steps
     if key not in _TRAINED:
@@ -130,8 +131,8 @@ def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
 
 
 class Uninterrupted:
-    """Runs that are saved after `first` of `steps` steps and at their end; each is trained once for
-    several tests.
+    """Runs that save after `first` of `steps` steps and at their end; each trains once for several
+    tests.
     """
 
     def __init__(self, home: Path, first: int, steps: int) -> None:
@@ -141,7 +142,9 @@ class Uninterrupted:
         self._known: dict[str, tuple[list[tuple[float, float]], Path, Path]] = {}
 
     def __call__(self, name: str, run: RunConfig) -> tuple[list[tuple[float, float]], Path, Path]:
-        """Loss and norm of each step, the checkpoint after `first` of them, and the last one."""
+        """Return loss and norm of each step, the checkpoint after `first` steps, and the
+        last one.
+        """
         if name not in self._known:
             folder = self.home / str(len(self._known))
 
@@ -177,7 +180,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    """What each rank alone saved: its random generators."""
+    """Return the tensors that only one rank saved: its random generators."""
     from mtrain.ckpt.store import Checkpoint
 
     opened = Checkpoint.open(checkpoint)
@@ -185,8 +188,8 @@ def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def held_alike(run: RunConfig) -> dict[str, float]:
-    """Return a job of one rank: two steps, then the sum of each parameter that all tensor-parallel
-    ranks hold whole.
+    """Run two steps on a rank; return the sum of each parameter that all tensor-parallel ranks hold
+    whole.
     """
     from mtrain.mcore.state.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
@@ -200,3 +203,46 @@ def held_alike(run: RunConfig) -> dict[str, float]:
         named = unwrap(parts.state.chunks[0]).named_parameters()
         whole = {name: p for name, p in named if not getattr(p, "tensor_model_parallel", False)}
         return {name: float(p.detach().double().sum()) for name, p in whole.items()}
+
+
+def train_on_given(
+    run: RunConfig, folder: Path, steps: int, *, spoil: Callable[[Any], None] | None = None
+) -> None:
+    """Train steps whose gradients depend only on weight, place and step, and save a checkpoint; a
+    job for `run_ranks`.
+
+    `spoil` changes the optimizer of rank 1 before each update: a fault for tests to find.
+    """
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.mcore.state import sharding
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        optimizer = parts.state.optimizer
+        step = optimizer.step
+
+        def given() -> Any:
+            for shard in sharding.gradient_shards(parts.state.chunks, optimizer):
+                seed = sum(map(ord, shard.key)) + parts.state.step
+                whole = torch.randn(
+                    shard.global_shape, generator=torch.Generator().manual_seed(seed)
+                )
+                box = whole[
+                    tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))
+                ]
+                if shard.flat is None:
+                    flat = box.reshape(-1)
+                else:
+                    flat = box.reshape(-1)[shard.flat[0] : shard.flat[1]]
+                shard.tensor.copy_(flat.view(shard.tensor.shape))
+            if spoil is not None and world.rank == 1:
+                spoil(optimizer)
+            return step()
+
+        optimizer.step = given
+        for _ in range(steps):
+            train_step(parts, stop_requested=False)
+        ckpt_state.save(folder, run, world, parts.state, {})

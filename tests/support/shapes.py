@@ -22,8 +22,8 @@ SHAPES = ("square", "circle", "bar")
 def folder_of_shapes(
     folder: Path, count: int = 64, seed: int = 0, *, conversations: bool = False
 ) -> Path:
-    """Return a folder with `count` images of 32 to 48 pixels and `shapes.jsonl`, a function of the
-    seed; returns it.
+    """Write `count` images of 32 to 48 pixels and `shapes.jsonl`, both a function of the seed;
+    return the folder.
     """
     from PIL import Image, ImageDraw
 

@@ -1,6 +1,4 @@
-"""Configurations made by hypothesis from the schema alone: a new key is drawn as soon as it is
-there.
-"""
+"""Configurations that hypothesis draws from the schema, so that a new key is drawn at once."""
 
 from __future__ import annotations
 
@@ -30,7 +28,9 @@ PATHS = st.text(alphabet="abcXYZ019 _-./'\"$\\#=&|;~{}*é", min_size=1, max_size
 
 
 def runs() -> st.SearchStrategy[RunConfig]:
-    """Whole configurations that the schema accepts; keys that reach nothing are off."""
+    """Return a strategy for whole configurations that the schema accepts; keys without effect are
+    off.
+    """
     return _section(RunConfig, "").map(lambda values: _quiet(RunConfig.model_validate(values)))
 
 

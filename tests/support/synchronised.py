@@ -1,9 +1,8 @@
-"""Where a step waits for the device: a program, `python -m tests.support.synchronised`.
+"""Waits of a training step for the device: a program, `python -m tests.support.synchronised`.
 
-It reads JSON, names and the words of each command line, and prints for each the calls that a GPU
-would be waited for, with how often they are made. The step is the program that trains, on tensors
-that have shapes alone; Triton's kernels are in the interpreter so that they may be named, and are
-not run.
+It reads JSON, names and the words of each command line, and prints for each the calls for which a
+GPU would be awaited, with their counts. The step is the program that trains, on tensors that have
+only shapes; Triton's kernels are in the interpreter so that they may be named, and do not run.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def waits(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, dict[str, int]]:
-    """What waits in rank 0's first step of every run, by its name: `operation file function` -> how
-    often.
+    """Return the waits in rank 0's first step of every run by name: `operation file function` ->
+    count.
 
-    A process whose Triton interprets already forks what traces itself.
-
-    Raises `AssertionError` with what was printed if a step could not be traced.
+    A process whose Triton interprets already forks the process that traces.
     """
     if interpreted():
         return run_alone(lambda: _waits(runs), timeout_s)  # type: ignore[no-any-return]
@@ -78,7 +75,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
             mock.patch.object(SparseDispatcher, "_begin_splits", begun),
             mock.patch.object(
                 recorder, "OPDEFS", {}
-            ),  # shapes of our operations are asked, and kernels not run
+            ),  # only shapes of our operations are computed, and kernels do not run
         ):
             _Evenly.met = 0
             watched: Any = trace.trace(load(words, big, {}).run, 0).recorder
@@ -89,9 +86,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
 
 
 class _Evenly:
-    """Numbers of rows that nobody knows, where the host waits for them: as if all ranks got as
-    many.
-    """
+    """Row counts that are unknown while the host waits for them, taken as equal for all ranks."""
 
     met = 0
 
@@ -128,7 +123,7 @@ def _watching() -> type:
     }
 
     class Watching(Recorder):
-        """Notes what would wait for the device in a step."""
+        """Recorder of operations in a step that would wait for the device."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +151,7 @@ def _watching() -> type:
 
 
 def _caller() -> str:
-    """Return file and function of the innermost frame of mtrain's or megatron-core's."""
+    """Return file and function of the innermost frame in mtrain or megatron-core."""
     frames = [
         f
         for f in traceback.extract_stack()

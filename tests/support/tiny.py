@@ -50,7 +50,7 @@ def start_world(
     etp: int | None = None,
     cp_sizes: list[int] | None = None,
 ) -> None:
-    """Process groups of these degrees and megatron-core's random state, on an initialised
+    """Start process groups of these degrees and megatron-core's random state, on an initialised
     torch.distributed.
     """
     from mtrain.mcore import api
@@ -129,7 +129,7 @@ def model(
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions and labels [BATCH, TOKENS]."""
+    """Return tokens, positions and labels of shape [BATCH, TOKENS]."""
     drawn = torch.randint(
         0, VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(seed)
     )
@@ -138,8 +138,8 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
-    """Return one forward and backward over `batch()` by megatron-core's schedule, gradients
-    finalised; the mean loss.
+    """Run one forward and backward over `batch()` by megatron-core's schedule and finalise
+    gradients; return the mean loss.
     """
     from mtrain.mcore import api
 
@@ -169,7 +169,7 @@ def gradients(chunk: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def redraw_matrices(chunk: Any) -> None:
-    """Weights that depend on their whole name only, so not on how experts are placed or grouped."""
+    """Redraw weights from their whole names, independent of how experts are placed or grouped."""
     for name, parameter in chunk.named_parameters():
         if parameter.ndim == 2:
             draw = torch.Generator().manual_seed(zlib.crc32(whole_name(name).encode()))
@@ -196,3 +196,34 @@ def whole_name(name: str) -> str:
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = losses.mean()
     return loss, {"loss": loss.detach()}
+
+
+FINE = "fine"
+GATED_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def gated_delta_norm() -> str:
+    """Return FINE if the norm after the states of all heads has the gradient of all heads."""
+    from mtrain.mcore import api
+
+    start_world(tp=2)
+    cfg = config(tensor_model_parallel_size=2, **GATED_DELTA)
+    net = model(cfg)
+    before = {}
+
+    def remember_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> None:
+        before.update(gradients(net))
+        api.finalize_model_grads(chunks, *args, **kwargs)
+
+    accumulate_gradients(net, cfg, remember_and_finalize)
+    name = "decoder.layers.0.self_attention.out_norm.weight"
+    torch.distributed.all_reduce(before[name])
+    same = torch.allclose(gradients(net)[name], before[name])
+    return FINE if same else "the gradient of one rank's heads"

@@ -40,7 +40,7 @@ def documents(many: int, seed: int = 0) -> list[str]:
 
 
 def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
-    """Write a record a line."""
+    """Write one record per line."""
     path.write_text(
         "".join(json.dumps({key: text, "id": i}) + "\n" for i, text in enumerate(texts))
     )
@@ -48,7 +48,7 @@ def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
 
 
 def bpe(folder: Path, vocab_size: int = 400) -> Path:
-    """Return a tokenizer.json: byte-level BPE, id 0 ends documents."""
+    """Write a tokenizer.json of byte-level BPE, in which id 0 ends documents."""
     from mtrain.data import bpe as trained
 
     path = folder / "tokenizer.json"
@@ -57,7 +57,7 @@ def bpe(folder: Path, vocab_size: int = 400) -> Path:
 
 
 def gpt2(folder: Path) -> Path:
-    """`vocab.json` and `merges.txt`."""
+    """Write `vocab.json` and `merges.txt`."""
     body = json.loads(bpe(folder).read_text())["model"]
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text(json.dumps(body["vocab"]))
@@ -67,7 +67,7 @@ def gpt2(folder: Path) -> Path:
 
 
 def bert(folder: Path) -> Path:
-    """`vocab.txt`."""
+    """Write `vocab.txt`."""
     letters = sorted(
         {
             letter
@@ -93,7 +93,7 @@ def bert(folder: Path) -> Path:
 
 
 def sentencepiece(folder: Path) -> Path:
-    """Return a model of sentencepiece."""
+    """Write a sentencepiece model."""
     import sentencepiece as library
 
     model = io.BytesIO()
@@ -110,7 +110,7 @@ def sentencepiece(folder: Path) -> Path:
 
 
 def tiktoken(folder: Path) -> Path:
-    """Return a vocabulary of tiktoken: bytes, and a few longer tokens."""
+    """Write a tiktoken vocabulary: bytes, and a few longer tokens."""
     longer = (
         b"th",
         b"the",
@@ -143,7 +143,9 @@ MAKERS = {
 
 
 def ids_of(kind: str, path: Path) -> Any:
-    """What a library makes of a text with a tokenizer, and its end of document, without ours."""
+    """Return the ids that a library gives a text with a tokenizer, and its end of document, without
+    our code.
+    """
     import tokenizers
 
     if kind == "bpe":
@@ -186,9 +188,7 @@ def ids_of(kind: str, path: Path) -> Any:
 def with_builder(
     prefix: Path, texts: Sequence[Any], encode: Any, eod: int | None, dtype: Any
 ) -> None:
-    """What Megatron-LM's preprocess_data.py does with each document, and
-    megatron-core's builder.
-    """
+    """Write documents as Megatron-LM's preprocess_data.py does, with megatron-core's builder."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -207,7 +207,7 @@ def with_builder(
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Return whether `.bin` and `.idx` of two prefixes are the same bytes."""
+    """Return whether `.bin` and `.idx` of two prefixes have equal bytes."""
     return all(
         Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes()
         for end in (".bin", ".idx")

@@ -15,7 +15,7 @@ from mtrain.cli.main import main
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.errors import ConfigError, CorruptData
 from tests.support.commands import mtrain
-from tests.support.engine import import_engine
+from tests.support.forked import import_engine
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "peft_version": "0.19.1"}
 PEFT = PeftConfig(kind="lora", r=4, alpha=8.0)

@@ -20,7 +20,7 @@ from mtrain.config.messages.suggestions import NOTHING, SWEPT
 from mtrain.config.messages.validate import whole
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, validated
-from tests.support.catalogue_more import HARMLESS, MORE
+from tests.support.catalogue_own import HARMLESS, OWN_ROWS
 from tests.support.patience import patient
 from tests.unit.test_catalogue_before_ranks import BEFORE_RANKS
 
@@ -78,7 +78,7 @@ def _says(path: str, key: str) -> bool:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name
+    "row", [row for row in (*ROWS, *OWN_ROWS) if row.code], ids=lambda row: row.name
 )
 def test_catalogue_bad_input_is_fixed_by_first_fix(row: Row, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
@@ -146,7 +146,7 @@ def test_catalogue_misspelt_key_keeps_other_findings(tmp_path: Path) -> None:
 
 def test_catalogue_every_number_is_tested() -> None:
     assert {row.number for row in ROWS} | set(BEFORE_RANKS) == set(range(1, 95))
-    assert len({(row.words, row.text) for row in MORE}) >= 95
+    assert len({(row.words, row.text) for row in OWN_ROWS}) >= 95
 
 
 @pytest.mark.full

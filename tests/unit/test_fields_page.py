@@ -1,4 +1,4 @@
-"""docs/fields.md is what `schema fields` prints, and speaks of every key."""
+"""docs/reference/fields.md is what `schema fields` prints, and describes every key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def test_fields_page_committed_equals_generated(capsys: pytest.CaptureFixture[st
     assert main(["schema", "fields"]) == 0
     made = capsys.readouterr().out
     assert made == page()
-    committed = (ROOT / "docs/fields.md").read_text()
-    assert committed == made, "make it again: python launch.py schema fields > docs/fields.md"
+    committed = (ROOT / "docs/reference/fields.md").read_text()
+    assert committed == made, (
+        "make it again: python launch.py schema fields > docs/reference/fields.md"
+    )
 
 
 def test_fields_page_key_has_one_row_with_type_and_meaning() -> None:

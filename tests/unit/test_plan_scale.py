@@ -125,7 +125,7 @@ def test_plan_scale_documented_tables_equal_results() -> None:
     assert [row["published"] for row in stored["weak"]] == [
         row["published"] for row in published.weak()
     ]
-    assert "docs/scaling.md" in (ROOT / "README.md").read_text()
+    assert "docs/reference/scaling.md" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "place"), [("strong", 7), ("weak", 0)])

@@ -91,7 +91,7 @@ def launch(site: Path, *argv: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_check_accepts_keys_of_a_plug_in_family(installed: Path) -> None:
+def test_plug_in_family_keys_are_accepted(installed: Path) -> None:
     code, text = launch(installed, "check", *RING, "model.ring={turns:2}")
     assert (code, text[:2]) == (0, "ok"), text
 
@@ -107,21 +107,19 @@ def test_check_accepts_keys_of_a_plug_in_family(installed: Path) -> None:
         (("model=llama_tiny", "model.ring={}"), "has no effect without model.family=ring"),
     ],
 )
-def test_check_refuses_by_plug_in_family_rules(
-    installed: Path, argv: tuple[str, ...], quoted: str
-) -> None:
+def test_plug_in_family_rules_refuse(installed: Path, argv: tuple[str, ...], quoted: str) -> None:
     code, text = launch(installed, "check", *argv)
     assert code == 2
     assert re.search(quoted, text), text
 
 
-def test_explain_knows_keys_and_codes_of_a_plug_in(installed: Path) -> None:
+def test_plug_in_keys_and_codes_are_explained(installed: Path) -> None:
     assert "Times that each layer is used." in launch(installed, "explain", "model.ring.turns")[1]
     assert "Turns divide the layers." in launch(installed, "explain", "RING001")[1]
     assert "the model family ring: RING001" in launch(installed, "explain")[1]
 
 
-def test_plug_in_code_of_another_name_is_refused(tmp_path: Path) -> None:
+def test_plug_in_code_of_other_name_is_refused(tmp_path: Path) -> None:
     rules = FILES["ring_family/rules.py"].replace("RING001", "MT101")
     site = write(tmp_path, {"ring_family/rules.py": rules})
     code, text = launch(site, "check", *RING, "model.ring={}")
@@ -129,7 +127,7 @@ def test_plug_in_code_of_another_name_is_refused(tmp_path: Path) -> None:
     assert "code MT101 of its rules is not RING and a number" in text
 
 
-def test_broken_plug_in_hinders_only_its_own_models(tmp_path: Path) -> None:
+def test_plug_in_that_is_broken_hinders_own_models(tmp_path: Path) -> None:
     site = write(tmp_path, {"ring_family/config.py": "import nowhere"})
     assert launch(site, "check", "model=llama_tiny")[0] == 0
     code, text = launch(site, "check", *RING)

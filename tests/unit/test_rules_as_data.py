@@ -30,7 +30,7 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from mtrain.errors import ConfigError
 from tests.support.catalogue import ROWS
-from tests.support.catalogue_more import MORE
+from tests.support.catalogue_own import OWN_ROWS
 from tests.support.configs import LAPTOP, MOE, tiny
 from tests.support.strategies import runs
 from tests.unit import test_rules_catalogue as plain
@@ -148,7 +148,9 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     files.
     """
     out = [
-        compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)
+        compose(row.words).run
+        for row in (*ROWS, *OWN_ROWS)
+        if not row.text and _accepted(row.words)
     ]
     out += [apply(tiny(), change) for change in CHANGES]
     random_ = random.Random(3)

@@ -60,34 +60,46 @@ def delta(
     usual = default_choices()[0]
     for group in GROUPS:
         target = getattr(run, group)
-        if (
-            group == "model"
-            and brought is not None
-            and (changes := _changes(target, brought)) is not None
-        ):
-            out.values |= {group: changes} if changes else {}
-            continue
-        best: tuple[int, int, str, dict[str, Any]] | None = None
-        for choice in _candidates(group, target, usual.get(group), chosen or {}):
-            left = _changes(target, section(group, choice))
-            if left is None:
+        if group == "model" and brought is not None:
+            changes = _changes(target, brought)
+            if changes is not None:
+                out.values |= {group: changes} if changes else {}
                 continue
-            cost = 2 * _size(left, group)
-            if choice != usual.get(group) and choice in choices_of_group(group):
-                cost += FAR if left and group != "parallel" else 1
-            rank = (cost, int(choice != usual.get(group)), choice, left)
-            if best is None or rank[:2] < best[:2]:
-                best = rank
-        if best is None:
-            raise AssertionError(f"no choice of {group} can be changed into {target!r}")
-        if group == "model" and best[0] > 2 * FEW + FAR and group not in (chosen or {}):
+        nearest = _nearest(group, target, usual.get(group), chosen or {})
+        far = nearest.cost > 2 * FEW + FAR
+        if group == "model" and far and group not in (chosen or {}):
             out.values[group] = _set_keys(target)  # a whole model needs no choice
             continue
-        if best[2] != usual.get(group) or (group == "model" and best[3]):
-            out.choices[group] = best[2]
-        if best[3]:
-            out.values[group] = best[3]
+        if nearest.name != usual.get(group) or (group == "model" and nearest.changes):
+            out.choices[group] = nearest.name
+        if nearest.changes:
+            out.values[group] = nearest.changes
     return out
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A choice of a group, and the values that differ from it."""
+
+    name: str
+    changes: dict[str, Any]
+    cost: int
+
+
+def _nearest(group: str, target: Any, usual: str | None, chosen: Mapping[str, str]) -> _Choice:
+    """Return the choice with the least cost; of equal ones the default, then the first."""
+    choices = []
+    for name in _candidates(group, target, usual, chosen):
+        changes = _changes(target, section(group, name))
+        if changes is None:
+            continue
+        cost = 2 * _size(changes, group)
+        if name != usual and name in choices_of_group(group):
+            cost += FAR if changes and group != "parallel" else 1
+        choices.append(_Choice(name, changes, cost))
+    if not choices:
+        raise AssertionError(f"no choice of {group} can be changed into {target!r}")
+    return min(choices, key=lambda choice: (choice.cost, choice.name != usual))
 
 
 def left_open(written: Delta, keys: Mapping[str, str]) -> Delta:

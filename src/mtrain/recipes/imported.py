@@ -43,7 +43,11 @@ class Imported:
 
 
 def build(
-    d: Draft, a: Arguments, extra: Sequence[str], source: str, exported: Draft | None = None
+    draft: Draft,
+    arguments: Arguments,
+    extra: Sequence[str],
+    source: str,
+    exported: Draft | None = None,
 ) -> RunConfig:
     """Return the configuration of the keys that were read, then the `exported` keys, then the
     `extra` overrides.
@@ -61,25 +65,27 @@ def build(
         )
     if problems:
         raise ConfigError(problems)
-    values = _base_values(d, overrides.choices)
-    for key, value in d.items():
+    values = _base_values(draft, overrides.choices)
+    for key, value in draft.items():
         if key.partition(".")[0] not in overrides.choices:
             put(values, key, value)
     for key, value in {**(exported or {}), **overrides.values}.items():
         put(values, key, value)
-    run, problems = validate(values, lambda path: _where(path, a, source))
+    run, problems = validate(values, lambda path: _where(path, arguments, source))
     if run is None:
-        raise ConfigError([_with_reason(problem, a) for problem in problems])
-    return _quiet(run, a)
+        raise ConfigError([_with_reason(problem, arguments) for problem in problems])
+    return _quiet(run, arguments)
 
 
-def _with_reason(problem: Problem, a: Arguments) -> Problem:
+def _with_reason(problem: Problem, arguments: Arguments) -> Problem:
     """Return the problem of a missing key, with the reason if its flag was given."""
     if problem.code != "MT015":
         return problem
-    flag = next((flag for flag in flags_of().get(problem.path, ()) if flag in a.unplaced), None)
-    rule = f"{problem.rule}: {flag} {a.unplaced[flag].text}" if flag else problem.rule
-    if "--yaml-cfg" in a.flags:
+    flag = next(
+        (flag for flag in flags_of().get(problem.path, ()) if flag in arguments.unplaced), None
+    )
+    rule = f"{problem.rule}: {flag} {arguments.unplaced[flag].text}" if flag else problem.rule
+    if "--yaml-cfg" in arguments.flags:
         rule += "; the file of --yaml-cfg is not read: import that file"
     return replace(problem, rule=rule)
 
@@ -95,13 +101,13 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     node[last] = value
 
 
-def _base_values(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
+def _base_values(draft: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys without a flag: the schema's defaults for model and layout, otherwise those
     of the choices.
     """
     picked = {
-        "data": d.get("data.kind") or "mock",
-        "precision": d.get("precision.dtype") or "auto",
+        "data": draft.get("data.kind") or "mock",
+        "precision": draft.get("precision.dtype") or "auto",
         **choices,
     }
     words = [f"{group}={choice}" for group, choice in picked.items()]
@@ -112,19 +118,19 @@ def _base_values(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _where(path: str, a: Arguments, source: str) -> str:
-    given = [flag for flag in flags_of().get(path, ()) if flag in a.flags]
+def _where(path: str, arguments: Arguments, source: str) -> str:
+    given = [flag for flag in flags_of().get(path, ()) if flag in arguments.flags]
     return f"{source}: {given[0]}" if given else source
 
 
-def _quiet(run: RunConfig, a: Arguments) -> RunConfig:
+def _quiet(run: RunConfig, arguments: Arguments) -> RunConfig:
     """Return `run` with neutral values for keys without effect, as Megatron-LM ignores them."""
     values = run.to_dict()
     for key in CONDITIONAL:
         if key.value(run) != key.off and not key.active(run):
             put(values, key.path, key.off)
             for flag in flags_of().get(key.path, ()):
-                a.refuse(flag, "no effect", f"has no effect without {key.needs}")
+                arguments.refuse(flag, "no effect", f"has no effect without {key.needs}")
     return RunConfig.model_validate(values)
 
 
@@ -173,7 +179,7 @@ def as_published(run: RunConfig) -> RunConfig:
     return run
 
 
-def same_shape(d: Draft) -> str | None:
+def same_shape(draft: Draft) -> str | None:
     """Return the shipped model of the same layers and widths, the nearest if several."""
     shape = (
         "num_layers",
@@ -182,12 +188,10 @@ def same_shape(d: Draft) -> str | None:
         "num_attention_heads",
         "num_query_groups",
     )
-    best: tuple[int, str] | None = None
+    distances: dict[str, int] = {}
     for choice in choices_of_group("model"):
         model = section("model", choice)
-        distance = sum(d[f"model.{key}"] != value for key, value in model if f"model.{key}" in d)
-        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (
-            best is None or distance < best[0]
-        ):
-            best = (distance, choice)
-    return best[1] if best is not None else None
+        if all(getattr(model, key) == draft.get(f"model.{key}") for key in shape):
+            known = [(f"model.{key}", value) for key, value in model]
+            distances[choice] = sum(draft[key] != value for key, value in known if key in draft)
+    return min(distances, key=distances.__getitem__, default=None)

@@ -120,9 +120,7 @@ def patch_device(module: Any) -> None:
 
 
 def patch_machine(module: Any) -> None:
-    """Let this machine have as many devices as it is said to have, and nothing that compiles
-    kernels for them.
-    """
+    """Give this machine the configured number of devices, and no compiler of kernels for them."""
     real = module.Machine.here.__func__
 
     def here(cls: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`schema`: JSON Schema for editors, and the table of keys."""
+"""`schema`: JSON Schema for editors, and reference pages of keys and codes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mtrain.cli.offers import schemas
 from mtrain.config.compose.paths import program
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say, say_page
 
-FIELDS = "fields"
-"""The word for the table of keys, which is no schema."""
+PAGES = ("fields", "codes")
+"""Words that print a page instead of a schema: every key with its fields, and every code."""
 MAX_OLD_BYTES = 1 << 22
 
 
@@ -22,38 +22,43 @@ MAX_OLD_BYTES = 1 << 22
     "schema",
     cls=Verb,
     short_help="JSON Schema for editors; schema fields: every key and the fields that it feeds",
-    usage="schema [run|recipe|GROUP|fields] [-o DIR]",
+    usage="schema [run|recipe|GROUP|fields|codes] [-o DIR]",
     help=(
         "Print JSON Schema for editors. `schema fields`: every key, and what it feeds in"
-        " megatron-core."
+        " megatron-core. `schema codes`: every code, with cause and fix."
     ),
     arguments=(("run|recipe|GROUP", "one schema; without -o it is printed. -o alone writes all"),),
     examples=(
         ("schema recipe -o .", "for recipes in this folder"),
         ("schema fields", "the table of keys"),
+        ("schema codes", "the table of codes"),
     ),
     offers=schemas,
 )
 @valued("-o", "--output", metavar="DIR", text="write the schemas to this folder")
 def schema(words: list[str], output: str | None) -> int:
-    """Print one schema, write schemas into a folder, or print the table of keys.
+    """Print one schema, write schemas into a folder, or print a page.
 
     Raises:
         ConfigError: there is no schema of that name, or a file in the way is not a schema that
             mtrain made.
         BadEnvironment: the folder cannot be written.
     """
+    from mtrain.config.messages.codes_page import codes_page
     from mtrain.config.messages.fields_page import page
     from mtrain.config.messages.json_schema import KINDS, json_schema
     from mtrain.config.messages.suggestions import near_choice
 
-    if words == [FIELDS] and output is None:
-        say_page(page())
+    if len(words) == 1 and words[0] in PAGES and output is None:
+        say_page(page() if words[0] == "fields" else codes_page())
         return 0
     for word in words:
         if word not in KINDS:
             near = near_choice(word, KINDS) or ["recipe"]
-            rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; a table: {FIELDS}"
+            rule = (
+                f"there is no schema of {word}; schemas: {', '.join(KINDS)}; pages, each as the"
+                f" only word: {', '.join(PAGES)}"
+            )
             raise refusal(rule, f"schema {near[0]}")
     if output is None:
         say_page(strict_json.dumps(json_schema((words or ["run"])[0]), indent=2))

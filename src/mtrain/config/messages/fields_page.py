@@ -23,8 +23,8 @@ from mtrain.models.hybrid.config import HybridConfig
 
 HEAD = """# Keys and fields
 
-`python launch.py schema fields > docs/fields.md` generates this page, and a test compares it.
-The first table lists every key with its type, its default, its meaning and the fields of
+`python launch.py schema fields > docs/reference/fields.md` generates this page, and a test compares
+it. The first table lists every key with its type, its default, its meaning and the fields of
 megatron-core that it feeds; mtrain itself reads keys that feed no field. The second table lists the
 fields of megatron-core that no key feeds, and why.
 """
@@ -60,7 +60,7 @@ def _owned(field: str) -> str:
 
 
 def page() -> str:
-    """Return the Markdown of `docs/fields.md`."""
+    """Return the Markdown of `docs/reference/fields.md`."""
     return "\n".join([HEAD, *_keys(), *_fields()]).rstrip() + "\n"
 
 
@@ -74,7 +74,7 @@ def _keys() -> Iterator[str]:
             if key.startswith(f"{group}."):
                 means = meaning(key)
                 names = ", ".join(map(_named, reached.get(key, ())))
-                cells = (f"`{key}`", type_of(key), f"`{default_of(key)}`", means, names)
+                cells = (f"`{key}`", _literal(type_of(key)), f"`{default_of(key)}`", means, names)
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
 
@@ -92,3 +92,8 @@ def _fields() -> Iterator[str]:
 def _named(field: str) -> str:
     """Return a field with the releases of megatron-core that have it, if not all do."""
     return f"`{field}` ({FIELD_VERSIONS[field]})" if field in FIELD_VERSIONS else f"`{field}`"
+
+
+def _literal(text: str) -> str:
+    """Return text whose brackets and stars are not Markdown, such as a pattern."""
+    return text.replace("[", "\\[").replace("*", "\\*")

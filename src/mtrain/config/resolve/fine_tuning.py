@@ -1,7 +1,7 @@
 """Defaults of fine-tuning: published rates and batches by model size, and steps by the number of
 chats.
 
-docs/defaults.md lists the sources.
+docs/reference/defaults.md lists the sources.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class _OptimKeys(Section):
     ] = None
     """The largest learning rate; null: that of model.published, else that of the GPT-3 of the
     nearest size. Fine-tuning (trainer.fine_tuning) has rates of its own, by size and adapter:
-    docs/defaults.md.
+    docs/reference/defaults.md.
     """
     min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`; for fine-tuning `lr` over the

@@ -21,7 +21,7 @@ from mtrain.convert.megatron.rope_scaling import as_rope, scaling_apart, scaling
 from mtrain.recipes.huggingface.exporter import TRAINING
 from mtrain.recipes.megatron.arguments import Arguments, Entry
 from mtrain.recipes.megatron.entries import default_of
-from mtrain.recipes.megatron.flags_unmapped import OTHERS
+from mtrain.recipes.megatron.flags_unmapped import NO_SUCH_PART, OTHERS
 from mtrain.recipes.megatron.reading import read_flags
 from mtrain.recipes.megatron.table import flags_of, table
 from mtrain.recipes.shell.gaps import shown
@@ -37,7 +37,6 @@ it sets.
 """
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
 """Keys of which the weights say enough, or that change no number of a token."""
-_NO_SUCH_PART = "changes the numbers: the network has no such part here"
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
 """Of that group: scores are divided by the layer's number and multiplied with it again; another
 code of the same.
@@ -329,5 +328,5 @@ def _parts(kept: Mapping[str, Any]) -> Iterator[Apart]:
         name = argument_of(flag)
         value = kept.get(name)
         present = value is True or (isinstance(value, str | list) and bool(value))
-        if text == _NO_SUCH_PART and flag not in _SAME_NUMBERS and present:
+        if text == NO_SUCH_PART and flag not in _SAME_NUMBERS and present:
             yield Apart(name, value, "", None, None, text)

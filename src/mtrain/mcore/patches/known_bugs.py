@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 Became = Literal["patched", "refused", "out of reach", "kept by tests"]
-BROUGHT_BACK = "tests/distributed/test_known_bugs_are_found.py"
+BROUGHT_BACK = "tests/distributed/test_known_bugs.py"
 """The test that brings back bugs which no patch and no rule prevents."""
 
 

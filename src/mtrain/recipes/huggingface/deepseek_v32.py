@@ -15,21 +15,21 @@ INDEXER = {
 }
 
 
-def _layers(f: ConfigFile) -> None:
+def _layers(file: ConfigFile) -> None:
     """Refuse layers without an indexer, and dense MLPs that do not come first."""
-    dense = min(int(f.get("first_k_dense_replace")), f.layers)
+    dense = min(int(file.get("first_k_dense_replace")), file.layers)
     kinds = {
-        "layer_types": ["indexed_attention"] * f.layers,
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (f.layers - dense),
+        "layer_types": ["indexed_attention"] * file.layers,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (file.layers - dense),
     }
     for key, usual in kinds.items():
-        f.must(
+        file.must(
             key,
             (usual, None),
             "changes the numbers: every layer has an indexer, and dense MLPs come first",
         )
-    if f.get("q_lora_rank") is None:
-        f.refuse(
+    if file.get("q_lora_rank") is None:
+        file.refuse(
             "q_lora_rank", "not supported", "changes the numbers: an indexer reads latent queries"
         )
 
@@ -51,8 +51,8 @@ READS = Family(
 )
 
 
-def writes(m: ModelConfig) -> Json:
+def writes(model: ModelConfig) -> Json:
     """Return the keys of the file beyond the copied ones."""
-    if m.dsa is None:
+    if model.dsa is None:
         raise ValueError("there is no sparse attention")
-    return WRITERS["deepseek_v3"](m)
+    return WRITERS["deepseek_v3"](model)

@@ -72,15 +72,15 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     return sorted(k for k in keys if left.get(k) != right.get(k))
 
 
-def _narrow(m: ModelConfig) -> int | None:
+def _narrow(model: ModelConfig) -> int | None:
     """Return the window if it matters: it hides some token, or has its own rotary base."""
-    wide = m.window_size is None or m.window_size >= m.max_position_embeddings
-    return None if wide and not m.rotary_base_local else m.window_size
+    wide = model.window_size is None or model.window_size >= model.max_position_embeddings
+    return None if wide and not model.rotary_base_local else model.window_size
 
 
-def _head(m: ModelConfig) -> str | None:
+def _head(model: ModelConfig) -> str | None:
     """Return the activation of BERT's head for masked tokens; None in other families."""
-    return None if m.bert is None else m.bert.head_activation or m.activation
+    return None if model.bert is None else model.bert.head_activation or model.activation
 
 
 def shipped(model: ModelConfig) -> str | None:
@@ -156,14 +156,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _body(m: ModelConfig, kind: str) -> Json:
+def _body(model: ModelConfig, kind: str) -> Json:
     known = KINDS[kind]
     out: Json = {"model_type": kind}
     for theirs, ours in known.reads.keys.items():
-        out[theirs] = attrgetter(ours.removeprefix("model."))(m)
+        out[theirs] = attrgetter(ours.removeprefix("model."))(model)
     if "num_key_value_heads" in out:
-        out["num_key_value_heads"] = m.query_groups
+        out["num_key_value_heads"] = model.query_groups
     if "head_dim" in out:
-        out["head_dim"] = m.head_dim
+        out["head_dim"] = model.head_dim
     # the default of some classes is an id beyond a small vocabulary
-    return {"pad_token_id": None, **out, **known.writes(m)}
+    return {"pad_token_id": None, **out, **known.writes(model)}

@@ -18,75 +18,81 @@ from mtrain.recipes.huggingface.writers import mixture
 _WIDTH = "changes the numbers: the total width of the heads differs"
 
 
-def _granite(f: ConfigFile) -> None:
-    mixers = _mixers(f)
-    experts = f.get("num_local_experts") > 0
+def _granite(file: ConfigFile) -> None:
+    mixers = _mixers(file)
+    experts = file.get("num_local_experts") > 0
     pattern = "".join(mixer + (EXPERTS if experts else MLP) for mixer in mixers)
-    heads = f.number("mamba_n_heads")
-    width = int(f.number("mamba_expand") * f.number("hidden_size"))
-    shared = f.get("shared_intermediate_size")
-    auto = f.get("mamba_d_head") == "auto"
-    f.out |= {
+    heads = file.number("mamba_n_heads")
+    width = int(file.number("mamba_expand") * file.number("hidden_size"))
+    shared = file.get("shared_intermediate_size")
+    auto = file.get("mamba_d_head") == "auto"
+    file.out |= {
         "model.num_layers": len(pattern),
         "model.hybrid.pattern": pattern,
-        "model.hybrid.head_dim": max(1, width // heads) if auto else f.number("mamba_d_head"),
-        "model.ffn_hidden_size": f.get("intermediate_size") if experts else shared,
+        "model.hybrid.head_dim": max(1, width // heads) if auto else file.number("mamba_d_head"),
+        "model.ffn_hidden_size": file.get("intermediate_size") if experts else shared,
     }
-    if f.out["model.hybrid.head_dim"] * heads != width:
-        f.refuse("mamba_expand", "not supported", _WIDTH)
+    if file.out["model.hybrid.head_dim"] * heads != width:
+        file.refuse("mamba_expand", "not supported", _WIDTH)
     for theirs, ours in _FACTORS.items():
-        f.out[ours] = float(f.get(theirs))
+        file.out[ours] = float(file.get(theirs))
     if experts:
-        f.out["model.moe.shared_expert_intermediate_size"] = shared
-        mixtral_experts(f)
+        file.out["model.moe.shared_expert_intermediate_size"] = shared
+        mixtral_experts(file)
     else:
         text = "is read where there are experts"
-        f.idle(("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"), text)
-    _limits(f)
+        file.idle(("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"), text)
+    _limits(file)
 
 
-def _mixers(f: ConfigFile) -> str:
+def _mixers(file: ConfigFile) -> str:
     """Return the letter of each layer's first half."""
-    listed = f.get("layer_types", ["mamba"] * f.layers)
+    listed = file.get("layer_types", ["mamba"] * file.layers)
     letters = [WORDS.get(word, "") for word in listed]
     if any(letter not in (MAMBA, ATTENTION) for letter in letters):
-        f.refuse(
+        file.refuse(
             "layer_types",
             "not supported",
             "changes the numbers: a layer begins with a mixer or attention",
         )
-    if len(letters) != f.layers:
-        f.refuse(
+    if len(letters) != file.layers:
+        file.refuse(
             "layer_types",
             "not supported",
-            f"has {len(letters)} layers, and num_hidden_layers says {f.layers}",
+            f"has {len(letters)} layers, and num_hidden_layers says {file.layers}",
         )
     return "".join(letters)
 
 
-def _limits(f: ConfigFile) -> None:
+def _limits(file: ConfigFile) -> None:
     """Refuse values that mtrain does not build."""
-    limits = f.get("time_step_limit")
-    f.out["model.hybrid.time_step_min"] = float(limits[0])
+    limits = file.get("time_step_limit")
+    file.out["model.hybrid.time_step_min"] = float(limits[0])
     if len(limits) != 2 or limits[1] not in NO_BOUND:
-        f.refuse(
+        file.refuse(
             "time_step_limit",
             "not supported",
             "changes the numbers: time steps have only a lower bound",
         )
-    f.must(
+    file.must(
         "position_embedding_type", ("nope",), "changes the numbers: attention has no positions here"
     )
-    f.must(
+    file.must(
         "hidden_act",
         ("silu", "swish"),
         "changes the numbers: MLPs and mixers of this family have a SiLU",
     )
-    f.must("normalization_function", ("rmsnorm",), "is not read: norms of this family are RMSNorm")
+    file.must(
+        "normalization_function", ("rmsnorm",), "is not read: norms of this family are RMSNorm"
+    )
     for key in ("attention_bias", "mamba_proj_bias"):
-        f.must(key, (False,), "changes the numbers: linear layers of hybrids have no biases here")
-    f.must("mamba_conv_bias", (True,), "changes the numbers: the convolution of a mixer has a bias")
-    f.idle(
+        file.must(
+            key, (False,), "changes the numbers: linear layers of hybrids have no biases here"
+        )
+    file.must(
+        "mamba_conv_bias", (True,), "changes the numbers: the convolution of a mixer has a bias"
+    )
+    file.idle(
         ("rope_theta", "rope_scaling", "rope_parameters"), "is read where attention has positions"
     )
 
@@ -146,12 +152,12 @@ READS = Family(
 )
 
 
-def _writes(m: ModelConfig) -> Json:
-    h = own(m)
-    moe = m.moe
+def _writes(model: ModelConfig) -> Json:
+    h = own(model)
+    moe = model.moe
     mixers = h.pattern[::2]
     rests = set(h.pattern[1::2])
-    expand, rest = divmod(h.num_heads * h.head_dim, m.hidden_size)
+    expand, rest = divmod(h.num_heads * h.head_dim, model.hidden_size)
     if (
         rest
         or len(h.pattern) % 2
@@ -159,14 +165,17 @@ def _writes(m: ModelConfig) -> Json:
         or rests not in ({MLP}, {EXPERTS})
     ):
         raise ValueError("its layers are not pairs of a mixer or attention and an MLP or experts")
-    if m.softmax_scale is None or m.head_dim * m.num_attention_heads != m.hidden_size:
+    if (
+        model.softmax_scale is None
+        or model.head_dim * model.num_attention_heads != model.hidden_size
+    ):
         raise ValueError(
             "it has no factor on attention logits, or heads of another width than theirs"
         )
     body: Json = {
         "num_hidden_layers": len(mixers),
         "layer_types": ["mamba" if mixer == MAMBA else "attention" for mixer in mixers],
-        "attention_multiplier": m.softmax_scale,
+        "attention_multiplier": model.softmax_scale,
         "embedding_multiplier": h.embedding_multiplier,
         "residual_multiplier": h.residual_multiplier,
         "logits_scaling": h.logits_scaling,
@@ -175,7 +184,7 @@ def _writes(m: ModelConfig) -> Json:
         "time_step_limit": [h.time_step_min, NO_BOUND[1]],
         "position_embedding_type": "nope",
         "hidden_act": "silu",
-        "shared_intermediate_size": m.ffn_hidden_size,
+        "shared_intermediate_size": model.ffn_hidden_size,
         "num_local_experts": 0,
     }
     if moe is None:
@@ -183,7 +192,7 @@ def _writes(m: ModelConfig) -> Json:
     if moe.shared_expert_intermediate_size is None:
         raise ValueError("it has no shared experts, which layers of theirs always have")
     return body | {
-        **mixture(m, "num_local_experts", "intermediate_size", dense=m.num_layers // 2),
+        **mixture(model, "num_local_experts", "intermediate_size", dense=model.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,
     }
 

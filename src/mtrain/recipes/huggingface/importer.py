@@ -41,22 +41,24 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
     family = known.reads
-    f = ConfigFile(values, family, class_of(kind_of(values), values))
+    file = ConfigFile(values, family, class_of(kind_of(values), values))
     try:
-        d = _read(f, family)
+        d = _read(file, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         rule = f"a value has a wrong type or size: {error}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     if values is not given:
-        f.notes.append(
+        file.notes.append(
             f"{given['model_type']} reads images too: only the text model is read;"
             " vision_config and the projector are left out"
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
-    f.finish()
-    doubts = numeric_changes(f.unplaced)
+    file.finish()
+    doubts = numeric_changes(file.unplaced)
     left = {WHOLE: "; ".join(doubts)} if doubts else {}
-    return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes, left)
+    return Imported(
+        as_published(build(d, Arguments(()), extra, source)), file.unplaced, file.notes, left
+    )
 
 
 def kind_of(values: Json) -> str:
@@ -83,26 +85,26 @@ def as_text(values: Json) -> Json:
     )
 
 
-def _read(f: ConfigFile, family: Family) -> Draft:
+def _read(file: ConfigFile, family: Family) -> Draft:
     for theirs, ours in family.keys.items():
-        value = f.get(theirs)
+        value = file.get(theirs)
         if value is not None:
-            f.out[ours] = value
-    f.out |= family.fixed
+            file.out[ours] = value
+    file.out |= family.fixed
     for more in family.more:
-        more(f)
-    groups = f.out.get("model.num_query_groups")
-    heads = f.out.get("model.num_attention_heads")
+        more(file)
+    groups = file.out.get("model.num_query_groups")
+    heads = file.out.get("model.num_attention_heads")
     if groups == heads:
-        f.out["model.num_query_groups"] = None
-    width = f.out.get("model.kv_channels")
-    hidden = f.out.get("model.hidden_size")
+        file.out["model.num_query_groups"] = None
+    width = file.out.get("model.kv_channels")
+    hidden = file.out.get("model.hidden_size")
     if width is not None and heads and width * heads == hidden:
-        f.out["model.kv_channels"] = None
+        file.out["model.kv_channels"] = None
     for key in ("model.layernorm_epsilon", "model.init_method_std", "model.attention_dropout"):
-        if key in f.out:
-            f.out[key] = float(f.out[key])
-    return f.out
+        if key in file.out:
+            file.out[key] = float(file.out[key])
+    return file.out
 
 
 def read_json(path: Path, source: str) -> Json:

@@ -23,24 +23,24 @@ WORDS = {"squared_relu": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 """Activations of an MLP without a gate -> the word in the file."""
 
 
-def _block(f: ConfigFile) -> None:
-    word = f.get("hidden_act")
-    f.out["model.activation"] = (
+def _block(file: ConfigFile) -> None:
+    word = file.get("hidden_act")
+    file.out["model.activation"] = (
         UNGATED_WORDS.get(word, "squared_relu") if isinstance(word, str) else "squared_relu"
     )
-    f.must(
+    file.must(
         "hidden_act",
         tuple(UNGATED_WORDS),
         f"changes the numbers: there are {', '.join(UNGATED_WORDS)}",
     )
-    if "partial_rotary_factor" in f.given and f.given["partial_rotary_factor"] is None:
-        f.refuse(
+    if "partial_rotary_factor" in file.given and file.given["partial_rotary_factor"] is None:
+        file.refuse(
             "partial_rotary_factor",
             "not supported",
             "changes the numbers: transformers takes no null here",
         )
     for key, text in UNREAD.items():
-        f.idle((key,), f"is not read for this family: {text}")
+        file.idle((key,), f"is not read for this family: {text}")
 
 
 READS = Family(
@@ -66,10 +66,10 @@ READS = Family(
 )
 
 
-def writes(m: ModelConfig) -> Json:
+def writes(model: ModelConfig) -> Json:
     """Return the keys of the file beyond the copied ones."""
     biases = {
-        "attention_bias": m.add_bias_linear or m.add_proj_bias,
-        "mlp_bias": m.add_bias_linear or m.add_mlp_bias,
+        "attention_bias": model.add_bias_linear or model.add_proj_bias,
+        "mlp_bias": model.add_bias_linear or model.add_mlp_bias,
     }
-    return {"hidden_act": WORDS[m.activation], **partly(m), **biases}
+    return {"hidden_act": WORDS[model.activation], **partly(model), **biases}

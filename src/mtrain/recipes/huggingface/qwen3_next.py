@@ -21,39 +21,41 @@ def _layers(count: int, every: int) -> list[str]:
     return [SOFTMAX if (i + 1) % every == 0 else LINEAR for i in range(count)]
 
 
-def _linear_attention(f: ConfigFile) -> None:
+def _linear_attention(file: ConfigFile) -> None:
     """Read the pattern of layers, and the sizes of those with linear attention."""
-    f.must(
+    file.must(
         "hidden_act",
         ("silu", "swish"),
         "changes the numbers: convolutions of linear attention have SiLU here",
     )
-    f.must(
+    file.must(
         "use_sliding_window",
         (False,),
         "changes the numbers: attention of this family has no window",
     )
-    every = f.get("full_attention_interval")
-    kinds = f.get("layer_types", _layers(f.layers, every))
+    every = file.get("full_attention_interval")
+    kinds = file.get("layer_types", _layers(file.layers, every))
     every = kinds.index(SOFTMAX) + 1 if SOFTMAX in kinds else max(every, len(kinds) + 1)
-    if every < 2 or kinds != _layers(f.layers, every):
-        key = "layer_types" if f.given.get("layer_types") else "full_attention_interval"
-        f.refuse(
+    if every < 2 or kinds != _layers(file.layers, every):
+        key = "layer_types" if file.given.get("layer_types") else "full_attention_interval"
+        file.refuse(
             key,
             "not supported",
             "changes the numbers: linear attention is in all layers but every n-th here",
         )
-    f.out["model.linear_attention.freq"] = max(2, every)
+    file.out["model.linear_attention.freq"] = max(2, every)
     for key in OWN:
-        f.out[f"model.linear_attention.{key}"] = f.get(f"linear_{key}")
+        file.out[f"model.linear_attention.{key}"] = file.get(f"linear_{key}")
 
 
-def _experts(f: ConfigFile) -> None:
+def _experts(file: ConfigFile) -> None:
     """Read the experts of Qwen3-MoE and a shared one, unless every layer is dense."""
-    qwen_experts(f)
-    shared_expert(f)
-    if f.out["model.moe.first_dense_layers"] >= f.layers:
-        f.out = {key: value for key, value in f.out.items() if not key.startswith("model.moe.")}
+    qwen_experts(file)
+    shared_expert(file)
+    if file.out["model.moe.first_dense_layers"] >= file.layers:
+        file.out = {
+            key: value for key, value in file.out.items() if not key.startswith("model.moe.")
+        }
 
 
 QWEN3_NEXT = Family(
@@ -86,21 +88,21 @@ QWEN3_NEXT = Family(
 )
 
 
-def writes(m: ModelConfig) -> Json:
+def writes(model: ModelConfig) -> Json:
     """Return the keys of the file beyond the copied ones."""
-    own = m.linear_attention
+    own = model.linear_attention
     if own is None:
         raise ValueError("there is no linear attention")
-    out = {**gate_of(m), "mlp_only_layers": list(range(m.num_layers))}
-    if m.moe is not None:
+    out = {**gate_of(model), "mlp_only_layers": list(range(model.num_layers))}
+    if model.moe is not None:
         out = {
-            **qwen_moe(m),
-            "shared_expert_intermediate_size": m.moe.shared_expert_intermediate_size or 0,
+            **qwen_moe(model),
+            "shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size or 0,
         }
     return {
         **out,
-        **partly(m),
-        "attention_bias": m.add_qkv_bias and m.add_proj_bias,
-        "layer_types": _layers(m.num_layers, own.freq),
+        **partly(model),
+        "attention_bias": model.add_qkv_bias and model.add_proj_bias,
+        "layer_types": _layers(model.num_layers, own.freq),
         **{f"linear_{key}": getattr(own, key) for key in OWN},
     }

@@ -46,67 +46,71 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def rotary(f: ConfigFile) -> None:
+def rotary(file: ConfigFile) -> None:
     """Read base and scaling of rotary positions of entire heads."""
-    _rotary(f, "rope_theta", "partial_rotary_factor", 1.0)
+    _rotary(file, "rope_theta", "partial_rotary_factor", 1.0)
 
 
-def partly_rotary(f: ConfigFile) -> None:
+def partly_rotary(file: ConfigFile) -> None:
     """Read rotary positions of a part of each head (GLM-4.5)."""
-    _rotary(f, "rope_theta", "partial_rotary_factor", None)
+    _rotary(file, "rope_theta", "partial_rotary_factor", None)
 
 
-def phi3_rotary(f: ConfigFile) -> None:
+def phi3_rotary(file: ConfigFile) -> None:
     """Read those of Phi-3, whose first files have two other words for longrope."""
-    _rotary(f, "rope_theta", "partial_rotary_factor", None, {"su": "longrope", "yarn": "longrope"})
+    _rotary(
+        file, "rope_theta", "partial_rotary_factor", None, {"su": "longrope", "yarn": "longrope"}
+    )
 
 
-def neox_rotary(f: ConfigFile) -> None:
+def neox_rotary(file: ConfigFile) -> None:
     """Read those of GPT-NeoX, under its own names or, in newer files, the usual ones."""
     for theirs, alias, absent in (
         ("rotary_emb_base", "rope_theta", 1e4),
         ("rotary_pct", "partial_rotary_factor", 0.25),
     ):
-        f.read.add(alias)
-        if f.given.get(alias) not in (None, f.values.get(theirs, absent)):
-            f.refuse(
+        file.read.add(alias)
+        if file.given.get(alias) not in (None, file.values.get(theirs, absent)):
+            file.refuse(
                 alias,
                 "no effect",
                 f"is read by no layer of GPTNeoX in transformers, which has {theirs}",
             )
-    _rotary(f, "rotary_emb_base", "rotary_pct", None)
+    _rotary(file, "rotary_emb_base", "rotary_pct", None)
 
 
-def first_channels_rotary(f: ConfigFile) -> None:
+def first_channels_rotary(file: ConfigFile) -> None:
     """Read those of MiniMax-M2, which rotates a part of each head and may set its width."""
-    width = f.get("rotary_dim")
-    head = f.get("head_dim")
-    if width is not None and "partial_rotary_factor" not in f.given:  # null means the entire head
-        f.values["partial_rotary_factor"] = width / head
-    _rotary(f, "rope_theta", "partial_rotary_factor", None)
-    if width is not None and f.out["model.rotary_percent"] != width / head:
-        f.refuse("rotary_dim", "no effect", "partial_rotary_factor sets another width")
+    width = file.get("rotary_dim")
+    head = file.get("head_dim")
+    if (
+        width is not None and "partial_rotary_factor" not in file.given
+    ):  # null means the entire head
+        file.values["partial_rotary_factor"] = width / head
+    _rotary(file, "rope_theta", "partial_rotary_factor", None)
+    if width is not None and file.out["model.rotary_percent"] != width / head:
+        file.refuse("rotary_dim", "no effect", "partial_rotary_factor sets another width")
 
 
-def two_bases(f: ConfigFile) -> None:
+def two_bases(file: ConfigFile) -> None:
     """Read base and scaling of layers without a window, and the base of those with one, which is
     read first (Gemma 3).
     """
-    parameters: Json = f.values.get("rope_parameters") or {}
+    parameters: Json = file.values.get("rope_parameters") or {}
     local: Json = parameters.get("sliding_attention") or {}
     if parameters:
-        f.values["rope_parameters"] = {
+        file.values["rope_parameters"] = {
             key: value for key, value in parameters.items() if key != "sliding_attention"
         }
-        if f.given.get("rope_scaling") or not parameters.keys() <= set(LAYER_TYPES):
+        if file.given.get("rope_scaling") or not parameters.keys() <= set(LAYER_TYPES):
             text = (
                 "changes the numbers: here it holds only full_attention and sliding_attention,"
                 " without rope_scaling"
             )
-            f.refuse("rope_parameters", "not supported", text, parameters)
-    base = local.get("rope_theta", f.get("rope_local_base_freq"))
-    if f.given.get("rope_local_base_freq", base) != base:
-        f.refuse(
+            file.refuse("rope_parameters", "not supported", text, parameters)
+    base = local.get("rope_theta", file.get("rope_local_base_freq"))
+    if file.given.get("rope_local_base_freq", base) != base:
+        file.refuse(
             "rope_local_base_freq", "no effect", "rope_theta in rope_parameters has another value"
         )
     if (
@@ -114,13 +118,13 @@ def two_bases(f: ConfigFile) -> None:
         or not local.keys() <= _BASE
     ):
         text = "changes the numbers: positions of layers with a window have only a base here"
-        f.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
-    rotary(f)
-    f.out["model.rotary_base_local"] = float(base) if f.out.get("model.window_size") else None
+        file.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
+    rotary(file)
+    file.out["model.rotary_base_local"] = float(base) if file.out.get("model.window_size") else None
 
 
 def _rotary(
-    f: ConfigFile,
+    file: ConfigFile,
     base_key: str,
     share_key: str,
     whole: float | None,
@@ -131,59 +135,59 @@ def _rotary(
     `whole` is the only share that is computed, None: any; `words` translates other words for a
     kind.
     """
-    name, inner = _parameters(f)
+    name, inner = _parameters(file)
     for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
-        f.read.add(outer)
-        if None not in (f.given.get(outer), inner.get(key)) and f.given[outer] != inner[key]:
-            f.refuse(outer, "no effect", f"{key} in {name} has another value")
-    f.out["model.rotary_base"] = float(inner.get("rope_theta", f.get(base_key, 10000.0)))
-    share = float(inner.get("partial_rotary_factor", f.get(share_key, 1.0)))
+        file.read.add(outer)
+        if None not in (file.given.get(outer), inner.get(key)) and file.given[outer] != inner[key]:
+            file.refuse(outer, "no effect", f"{key} in {name} has another value")
+    file.out["model.rotary_base"] = float(inner.get("rope_theta", file.get(base_key, 10000.0)))
+    share = float(inner.get("partial_rotary_factor", file.get(share_key, 1.0)))
     if whole is None:
-        f.out["model.rotary_percent"] = share
+        file.out["model.rotary_percent"] = share
     elif share != whole:
         text = "changes the numbers: this family rotates the entire head"
         if "partial_rotary_factor" in inner:
-            f.inside(name, "partial_rotary_factor", "not supported", text, share)
+            file.inside(name, "partial_rotary_factor", "not supported", text, share)
         else:
-            f.refuse(share_key, "not supported", text)
+            file.refuse(share_key, "not supported", text)
     kind = str(inner.get("rope_type", inner.get("type", "default")))
     kind = words.get(kind, kind)
-    _length_before(f, kind, inner)
-    latent = "model.mla.kv_lora_rank" in f.out
+    _length_before(file, kind, inner)
+    latent = "model.mla.kv_lora_rank" in file.out
     for key, value in inner.items():
         if key not in KNOWN:
-            f.unknown(key, set(KNOWN), name)
+            file.unknown(key, set(KNOWN), name)
         elif kind in READ_BY and key not in READ_BY[kind]:
-            f.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
+            file.inside(name, key, "no effect", f"is not read for rope_type {kind}", value)
     if "rope_type" in inner and inner.get("type", inner["rope_type"]) != inner["rope_type"]:
-        f.inside(
+        file.inside(
             name, "type", "no effect", "rope_type is present too and is read first", inner["type"]
         )
     if latent and kind == "yarn":
-        _yarn(f, name, inner)
+        _yarn(file, name, inner)
     elif latent and kind != "default":
-        f.refuse(
+        file.refuse(
             name,
             "not supported",
             f"changes the numbers: rotary positions of kind {kind}; MLA has yarn",
         )
     elif kind not in READ_BY:
         others = ", ".join(READ_BY)
-        f.refuse(
+        file.refuse(
             name,
             "not supported",
             f"changes the numbers: rotary positions of kind {kind}; there are {others}",
         )
     elif kind != "default":
-        _scaling(f, kind, name, inner)
+        _scaling(file, kind, name, inner)
 
 
-def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
+def _scaling(file: ConfigFile, kind: str, name: str, inner: Json) -> None:
     """Set `model.rope_scaling`, or one of the keys for linear scaling and for Llama 3.1's."""
-    before = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
+    before = inner.get("original_max_position_embeddings", file.get("max_position_embeddings"))
     factor: Any = inner.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
-        factor = f.get("max_position_embeddings") / before
+        factor = file.get("max_position_embeddings") / before
     needed = {
         "llama3": ["low_freq_factor", "high_freq_factor"],
         "longrope": ["short_factor", "long_factor"],
@@ -193,22 +197,22 @@ def _scaling(f: ConfigFile, kind: str, name: str, inner: Json) -> None:
     ]
     if missing:
         text = f"changes the numbers: {kind} without {' and '.join(missing)}; it is left out"
-        f.refuse(name, "unreadable", text)
+        file.refuse(name, "unreadable", text)
     elif kind == "linear":
-        f.out["model.rotary_seq_len_interpolation_factor"] = float(factor)
+        file.out["model.rotary_seq_len_interpolation_factor"] = float(factor)
     elif (
         kind == "llama3"
         and {**inner, "original_max_position_embeddings": before}.items() >= LLAMA3.items()
     ):
-        f.out["model.rope_scaling_factor"] = float(factor)
+        file.out["model.rope_scaling_factor"] = float(factor)
     else:
-        out = _read_by(f, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
+        out = _read_by(file, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
         if kind != "dynamic":
             out["original_max_position_embeddings"] = before
-        f.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
+        file.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
 
 
-def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
+def _read_by(file: ConfigFile, kind: str, name: str, inner: Json) -> Json:
     """Return the numbers that a kind of scaling reads from a file, except factor and length."""
     own = READ_BY[kind] - _BASE - {"factor", "original_max_position_embeddings"}
     out = {key: inner[key] for key in sorted(own & inner.keys())}
@@ -221,7 +225,7 @@ def _read_by(f: ConfigFile, kind: str, name: str, inner: Json) -> Json:
     ):
         for key in pair:
             text = "is read only if mscale and mscale_all_dim are set, and attention_factor is not"
-            f.inside(name, key, "no effect", text, out.pop(key))
+            file.inside(name, key, "no effect", text, out.pop(key))
     return {key: _floats(value) for key, value in out.items()}
 
 
@@ -231,22 +235,22 @@ def _floats(value: Any) -> Any:
     return value if isinstance(value, bool) else float(value)
 
 
-def _length_before(f: ConfigFile, kind: str, inner: Json) -> None:
+def _length_before(file: ConfigFile, kind: str, inner: Json) -> None:
     """Move the length from outside into the rotary parameters: it is read first (Phi-3)."""
     outer = "original_max_position_embeddings"
     if outer not in READ_BY.get(kind, ()):
-        f.idle((outer,), f"is not read for rope_type {kind}")
-    elif f.get(outer) is not None:
-        inner[outer] = f.get(outer)
+        file.idle((outer,), f"is not read for rope_type {kind}")
+    elif file.get(outer) is not None:
+        inner[outer] = file.get(outer)
 
 
-def _parameters(f: ConfigFile) -> tuple[str, Json]:
+def _parameters(file: ConfigFile) -> tuple[str, Json]:
     """Return the key of the rotary parameters, and the parameters without nulls."""
-    f.read |= {"rope_scaling", "rope_parameters"}
-    name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
-    if name == "rope_scaling" and f.given.get("rope_parameters"):
-        f.refuse("rope_parameters", "no effect", "rope_scaling is present too and is read first")
-    parameters = f.values.get(name) or {}
+    file.read |= {"rope_scaling", "rope_parameters"}
+    name = "rope_scaling" if file.values.get("rope_scaling") else "rope_parameters"
+    if name == "rope_scaling" and file.given.get("rope_parameters"):
+        file.refuse("rope_parameters", "no effect", "rope_scaling is present too and is read first")
+    parameters = file.values.get(name) or {}
     if not isinstance(parameters, dict):
         raise TypeError(f"{name} is no object")
     layers = {
@@ -257,7 +261,7 @@ def _parameters(f: ConfigFile) -> tuple[str, Json]:
     inner = {key: value for key, value in parameters.items() if key not in layers}
     for value in layers.values():
         if value != next(iter(layers.values())):
-            f.refuse(
+            file.refuse(
                 name,
                 "not supported",
                 "changes the numbers: all layers rotate by the same angles here",
@@ -266,15 +270,16 @@ def _parameters(f: ConfigFile) -> tuple[str, Json]:
     return name, {key: value for key, value in inner.items() if value is not None}
 
 
-def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
-    length = inner.get("original_max_position_embeddings", f.get("max_position_embeddings"))
-    factor = (
-        float(inner["factor"]) if "factor" in inner else f.get("max_position_embeddings") / length
-    )
+def _yarn(file: ConfigFile, name: str, inner: Json) -> None:
+    length = inner.get("original_max_position_embeddings", file.get("max_position_embeddings"))
+    if "factor" in inner:
+        factor = float(inner["factor"])
+    else:
+        factor = file.get("max_position_embeddings") / length
     mscale = float(inner.get("mscale", 0.0))
     of_all = float(inner.get("mscale_all_dim", 0.0))
     if of_all and not mscale:
-        f.inside(
+        file.inside(
             name,
             "mscale_all_dim",
             "not supported",
@@ -283,7 +288,7 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
         )
     if mscale and not of_all:  # transformers reads only both together
         if mscale != 1.0:
-            f.inside(
+            file.inside(
                 name,
                 "mscale",
                 "no effect",
@@ -291,7 +296,7 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
                 mscale,
             )
         mscale = 1.0
-    f.out |= {
+    file.out |= {
         "model.mla.rope_type": "yarn",
         "model.mla.rotary_scaling_factor": factor,
         "model.mla.original_max_position_embeddings": length,
@@ -300,99 +305,109 @@ def _yarn(f: ConfigFile, name: str, inner: Json) -> None:
     }
     for key in ("beta_fast", "beta_slow"):
         if inner.get(key):
-            f.out[f"model.mla.{key}"] = float(inner[key])
+            file.out[f"model.mla.{key}"] = float(inner[key])
     ours = _temperature(factor, mscale or 1.0) / _temperature(factor, of_all)
     given = inner.get("attention_factor", ours)
     if not math.isclose(given, ours, rel_tol=1e-6):
         text = f"changes the numbers: it is {ours:.6g} here, from mscale and mscale_all_dim"
-        f.inside(name, "attention_factor", "not supported", text, given)
+        file.inside(name, "attention_factor", "not supported", text, given)
     if inner.get("truncate", True) is not True:
         text = "changes the numbers: the range of stretched frequencies has whole ends here"
-        f.inside(name, "truncate", "not supported", text, inner["truncate"])
+        file.inside(name, "truncate", "not supported", text, inner["truncate"])
 
 
 def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def window_everywhere(f: ConfigFile) -> None:
+def window_everywhere(file: ConfigFile) -> None:
     """Read a window of all layers that is narrower than the positions (Mistral, Phi-3)."""
-    width = f.get("sliding_window")
-    if width is not None and width >= f.get("max_position_embeddings") and not f.get("layer_types"):
-        f.idle(
+    width = file.get("sliding_window")
+    if (
+        width is not None
+        and width >= file.get("max_position_embeddings")
+        and not file.get("layer_types")
+    ):
+        file.idle(
             ("sliding_window",),
             "is as wide as the positions, so that every token sees all earlier ones",
         )
         return
     usual = "full_attention" if width is None else "sliding_attention"
-    _windows(f, width, [usual] * f.layers)
+    _windows(file, width, [usual] * file.layers)
 
 
-def window_in_upper_layers(f: ConfigFile) -> None:
+def window_in_upper_layers(file: ConfigFile) -> None:
     """Read a window from layer `max_window_layers` on (Qwen2, Qwen3)."""
-    width = _optional_width(f, ("max_window_layers",))
-    first = f.get("max_window_layers", 28)
-    layers = range(f.layers)
-    _windows(f, width, [LAYER_TYPES[width is not None and i >= first] for i in layers])
+    width = _optional_width(file, ("max_window_layers",))
+    first = file.get("max_window_layers", 28)
+    layers = range(file.layers)
+    _windows(file, width, [LAYER_TYPES[width is not None and i >= first] for i in layers])
 
 
-def window_in_odd_layers(f: ConfigFile) -> None:
+def window_in_odd_layers(file: ConfigFile) -> None:
     """Read a window in the first, third, ... layer below `max_window_layers` (Qwen2-MoE)."""
-    width = _optional_width(f, ("max_window_layers",))
-    last = f.get("max_window_layers", 28)
-    layers = range(f.layers)
-    _windows(f, width, [LAYER_TYPES[width is not None and i % 2 == 0 and i < last] for i in layers])
-
-
-def optional_window(f: ConfigFile) -> None:
-    """Read a window in all layers, if `use_sliding_window` is true (Qwen3-MoE)."""
-    width = _optional_width(f, ())
-    _windows(f, width, [LAYER_TYPES[width is not None]] * f.layers)
-
-
-def window_in_every_other_layer(f: ConfigFile) -> None:
-    """Read a window in the first, third, ... layer (GPT-OSS)."""
-    _windows(f, f.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(f.layers)])
-
-
-def window_except_every_nth(f: ConfigFile) -> None:
-    """Read a window in all layers but every sixth or `sliding_window_pattern`-th (Gemma 3)."""
-    every = f.get("sliding_window_pattern", 6)
+    width = _optional_width(file, ("max_window_layers",))
+    last = file.get("max_window_layers", 28)
+    layers = range(file.layers)
     _windows(
-        f, f.get("sliding_window"), [LAYER_TYPES[(i + 1) % every != 0] for i in range(f.layers)]
+        file, width, [LAYER_TYPES[width is not None and i % 2 == 0 and i < last] for i in layers]
     )
 
 
-def _optional_width(f: ConfigFile, more: Sequence[str]) -> int | None:
-    if f.get("use_sliding_window", False):
-        width: int | None = f.get("sliding_window")
+def optional_window(file: ConfigFile) -> None:
+    """Read a window in all layers, if `use_sliding_window` is true (Qwen3-MoE)."""
+    width = _optional_width(file, ())
+    _windows(file, width, [LAYER_TYPES[width is not None]] * file.layers)
+
+
+def window_in_every_other_layer(file: ConfigFile) -> None:
+    """Read a window in the first, third, ... layer (GPT-OSS)."""
+    _windows(
+        file, file.get("sliding_window"), [LAYER_TYPES[i % 2 == 0] for i in range(file.layers)]
+    )
+
+
+def window_except_every_nth(file: ConfigFile) -> None:
+    """Read a window in all layers but every sixth or `sliding_window_pattern`-th (Gemma 3)."""
+    every = file.get("sliding_window_pattern", 6)
+    _windows(
+        file,
+        file.get("sliding_window"),
+        [LAYER_TYPES[(i + 1) % every != 0] for i in range(file.layers)],
+    )
+
+
+def _optional_width(file: ConfigFile, more: Sequence[str]) -> int | None:
+    if file.get("use_sliding_window", False):
+        width: int | None = file.get("sliding_window")
         return width
-    f.idle(("sliding_window", *more), "is read only with use_sliding_window")
+    file.idle(("sliding_window", *more), "is read only with use_sliding_window")
     return None
 
 
-def _windows(f: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
+def _windows(file: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
     """Set our keys: a window in all layers but every n-th."""
-    kinds = f.get("layer_types", list(usual))
+    kinds = file.get("layer_types", list(usual))
     full = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
     every = full[0] if full else len(kinds) + 1
     fits = len(kinds) == len(usual) and set(kinds) <= set(LAYER_TYPES)
     if fits and len(full) == len(kinds):
-        f.idle(("sliding_window",) if width is not None else (), "no layer has a window")
+        file.idle(("sliding_window",) if width is not None else (), "no layer has a window")
         return
     if not fits or every < 2 or full != list(range(every, len(kinds) + 1, every)):
-        key = "layer_types" if f.given.get("layer_types") else "max_window_layers"
-        f.refuse(
+        key = "layer_types" if file.given.get("layer_types") else "max_window_layers"
+        file.refuse(
             key,
             "not supported",
             "changes the numbers: a window is in all layers but every n-th here",
         )
     elif width is None:
-        f.refuse(
+        file.refuse(
             "layer_types",
             "not supported",
             "changes the numbers: layers have a window, and no width is set",
         )
     else:
-        f.out["model.window_size"] = width
-        f.out["model.window_attn_skip_freq"] = every if full else None
+        file.out["model.window_size"] = width
+        file.out["model.window_attn_skip_freq"] = every if full else None

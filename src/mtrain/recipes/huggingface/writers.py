@@ -12,168 +12,180 @@ from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 Extra = Callable[[ModelConfig], Json]
 
 
-def _word(m: ModelConfig, words: Mapping[str, str]) -> str:
+def _word(model: ModelConfig, words: Mapping[str, str]) -> str:
     preferred = {"geglu_tanh": "gelu_pytorch_tanh", "gelu_tanh": "gelu_new"}
-    matching = [theirs for theirs, ours in words.items() if ours == m.activation]
+    matching = [theirs for theirs, ours in words.items() if ours == model.activation]
     if not matching:
-        raise ValueError(f"the activation is {m.activation}")
-    return preferred.get(m.activation, matching[0])
+        raise ValueError(f"the activation is {model.activation}")
+    return preferred.get(model.activation, matching[0])
 
 
-def gate_of(m: ModelConfig) -> Json:
+def gate_of(model: ModelConfig) -> Json:
     """Return the activation of a gate."""
-    return {"hidden_act": _word(m, GATED_WORDS)}
+    return {"hidden_act": _word(model, GATED_WORDS)}
 
 
-def _rope(m: ModelConfig) -> Json:
-    out: Json = {"rope_theta": m.rotary_base, "rope_scaling": None}
-    if m.rope_scaling_factor is not None:
+def _rope(model: ModelConfig) -> Json:
+    out: Json = {"rope_theta": model.rotary_base, "rope_scaling": None}
+    if model.rope_scaling_factor is not None:
         low_high = {
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_scaling_factor, **low_high}
-    elif m.rotary_seq_len_interpolation_factor is not None:
+        out["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            **low_high,
+        }
+    elif model.rotary_seq_len_interpolation_factor is not None:
         out["rope_scaling"] = {
             "rope_type": "linear",
-            "factor": m.rotary_seq_len_interpolation_factor,
+            "factor": model.rotary_seq_len_interpolation_factor,
         }
-    elif m.rope_scaling is not None:
+    elif model.rope_scaling is not None:
         parameters = {
             key: value
-            for key, value in m.rope_scaling.model_dump(mode="json").items()
+            for key, value in model.rope_scaling.model_dump(mode="json").items()
             if value is not None
         }
-        if m.rope_scaling.rope_type == "llama3":
+        if model.rope_scaling.rope_type == "llama3":
             parameters = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **parameters}
         out["rope_scaling"] = parameters
     return out
 
 
-def partly(m: ModelConfig) -> Json:
+def partly(model: ModelConfig) -> Json:
     """Return rotary positions of a part of each head."""
-    return {**_rope(m), "partial_rotary_factor": m.rotary_percent}
+    return {**_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
-def _layer_types(m: ModelConfig) -> Json:
+def _layer_types(model: ModelConfig) -> Json:
     """Return the window of each layer, if there are windows."""
-    if m.window_size is None:
-        return {"layer_types": ["full_attention"] * m.num_layers}
-    every = m.window_attn_skip_freq
+    if model.window_size is None:
+        return {"layer_types": ["full_attention"] * model.num_layers}
+    every = model.window_attn_skip_freq
     kinds = [
         "full_attention" if every and (i + 1) % every == 0 else "sliding_attention"
-        for i in range(m.num_layers)
+        for i in range(model.num_layers)
     ]
-    return {"sliding_window": m.window_size, "use_sliding_window": True, "layer_types": kinds}
+    return {"sliding_window": model.window_size, "use_sliding_window": True, "layer_types": kinds}
 
 
-def _everywhere(m: ModelConfig) -> Json:
-    if m.window_attn_skip_freq is not None:
+def _everywhere(model: ModelConfig) -> Json:
+    if model.window_attn_skip_freq is not None:
         raise ValueError("a window in some layers")
-    return {"sliding_window": m.window_size}
+    return {"sliding_window": model.window_size}
 
 
-def _llama(m: ModelConfig) -> Json:
-    return {**gate_of(m), **_rope(m), **_biases(m)}
+def _llama(model: ModelConfig) -> Json:
+    return {**gate_of(model), **_rope(model), **_biases(model)}
 
 
-def _biases(m: ModelConfig) -> Json:
+def _biases(model: ModelConfig) -> Json:
     return {
-        "attention_bias": m.add_bias_linear or m.add_proj_bias,
-        "mlp_bias": m.add_bias_linear or m.add_mlp_bias,
+        "attention_bias": model.add_bias_linear or model.add_proj_bias,
+        "mlp_bias": model.add_bias_linear or model.add_mlp_bias,
     }
 
 
-def _mistral(m: ModelConfig) -> Json:
-    return {**gate_of(m), **_rope(m), **_everywhere(m)}
+def _mistral(model: ModelConfig) -> Json:
+    return {**gate_of(model), **_rope(model), **_everywhere(model)}
 
 
-def _ministral(m: ModelConfig) -> Json:
+def _ministral(model: ModelConfig) -> Json:
     """Return the keys of a Mistral; windows in some layers are listed, which makes it a Ministral
     for AutoConfig.
     """
-    windows = {"sliding_window": m.window_size} if m.window_size is None else _layer_types(m)
+    windows = (
+        {"sliding_window": model.window_size} if model.window_size is None else _layer_types(model)
+    )
     windows.pop("use_sliding_window", None)
-    some = m.window_attn_skip_freq is not None
-    return {**gate_of(m), **_rope(m), **windows} if some else _mistral(m)
+    some = model.window_attn_skip_freq is not None
+    return {**gate_of(model), **_rope(model), **windows} if some else _mistral(model)
 
 
-def _qwen(m: ModelConfig) -> Json:
-    windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    biases = {"attention_bias": True} if m.add_proj_bias else {}
-    return {**gate_of(m), **_rope(m), **windows, **biases}
+def _qwen(model: ModelConfig) -> Json:
+    windows = (
+        _layer_types(model) if model.window_size is not None else {"use_sliding_window": False}
+    )
+    biases = {"attention_bias": True} if model.add_proj_bias else {}
+    return {**gate_of(model), **_rope(model), **windows, **biases}
 
 
-def _experts(m: ModelConfig) -> MoEConfig:
-    if m.moe is None:
+def _experts(model: ModelConfig) -> MoEConfig:
+    if model.moe is None:
         raise ValueError("there are no experts")
-    return m.moe
+    return model.moe
 
 
-def _balance(m: ModelConfig, dense: int = 0) -> float:
-    moe = _experts(m)
-    return float(f"{moe.aux_loss_coeff * max(1, m.num_layers - dense) / moe.router_topk:.6g}")
+def _balance(model: ModelConfig, dense: int = 0) -> float:
+    moe = _experts(model)
+    return float(f"{moe.aux_loss_coeff * max(1, model.num_layers - dense) / moe.router_topk:.6g}")
 
 
-def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
+def mixture(model: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
     """Return the keys of a mixture of experts; `count` and `width` are two key names."""
-    moe = _experts(m)
+    moe = _experts(model)
     sizes = {
         count: moe.num_experts,
         "num_experts_per_tok": moe.router_topk,
         width: moe.ffn_hidden_size,
     }
-    return {**sizes, "router_aux_loss_coef": _balance(m, dense)}
+    return {**sizes, "router_aux_loss_coef": _balance(model, dense)}
 
 
-def _mixtral(m: ModelConfig) -> Json:
-    return {**_mistral(m), **mixture(m, "num_local_experts", "intermediate_size")}
+def _mixtral(model: ModelConfig) -> Json:
+    return {**_mistral(model), **mixture(model, "num_local_experts", "intermediate_size")}
 
 
-def _qwen_experts(m: ModelConfig) -> Json:
-    dense = _experts(m).first_dense_layers
+def _qwen_experts(model: ModelConfig) -> Json:
+    dense = _experts(model).first_dense_layers
     first = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
-    normed = {"norm_topk_prob": not _experts(m).router_pre_softmax}
-    mixed = mixture(m, "num_experts", "moe_intermediate_size", dense)
-    return {**gate_of(m), **_rope(m), **mixed, **first, **normed}
+    normed = {"norm_topk_prob": not _experts(model).router_pre_softmax}
+    mixed = mixture(model, "num_experts", "moe_intermediate_size", dense)
+    return {**gate_of(model), **_rope(model), **mixed, **first, **normed}
 
 
-def qwen_moe(m: ModelConfig) -> Json:
+def qwen_moe(model: ModelConfig) -> Json:
     """Return the keys of Qwen3-MoE, which its successors share."""
     windows: Json = {"use_sliding_window": False}
-    if m.window_size is not None:
-        windows = {**_everywhere(m), "use_sliding_window": True}
-    biases = {"attention_bias": True} if m.add_proj_bias else {}
-    return {**_qwen_experts(m), **windows, **biases}
+    if model.window_size is not None:
+        windows = {**_everywhere(model), "use_sliding_window": True}
+    biases = {"attention_bias": True} if model.add_proj_bias else {}
+    return {**_qwen_experts(model), **windows, **biases}
 
 
-def _qwen2_moe(m: ModelConfig) -> Json:
-    shared = {"shared_expert_intermediate_size": _experts(m).shared_expert_intermediate_size or 0}
-    windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    return {**_qwen_experts(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
+def _qwen2_moe(model: ModelConfig) -> Json:
+    shared = {
+        "shared_expert_intermediate_size": _experts(model).shared_expert_intermediate_size or 0
+    }
+    windows = (
+        _layer_types(model) if model.window_size is not None else {"use_sliding_window": False}
+    )
+    return {**_qwen_experts(model), **windows, **shared, "qkv_bias": model.add_qkv_bias}
 
 
-def _gpt_oss(m: ModelConfig) -> Json:
+def _gpt_oss(model: ModelConfig) -> Json:
     limits = {
-        "swiglu_limit": m.activation_func_clamp_value,
+        "swiglu_limit": model.activation_func_clamp_value,
         "hidden_act": "silu",
         "attention_bias": True,
     }
-    kinds = _layer_types(m)
+    kinds = _layer_types(model)
     kinds.pop("use_sliding_window", None)
-    rotary = _rope(m)["rope_scaling"] or {"rope_type": "default"}
+    rotary = _rope(model)["rope_scaling"] or {"rope_type": "default"}
     return {
-        "rope_parameters": {**rotary, "rope_theta": m.rotary_base},
+        "rope_parameters": {**rotary, "rope_theta": model.rotary_base},
         **kinds,
-        **mixture(m, "num_local_experts", "intermediate_size"),
+        **mixture(model, "num_local_experts", "intermediate_size"),
         **limits,
     }
 
 
-def _experts_after_dense_layers(m: ModelConfig) -> Json:
+def _experts_after_dense_layers(model: ModelConfig) -> Json:
     """Return the experts of DeepSeek-V2, V3 and GLM-4.5."""
-    moe = _experts(m)
+    moe = _experts(model)
     return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.router_topk,
@@ -186,17 +198,17 @@ def _experts_after_dense_layers(m: ModelConfig) -> Json:
     }
 
 
-def _latent(m: ModelConfig) -> Json:
-    mla = m.mla
-    moe = _experts(m)
+def _latent(model: ModelConfig) -> Json:
+    mla = model.mla
+    moe = _experts(model)
     if mla is None:
         raise ValueError("there is no MLA")
     out = {
-        **gate_of(m),
-        **_experts_after_dense_layers(m),
-        "rope_theta": m.rotary_base,
+        **gate_of(model),
+        **_experts_after_dense_layers(model),
+        "rope_theta": model.rotary_base,
         "rope_scaling": None,
-        "num_key_value_heads": m.num_attention_heads,
+        "num_key_value_heads": model.num_attention_heads,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_head_dim,
@@ -219,9 +231,9 @@ def _latent(m: ModelConfig) -> Json:
     return out
 
 
-def _deepseek_v2(m: ModelConfig) -> Json:
-    out = {**_latent(m), "scoring_func": "softmax", "norm_topk_prob": False}
-    if m.moe is not None and m.moe.router_num_groups:
+def _deepseek_v2(model: ModelConfig) -> Json:
+    out = {**_latent(model), "scoring_func": "softmax", "norm_topk_prob": False}
+    if model.moe is not None and model.moe.router_num_groups:
         return {**out, "topk_method": "group_limited_greedy"}
     return {
         **{k: v for k, v in out.items() if k not in ("n_group", "topk_group")},
@@ -229,101 +241,110 @@ def _deepseek_v2(m: ModelConfig) -> Json:
     }
 
 
-def _deepseek_v3(m: ModelConfig) -> Json:
+def _deepseek_v3(model: ModelConfig) -> Json:
     words = {
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "topk_method": "noaux_tc",
         "rope_interleave": True,
     }
-    return {**_latent(m), **words, "num_nextn_predict_layers": m.mtp_num_layers or 0}
+    return {**_latent(model), **words, "num_nextn_predict_layers": model.mtp_num_layers or 0}
 
 
-def _glm4_moe(m: ModelConfig) -> Json:
-    moe = _experts(m)
+def _glm4_moe(model: ModelConfig) -> Json:
+    moe = _experts(model)
     return {
-        **gate_of(m),
-        **partly(m),
-        **_experts_after_dense_layers(m),
-        "attention_bias": m.add_qkv_bias,
-        "use_qk_norm": m.qk_layernorm,
+        **gate_of(model),
+        **partly(model),
+        **_experts_after_dense_layers(model),
+        "attention_bias": model.add_qkv_bias,
+        "use_qk_norm": model.qk_layernorm,
         "n_group": moe.router_num_groups or 1,
         "topk_group": moe.router_group_topk or 1,
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": m.mtp_num_layers or 0,
+        "num_nextn_predict_layers": model.mtp_num_layers or 0,
     }
 
 
-def _minimax_m2(m: ModelConfig) -> Json:
-    moe = _experts(m)
+def _minimax_m2(model: ModelConfig) -> Json:
+    moe = _experts(model)
     sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.router_topk}
-    return {**gate_of(m), **partly(m), **sizes, "intermediate_size": moe.ffn_hidden_size}
+    return {**gate_of(model), **partly(model), **sizes, "intermediate_size": moe.ffn_hidden_size}
 
 
-def _phi3(m: ModelConfig) -> Json:
-    before = m.rope_scaling.original_max_position_embeddings if m.rope_scaling else None
+def _phi3(model: ModelConfig) -> Json:
+    before = model.rope_scaling.original_max_position_embeddings if model.rope_scaling else None
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    length = before or m.max_position_embeddings
+    length = before or model.max_position_embeddings
     return {
-        **gate_of(m),
-        **partly(m),
-        **_everywhere(m),
+        **gate_of(model),
+        **partly(model),
+        **_everywhere(model),
         **drops,
         "original_max_position_embeddings": length,
     }
 
 
-def _olmo2(m: ModelConfig) -> Json:
-    return {**gate_of(m), **_rope(m), "attention_bias": False}
+def _olmo2(model: ModelConfig) -> Json:
+    return {**gate_of(model), **_rope(model), "attention_bias": False}
 
 
-def _gemma(m: ModelConfig) -> Json:
-    scale = m.softmax_scale
-    divisor = m.head_dim if scale is None else float(f"{scale**-2:.12g}")
+def _gemma(model: ModelConfig) -> Json:
+    scale = model.softmax_scale
+    divisor = model.head_dim if scale is None else float(f"{scale**-2:.12g}")
     return {
-        "hidden_activation": _word(m, GATED_WORDS),
+        "hidden_activation": _word(model, GATED_WORDS),
         "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
-        "sliding_window": m.window_size or 4096,
-        "layer_types": _layer_types(m)["layer_types"],
+        "sliding_window": model.window_size or 4096,
+        "layer_types": _layer_types(model)["layer_types"],
         "attention_bias": False,
-        "final_logit_softcapping": m.final_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
     }
 
 
-def _gemma2(m: ModelConfig) -> Json:
-    return {**_gemma(m), **_rope(m), "attn_logit_softcapping": m.attn_logit_softcapping}
+def _gemma2(model: ModelConfig) -> Json:
+    return {**_gemma(model), **_rope(model), "attn_logit_softcapping": model.attn_logit_softcapping}
 
 
-def _gemma3(m: ModelConfig) -> Json:
-    return {**_gemma(m), **_rope(m), "rope_local_base_freq": m.rotary_base_local or 10000.0}
+def _gemma3(model: ModelConfig) -> Json:
+    return {
+        **_gemma(model),
+        **_rope(model),
+        "rope_local_base_freq": model.rotary_base_local or 10000.0,
+    }
 
 
-def _gpt2(m: ModelConfig) -> Json:
+def _gpt2(model: ModelConfig) -> Json:
     drops = {
-        "attn_pdrop": m.attention_dropout,
-        "resid_pdrop": m.hidden_dropout,
-        "embd_pdrop": m.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
     }
     word = {
-        "activation_function": _word(m, UNGATED_WORDS),
-        "scale_attn_weights": m.softmax_scale is None,
+        "activation_function": _word(model, UNGATED_WORDS),
+        "scale_attn_weights": model.softmax_scale is None,
     }
-    return {**drops, **word, "n_inner": m.ffn_hidden_size, "n_ctx": m.max_position_embeddings}
+    return {
+        **drops,
+        **word,
+        "n_inner": model.ffn_hidden_size,
+        "n_ctx": model.max_position_embeddings,
+    }
 
 
-def _gpt_neox(m: ModelConfig) -> Json:
+def _gpt_neox(model: ModelConfig) -> Json:
     rotary = {
-        "rotary_emb_base": m.rotary_base,
-        "rotary_pct": m.rotary_percent,
-        "rope_scaling": _rope(m)["rope_scaling"],
+        "rotary_emb_base": model.rotary_base,
+        "rotary_pct": model.rotary_percent,
+        "rope_scaling": _rope(model)["rope_scaling"],
     }
-    drops = {"attention_dropout": m.attention_dropout, "hidden_dropout": m.hidden_dropout}
+    drops = {"attention_dropout": model.attention_dropout, "hidden_dropout": model.hidden_dropout}
     return {
         **rotary,
         **drops,
-        "hidden_act": _word(m, UNGATED_WORDS),
-        "use_parallel_residual": m.parallel_residual,
-        "attention_bias": m.add_bias_linear,
+        "hidden_act": _word(model, UNGATED_WORDS),
+        "use_parallel_residual": model.parallel_residual,
+        "attention_bias": model.add_bias_linear,
     }
 
 

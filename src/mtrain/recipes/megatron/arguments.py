@@ -182,10 +182,10 @@ class _DraftReader(dict[str, Any]):
     """
 
     def __init__(
-        self, a: Arguments, entries: Iterable[Entry], known: Draft, left: dict[str, str]
+        self, arguments: Arguments, entries: Iterable[Entry], known: Draft, left: dict[str, str]
     ) -> None:
         super().__init__(known)
-        self._arguments = a
+        self._arguments = arguments
         self._waiting = {key: entry for entry in entries for key in entry.keys}
         self._left = left
 
@@ -222,18 +222,18 @@ class _DraftReader(dict[str, Any]):
 
 
 def read_all(
-    a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None
+    arguments: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None
 ) -> Draft:
     """Return the keys that the flags set, by all `entries`, in addition to `known` keys.
 
     `left` are unknown keys, with the reason; this adds the keys that depend on them, or on unknown
     flags.
     """
-    d = _DraftReader(a, entries, known, {} if left is None else left)
+    reader = _DraftReader(arguments, entries, known, {} if left is None else left)
     for entry in entries:
         for key in entry.keys:
-            d.require(key)
+            reader.require(key)
         if not entry.keys:
-            d.read(entry)
-    a.doubts = {}
-    return dict(d)
+            reader.read(entry)
+    arguments.doubts = {}
+    return dict(reader)

@@ -95,9 +95,9 @@ def training_command(script: Script, source: str) -> TrainingCommand:
     refused: list[tuple[int, str, str]] = []
     for call in script.commands:
         launcher, program, words = _parted(call.words)
-        a = Arguments(words)
-        count = len((a.flags.keys() | a.maybe.keys()) & known_flags())
-        does = other_than_gpt(program, a.flags, source) if count or program else ""
+        arguments = Arguments(words)
+        count = len((arguments.flags.keys() | arguments.maybe.keys()) & known_flags())
+        does = other_than_gpt(program, arguments.flags, source) if count or program else ""
         family = family_of(does)
         if family is None and program is not None:
             refused.append((count, f"{program} {does}", call.where))
@@ -151,15 +151,15 @@ def _all_variables(script: Script, source: str) -> TrainingCommand:
         ConfigError: there are too few flags, or those of another model.
     """
     words = [word for held in script.variables.values() for item in held for word in words_in(item)]
-    a = Arguments(words)
-    if len((a.flags.keys() | a.maybe.keys()) & known_flags()) < FEW_FLAGS:
+    arguments = Arguments(words)
+    if len((arguments.flags.keys() | arguments.maybe.keys()) & known_flags()) < FEW_FLAGS:
         rule = "no flags of Megatron-LM are found in it"
         if os.path.isfile(source):
             fix = f"{program()} recipe import --capture -- bash {source}, which runs it"
         else:
             fix = FLAGS_FIX
         raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
-    does = other_than_gpt(None, a.flags, source)
+    does = other_than_gpt(None, arguments.flags, source)
     family = family_of(does)
     if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])

@@ -65,29 +65,29 @@ def one(
     flag's own words for ours, `none` the values that stand for null, `also` other spellings of the
     flag. With `always` it is written even if leaving it out means the same.
     """
-    means: Absent = absent if callable(absent) else lambda d: absent
+    means: Absent = absent if callable(absent) else lambda values: absent
     kind = kind_of(key)
     translations = dict(words or {})
 
-    def read(a: Arguments, d: Draft) -> Draft:
+    def read(arguments: Arguments, draft: Draft) -> Draft:
         for name in (flag, *also):
-            value = a.converted(name, whole if kind is int else kind)
+            value = arguments.converted(name, whole if kind is int else kind)
             choices = choices_of(key)
             if value is None:
                 continue
             value = translations.get(value, value) if kind is str else value
             if choices and value not in choices:
-                a.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
+                arguments.refuse(name, "not supported", f"{key} is one of {', '.join(choices)}")
                 continue
             return {key: None if value in none else value}
-        value = means(d)
+        value = means(draft)
         return {} if value is None and always else {key: value}
 
-    def write(d: Values) -> list[str]:
-        value = d.get(key)
-        if value is None and none and key in d and means(d) is not None:
+    def write(values: Values) -> list[str]:
+        value = values.get(key)
+        if value is None and none and key in values and means(values) is not None:
             return [flag, spelled(none[0])]
-        if value is None or (not always and value == means(d)):
+        if value is None or (not always and value == means(values)):
             return []
         back: dict[Any, str] = {ours: word for word, ours in translations.items()}
         return [flag, back.get(value, str(value)) if kind is str else spelled(value)]
@@ -101,11 +101,11 @@ def on(flag: str, key: str) -> Entry:
 
 
 def _switch(flag: str, key: str, value: bool) -> Entry:
-    def read(a: Arguments, d: Draft) -> Draft:
-        return {key: value if a.has(flag) else not value}
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        return {key: value if arguments.has(flag) else not value}
 
-    def write(d: Values) -> list[str]:
-        return [flag] if d.get(key) is value else []
+    def write(values: Values) -> list[str]:
+        return [flag] if values.get(key) is value else []
 
     return Entry((flag,), (key,), read, write, switches=(flag,))
 
@@ -116,25 +116,30 @@ def conditional(
     """Return a flag with one value, read only if `active` holds; otherwise null."""
     plain = one(flag, key, absent)
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        if active(d):
-            return plain.read(a, d)
-        a.words(flag)
-        a.refuse(flag, "no effect", why)
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        if active(draft):
+            return plain.read(arguments, draft)
+        arguments.words(flag)
+        arguments.refuse(flag, "no effect", why)
         return {key: None}
 
-    return Entry((flag,), (key,), read, lambda d: plain.write(d) if key in d and active(d) else [])
+    return Entry(
+        (flag,),
+        (key,),
+        read,
+        lambda values: plain.write(values) if key in values and active(values) else [],
+    )
 
 
 def conditional_switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
     """Return a switch that makes a key true, and is read only if `active` holds for other keys."""
     plain = on(flag, key)
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        if active(d):
-            return plain.read(a, d)
-        a.has(flag)
-        a.refuse(flag, "no effect", why)
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        if active(draft):
+            return plain.read(arguments, draft)
+        arguments.has(flag)
+        arguments.refuse(flag, "no effect", why)
         return {key: False}
 
     return Entry((flag,), (key,), read, plain.write, switches=(flag,))
@@ -156,20 +161,24 @@ def _where(needed: Condition, plain: Entry) -> Entry:
     """Return an entry that is read and written only if a condition on other keys holds."""
     (key,) = plain.keys
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        holds = needed.holds(d.get)
-        silent = not any(flag in a.flags or flag in a.maybe for flag in plain.flags)
-        if a.doubts and silent and plain.read(Arguments(()), d).get(key) == default_of(key):
-            a.doubts = {}  # the value is the same whether or not the condition holds
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        holds = needed.holds(draft.get)
+        silent = not any(flag in arguments.flags or flag in arguments.maybe for flag in plain.flags)
+        if (
+            arguments.doubts
+            and silent
+            and plain.read(Arguments(()), draft).get(key) == default_of(key)
+        ):
+            arguments.doubts = {}  # the value is the same whether or not the condition holds
         if holds:
-            return plain.read(a, d)
+            return plain.read(arguments, draft)
         for flag in plain.flags:
-            a.has(flag)
-            a.refuse(flag, "no effect", f"says nothing without {needed}")
+            arguments.has(flag)
+            arguments.refuse(flag, "no effect", f"says nothing without {needed}")
         return {key: default_of(key)}
 
-    def write(d: Values) -> Sequence[str]:
-        return plain.write(d) if key in d and needed.holds(d.get) else []
+    def write(values: Values) -> Sequence[str]:
+        return plain.write(values) if key in values and needed.holds(values.get) else []
 
     return Entry(plain.flags, plain.keys, read, write, switches=plain.switches)
 
@@ -177,24 +186,24 @@ def _where(needed: Condition, plain: Entry) -> Entry:
 def numbers(flag: str, key: str) -> Entry:
     """Return a flag with several integers; without it, the key is null."""
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        words = a.words(flag)
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        words = arguments.words(flag)
         if words is None:
             return {key: None}
         if not words or not all(word.isdigit() and len(word) < 10 for word in words):
-            a.refuse(flag, "unreadable", "takes whole numbers")
+            arguments.refuse(flag, "unreadable", "takes whole numbers")
             return {key: None}
         return {key: [int(word) for word in words]}
 
-    def write(d: Values) -> list[str]:
-        return [flag, *map(str, d[key])] if d.get(key) else []
+    def write(values: Values) -> list[str]:
+        return [flag, *map(str, values[key])] if values.get(key) else []
 
     return Entry((flag,), (key,), read, write)
 
 
 def always(key: str, value: Any) -> Entry:
     """Return a key without a flag, because Megatron-LM always behaves this way."""
-    return Entry((), (key,), lambda a, d: {key: value}, lambda d: [])
+    return Entry((), (key,), lambda arguments, draft: {key: value}, lambda values: [])
 
 
 def list_choices(key: str) -> list[str]:

@@ -26,36 +26,38 @@ SAMPLES = (
 )
 
 
-def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
+def bert_keys(arguments: Arguments, draft: Draft, left: dict[str, str]) -> Draft:
     """Return the keys of megatron-core's BERT: norms before attention and MLP, and two heads, that
     for tokens with exact gelu.
 
-    `d` are the keys of the flags that every program reads. Keys of unknown flags are added to
+    `draft` has the keys of the flags that every program reads. Keys of unknown flags are added to
     `left`.
     """
-    a.doubts = {}
-    share = a.converted(SHARE, float)
-    a.refuse(
+    arguments.doubts = {}
+    share = arguments.converted(SHARE, float)
+    arguments.refuse(
         SHORT, "not supported", "changes the numbers: every sample is as long as data.seq_length"
     )
-    if d.get("model.window_size") is not None:
-        a.refuse(
+    if draft.get("model.window_size") is not None:
+        arguments.refuse(
             "--window-size", "not supported", "changes the numbers: tokens of BERT see all others"
         )
-    a.notes.append(SAMPLES)
-    if not str(a.word("--tokenizer-type") or "").startswith("BertWordPiece"):
+    arguments.notes.append(SAMPLES)
+    if not str(arguments.word("--tokenizer-type") or "").startswith("BertWordPiece"):
         ids = ", ".join(f"{key} {value}" for key, value in SPECIAL.items())
-        a.notes.append(f"special tokens are taken to be those of BERT's vocabularies: {ids}")
+        arguments.notes.append(
+            f"special tokens are taken to be those of BERT's vocabularies: {ids}"
+        )
     keys = {
         "model.family": "bert",
         "model.norm_placement": "pre",
         "model.window_size": None,
         **SPECIAL,
-        "model.bert.next_sentence": not a.has(NO_HEAD),
+        "model.bert.next_sentence": not arguments.has(NO_HEAD),
         "model.bert.masked_share": BertConfig().masked_share if share is None else share,
-        "model.bert.head_activation": None if d.get("model.activation") == "gelu" else "gelu",
+        "model.bert.head_activation": None if draft.get("model.activation") == "gelu" else "gelu",
     }
-    for flag, why in a.doubts.items():
+    for flag, why in arguments.doubts.items():
         if flag in DECIDES:
             left.setdefault(DECIDES[flag], why)
     return keys

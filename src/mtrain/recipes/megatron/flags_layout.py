@@ -22,61 +22,63 @@ PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 COMM = {"allgather": "all_gather"}
 
 
-def _sequence(a: Arguments, d: Draft) -> Draft:
-    if a.has("--sequence-parallel") and d["parallel.tp"] == 1:
-        a.refuse(
+def _sequence(arguments: Arguments, draft: Draft) -> Draft:
+    if arguments.has("--sequence-parallel") and draft["parallel.tp"] == 1:
+        arguments.refuse(
             "--sequence-parallel",
             "no effect",
             "Megatron-LM turns it off without tensor parallelism",
         )
         return {"parallel.sequence_parallel": False}
-    return {"parallel.sequence_parallel": a.has("--sequence-parallel")}
+    return {"parallel.sequence_parallel": arguments.has("--sequence-parallel")}
 
 
-def _stages(a: Arguments, d: Draft) -> Draft:
+def _stages(arguments: Arguments, draft: Draft) -> Draft:
     """Return the virtual stages, and the layers of each stage."""
     out: Draft = {
         "parallel.vpp": 1,
         "parallel.pipeline_layout": None,
         "parallel.layers_per_stage": None,
     }
-    layout = a.word(LAYOUT)
+    layout = arguments.word(LAYOUT)
     if layout is not None:
         from mtrain.config.resolve.stages import parse_pipeline_layout
 
         try:
             count = len(parse_pipeline_layout(layout))
         except ValueError as error:
-            a.refuse(LAYOUT, "unreadable", str(error))
+            arguments.refuse(LAYOUT, "unreadable", str(error))
             return out
         return {
             **out,
             "parallel.pipeline_layout": layout,
-            "parallel.vpp": max(1, count // d["parallel.pp"]),
+            "parallel.vpp": max(1, count // draft["parallel.pp"]),
         }
-    size = a.converted(PER_STAGE, whole)
-    virtual = a.converted(PER_RANK, whole)
-    first = a.converted(FIRST, whole)
-    last = a.converted(LAST, whole)
+    size = arguments.converted(PER_STAGE, whole)
+    virtual = arguments.converted(PER_RANK, whole)
+    first = arguments.converted(FIRST, whole)
+    last = arguments.converted(LAST, whole)
     if virtual is not None:
         out["parallel.vpp"] = max(1, virtual)
     if size is None and first is None and last is None:
         return out
-    pp = d["parallel.pp"]
-    layers = d.get("model.num_layers") or 0
-    counted = layers + bool(a.has("--account-for-embedding-in-pipeline-split"))
-    counted += bool(a.has("--account-for-loss-in-pipeline-split"))
+    pp = draft["parallel.pp"]
+    layers = draft.get("model.num_layers") or 0
+    counted = layers + bool(arguments.has("--account-for-embedding-in-pipeline-split"))
+    counted += bool(arguments.has("--account-for-loss-in-pipeline-split"))
     if virtual is None and size and size > 0 and counted % (pp * size) == 0:
         out["parallel.vpp"] = counted // pp // size
     elif virtual is None and size is not None:
-        a.refuse(
+        arguments.refuse(
             PER_STAGE, "unreadable", f"{counted} layers over pp {pp} are no multiple of {size}"
         )
     if first is not None or last is not None:
         sizes = _ends(layers, pp, out["parallel.vpp"], first, last)
         if sizes is None:
             for flag in (FIRST, LAST):
-                a.refuse(flag, "unreadable", f"{layers} layers cannot be split so over pp {pp}")
+                arguments.refuse(
+                    flag, "unreadable", f"{layers} layers cannot be split so over pp {pp}"
+                )
         out["parallel.layers_per_stage"] = sizes
     return out
 
@@ -99,13 +101,13 @@ def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -
     return [n // vpp for n in ranks] * vpp
 
 
-def _stages_words(d: Values) -> list[str]:
-    pp = d["parallel.pp"]
-    vpp = d["parallel.vpp"]
-    if d["parallel.pipeline_layout"] is not None:
-        return [LAYOUT, d["parallel.pipeline_layout"]]
+def _stages_words(values: Values) -> list[str]:
+    pp = values["parallel.pp"]
+    vpp = values["parallel.vpp"]
+    if values["parallel.pipeline_layout"] is not None:
+        return [LAYOUT, values["parallel.pipeline_layout"]]
     words = [PER_RANK, str(vpp)] if vpp > 1 else []
-    sizes = d["parallel.layers_per_stage"]
+    sizes = values["parallel.layers_per_stage"]
     if sizes is None:
         return words
     ends = (sizes[0] * vpp, sizes[-1] * vpp)
@@ -113,18 +115,18 @@ def _stages_words(d: Values) -> list[str]:
         return [*words, FIRST, str(ends[0]), LAST, str(ends[1])]
     stages = ["t" * n for n in sizes]
     stages[0] = f"E{stages[0]}"
-    stages[-1] += "m" * (d["model.mtp_num_layers"] or 0) + "L"
+    stages[-1] += "m" * (values["model.mtp_num_layers"] or 0) + "L"
     return [LAYOUT, "|".join(stages)]
 
 
-def _context(a: Arguments, d: Draft) -> Draft:
-    words = a.words("--cp-comm-type")
+def _context(arguments: Arguments, draft: Draft) -> Draft:
+    words = arguments.words("--cp-comm-type")
     key = "parallel.cp_comm_type"
     if words is None:
         return {key: None}
     word = COMM.get(words[0], words[0]) if words else ""
     if len(set(words)) != 1 or word not in choices_of(key):
-        a.refuse(
+        arguments.refuse(
             "--cp-comm-type",
             "not supported",
             "one kind for all layers: " + ", ".join(choices_of(key)),
@@ -133,8 +135,8 @@ def _context(a: Arguments, d: Draft) -> Draft:
     return {key: word}
 
 
-def _context_words(d: Values) -> list[str]:
-    word: str | None = d["parallel.cp_comm_type"]
+def _context_words(values: Values) -> list[str]:
+    word: str | None = values["parallel.cp_comm_type"]
     back = {ours: word for word, ours in COMM.items()}
     return [] if word is None else ["--cp-comm-type", back.get(word, word)]
 
@@ -142,29 +144,29 @@ def _context_words(d: Values) -> list[str]:
 STRATEGY = "--data-parallel-sharding-strategy"
 
 
-def _sharded(a: Arguments, d: Draft) -> Draft:
+def _sharded(arguments: Arguments, draft: Draft) -> Draft:
     out: Draft = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None}
-    strategy = a.word(STRATEGY)
-    if a.has("--use-torch-fsdp2"):
+    strategy = arguments.word(STRATEGY)
+    if arguments.has("--use-torch-fsdp2"):
         out["parallel.fsdp"] = "fsdp2"
-    elif a.has("--use-megatron-fsdp") or a.has("--use-custom-fsdp"):
+    elif arguments.has("--use-megatron-fsdp") or arguments.has("--use-custom-fsdp"):
         out["parallel.fsdp"] = "megatron"
         if strategy in choices_of("parallel.fsdp_sharding"):
             return {**out, "parallel.fsdp_sharding": strategy}
-        a.refuse(
+        arguments.refuse(
             STRATEGY, "not supported", "one of " + ", ".join(choices_of("parallel.fsdp_sharding"))
         )
         return out
-    a.refuse(STRATEGY, "no effect", "read only with --use-megatron-fsdp")
+    arguments.refuse(STRATEGY, "no effect", "read only with --use-megatron-fsdp")
     return out
 
 
-def _sharded_words(d: Values) -> list[str]:
-    if d["parallel.fsdp"] == "none":
+def _sharded_words(values: Values) -> list[str]:
+    if values["parallel.fsdp"] == "none":
         return []
-    if d["parallel.fsdp"] == "fsdp2":
+    if values["parallel.fsdp"] == "fsdp2":
         return ["--use-torch-fsdp2"]
-    strategy = d["parallel.fsdp_sharding"]
+    strategy = values["parallel.fsdp_sharding"]
     return ["--use-megatron-fsdp", *([STRATEGY, strategy] if strategy else [])]
 
 
@@ -172,36 +174,36 @@ def _data_parallel(flag: str, key: str) -> Entry:
     """Return a switch of DistributedDataParallel whose feature FSDP always has."""
     plain = on(flag, key)
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        if a.has(flag) and d["parallel.fsdp"] != "none":
-            a.refuse(flag, "derived here", "FSDP shards and overlaps by itself")
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        if arguments.has(flag) and draft["parallel.fsdp"] != "none":
+            arguments.refuse(flag, "derived here", "FSDP shards and overlaps by itself")
             return {key: False}
-        return plain.read(a, d)
+        return plain.read(arguments, draft)
 
     return Entry((flag,), (key,), read, plain.write, switches=(flag,))
 
 
-def _recompute(a: Arguments, d: Draft) -> Draft:
-    kind = a.word("--recompute-granularity")
-    listed = a.words("--recompute-modules")
+def _recompute(arguments: Arguments, draft: Draft) -> Draft:
+    kind = arguments.word("--recompute-granularity")
+    listed = arguments.words("--recompute-modules")
     if listed is None:
         modules = None
     else:
         modules = [w for word in listed for w in word.strip("[]").replace(",", " ").split()]
-    if a.has("--recompute-activations"):
+    if arguments.has("--recompute-activations"):
         kind = "selective"
-    if a.has("--moe-layer-recompute") and kind == "full":
-        a.refuse(
+    if arguments.has("--moe-layer-recompute") and kind == "full":
+        arguments.refuse(
             "--moe-layer-recompute", "no effect", "Megatron-LM refuses it with full recomputation"
         )
-    elif a.has("--moe-layer-recompute"):
+    elif arguments.has("--moe-layer-recompute"):
         # It adds to the modules, whose default is core_attn.
         kind = "selective"
         modules = list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
     known = list_choices("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:
-        a.refuse(
+        arguments.refuse(
             "--recompute-modules",
             "not supported",
             f"{', '.join(strange)}: modules are {', '.join(known)}",
@@ -210,14 +212,14 @@ def _recompute(a: Arguments, d: Draft) -> Draft:
     return {
         "parallel.recompute.granularity": kind if kind in ("selective", "full") else "none",
         "parallel.recompute.modules": kept or None,
-        "parallel.recompute.method": a.word("--recompute-method"),
-        "parallel.recompute.num_layers": a.converted("--recompute-num-layers", whole),
+        "parallel.recompute.method": arguments.word("--recompute-method"),
+        "parallel.recompute.num_layers": arguments.converted("--recompute-num-layers", whole),
     }
 
 
-def _recompute_words(d: Values) -> list[str]:
+def _recompute_words(values: Values) -> list[str]:
     def get(name: str) -> Any:
-        return d[f"parallel.recompute.{name}"]
+        return values[f"parallel.recompute.{name}"]
 
     out = ["--recompute-granularity", get("granularity")] if get("granularity") != "none" else []
     out += ["--recompute-modules", *get("modules")] if get("modules") else []
@@ -225,8 +227,8 @@ def _recompute_words(d: Values) -> list[str]:
     return out + (["--recompute-num-layers", str(get("num_layers"))] if get("num_layers") else [])
 
 
-def _has_virtual_stages(d: Values) -> bool:
-    return bool(d["parallel.vpp"] > 1)
+def _has_virtual_stages(values: Values) -> bool:
+    return bool(values["parallel.vpp"] > 1)
 
 
 AXES: tuple[Entry, ...] = (
@@ -234,7 +236,7 @@ AXES: tuple[Entry, ...] = (
         ("--sequence-parallel",),
         ("parallel.sequence_parallel",),
         _sequence,
-        lambda d: ["--sequence-parallel"] if d["parallel.sequence_parallel"] else [],
+        lambda values: ["--sequence-parallel"] if values["parallel.sequence_parallel"] else [],
         switches=("--sequence-parallel",),
     ),
     Entry(("--cp-comm-type",), ("parallel.cp_comm_type",), _context, _context_words),
@@ -270,14 +272,14 @@ CUTS: tuple[Entry, ...] = (
     conditional_switch(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "parallel.ddp_reduce_scatter_with_fp32_accumulation",
-        lambda d: d["parallel.distributed_optimizer"],
+        lambda values: values["parallel.distributed_optimizer"],
         "read only with --use-distributed-optimizer",
     ),
     conditional(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "parallel.microbatch_group_size_per_vp_stage",
         _has_virtual_stages,
-        lambda d: d["parallel.pp"],
+        lambda values: values["parallel.pp"],
         "read only with virtual stages",
     ),
     Entry(

@@ -21,41 +21,41 @@ STYLES = {
 """Megatron-LM's word for a curve -> ours, where they differ."""
 
 
-def _warmup(a: Arguments, d: Draft) -> Draft:
+def _warmup(arguments: Arguments, draft: Draft) -> Draft:
     key = "optim.warmup_iters"
-    share = a.converted("--lr-warmup-fraction", float)
+    share = arguments.converted("--lr-warmup-fraction", float)
     if share is not None:
-        steps = d.get("optim.decay_iters") or d.get("trainer.train_iters") or 0
+        steps = draft.get("optim.decay_iters") or draft.get("trainer.train_iters") or 0
         return {key: int(share * steps)}
-    samples = a.converted("--lr-warmup-samples", whole)
+    samples = arguments.converted("--lr-warmup-samples", whole)
     if samples:
-        return {key: steps_within(plan_of(d), samples)}
-    return {key: a.converted("--lr-warmup-iters", whole) or 0}
+        return {key: steps_within(plan_of(draft), samples)}
+    return {key: arguments.converted("--lr-warmup-iters", whole) or 0}
 
 
-def _warmup_words(d: Values) -> list[str]:
-    count = d["optim.warmup_iters"]
+def _warmup_words(values: Values) -> list[str]:
+    count = values["optim.warmup_iters"]
     if not count:
         return []
-    if d[RAMP]:
-        return ["--lr-warmup-samples", str(samples_of(plan_of(d), count))]
+    if values[RAMP]:
+        return ["--lr-warmup-samples", str(samples_of(plan_of(values), count))]
     return ["--lr-warmup-iters", str(count)]
 
 
-def _clip(a: Arguments, d: Draft) -> Draft:
-    norm = a.converted("--clip-grad", float)
+def _clip(arguments: Arguments, draft: Draft) -> Draft:
+    norm = arguments.converted("--clip-grad", float)
     return {"optim.clip_grad": 1.0 if norm is None else norm or None}
 
 
-def _clip_words(d: Values) -> list[str]:
-    norm = d["optim.clip_grad"]
+def _clip_words(values: Values) -> list[str]:
+    norm = values["optim.clip_grad"]
     return [] if norm == 1.0 else ["--clip-grad", spelled(norm or 0.0)]
 
 
-def _offload(a: Arguments, d: Draft) -> Draft:
-    share = a.converted("--optimizer-offload-fraction", float)
-    if not a.has("--optimizer-cpu-offload"):
-        a.refuse(
+def _offload(arguments: Arguments, draft: Draft) -> Draft:
+    share = arguments.converted("--optimizer-offload-fraction", float)
+    if not arguments.has("--optimizer-cpu-offload"):
+        arguments.refuse(
             "--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload"
         )
         return {"optim.cpu_offload": 0.0}
@@ -68,45 +68,53 @@ MAIN = "optim.main_params_dtype"
 AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 
 
-def _aware(a: Arguments, d: Draft) -> Draft:
+def _aware(arguments: Arguments, draft: Draft) -> Draft:
     """Return low-precision optimizer state; fp32 main weights become remainders of bf16 ones."""
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
-    aware = a.has(AWARE[0])
-    if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
+    aware = arguments.has(AWARE[0])
+    if (
+        not aware
+        or draft["optim.name"] not in readers("exp_avg_dtype")
+        or draft["optim.cpu_offload"]
+    ):
         return out  # Megatron-LM also requires the flag for offloading
     for flag, key in zip(AWARE[1:], KEPT, strict=True):
-        word = a.word(flag) or "fp32"
+        word = arguments.word(flag) or "fp32"
         if word in choices_of(key):
             out[key] = word
         else:
-            a.refuse(flag, "not supported", f"{key} is one of {', '.join(choices_of(key))}")
-    if a.word("--main-params-dtype") not in (None, "fp32"):
-        a.refuse(
+            arguments.refuse(flag, "not supported", f"{key} is one of {', '.join(choices_of(key))}")
+    if arguments.word("--main-params-dtype") not in (None, "fp32"):
+        arguments.refuse(
             "--main-params-dtype", "not supported", "changes the numbers: main weights are fp32"
         )
-    if d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"]:
+    if draft["precision.dtype"] == "bf16" and not draft["precision.grad_reduce_in_fp32"]:
         word = "bf16"
     else:
         word = "fp32"
-    if a.word("--main-grads-dtype") not in (None, word):
-        a.refuse(
+    if arguments.word("--main-grads-dtype") not in (None, word):
+        arguments.refuse(
             "--main-grads-dtype", "derived here", f"gradients are read as they are reduced: {word}"
         )
-    half = d["precision.dtype"] == "bf16" and d.get("parallel.distributed_optimizer", False)
+    half = draft["precision.dtype"] == "bf16" and draft.get("parallel.distributed_optimizer", False)
     return {**out, REMAINDERS: half}
 
 
-def _aware_words(d: Values) -> list[str]:
-    kept = [(flag, d[key]) for flag, key in zip(AWARE[1:], KEPT, strict=True) if d[key] != "fp32"]
-    if not kept and not d[REMAINDERS]:
+def _aware_words(values: Values) -> list[str]:
+    kept = [
+        (flag, values[key])
+        for flag, key in zip(AWARE[1:], KEPT, strict=True)
+        if values[key] != "fp32"
+    ]
+    if not kept and not values[REMAINDERS]:
         return []
-    reduced = d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"]
+    reduced = values["precision.dtype"] == "bf16" and not values["precision.grad_reduce_in_fp32"]
     words = [AWARE[0], *(word for pair in kept for word in pair)]
     return [*words, "--main-grads-dtype", "bf16"] if reduced else words
 
 
-def _offload_words(d: Values) -> list[str]:
-    share = d["optim.cpu_offload"]
+def _offload_words(values: Values) -> list[str]:
+    share = values["optim.cpu_offload"]
     if not share:
         return []
     words = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
@@ -119,15 +127,15 @@ WORDS = {
 """Megatron-LM's word for an optimizer -> ours."""
 
 
-def _name(a: Arguments, d: Draft) -> Draft:
-    word = a.word("--optimizer") or "adam"
+def _name(arguments: Arguments, draft: Draft) -> Draft:
+    word = arguments.word("--optimizer") or "adam"
     if word not in WORDS:
-        a.refuse("--optimizer", "not supported", f"Megatron-LM's are {', '.join(WORDS)}")
+        arguments.refuse("--optimizer", "not supported", f"Megatron-LM's are {', '.join(WORDS)}")
     return {"optim.name": WORDS.get(word, WORDS["adam"])}
 
 
-def _name_words(d: Values) -> list[str]:
-    word = OPTIMIZERS[d["optim.name"]].megatron_name
+def _name_words(values: Values) -> list[str]:
+    word = OPTIMIZERS[values["optim.name"]].megatron_name
     return [] if word is None or word == "adam" else ["--optimizer", word]
 
 

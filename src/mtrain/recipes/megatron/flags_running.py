@@ -9,8 +9,8 @@ from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, w
 from mtrain.recipes.megatron.entries import always, default_of, list_choices
 
 
-def _timeout(a: Arguments, d: Draft) -> Draft:
-    minutes = a.converted("--distributed-timeout-minutes", whole)
+def _timeout(arguments: Arguments, draft: Draft) -> Draft:
+    minutes = arguments.converted("--distributed-timeout-minutes", whole)
     limit = 60.0 * minutes if minutes and minutes > 0 else 600.0
     soft = default_of("trainer.soft_timeout_s")
     return {
@@ -19,8 +19,8 @@ def _timeout(a: Arguments, d: Draft) -> Draft:
     }
 
 
-def _timeout_words(d: Values) -> list[str]:
-    minutes = d["trainer.timeout_s"] / 60
+def _timeout_words(values: Values) -> list[str]:
+    minutes = values["trainer.timeout_s"] / 60
     if minutes >= 1 and minutes % 1 == 0:
         return ["--distributed-timeout-minutes", str(int(minutes))]
     return []
@@ -36,18 +36,18 @@ PROFILE = (
 RANKS = "trainer.profile_ranks"
 
 
-def _profile(a: Arguments, d: Draft) -> Draft:
-    start = a.converted("--profile-step-start", whole)
-    ranks = a.words("--profile-ranks") or ["0"]
-    a.has("--profile-step-end")  # one step is profiled
+def _profile(arguments: Arguments, draft: Draft) -> Draft:
+    start = arguments.converted("--profile-step-start", whole)
+    ranks = arguments.words("--profile-ranks") or ["0"]
+    arguments.has("--profile-step-end")  # one step is profiled
     none = {"trainer.profile_step": None, RANKS: default_of(RANKS)}
-    if not a.has("--profile"):
+    if not arguments.has("--profile"):
         return none
-    if not a.has("--use-pytorch-profiler"):
-        a.refuse("--profile", "not supported", "nsys profiles are started from outside")
+    if not arguments.has("--use-pytorch-profiler"):
+        arguments.refuse("--profile", "not supported", "nsys profiles are started from outside")
         return none
     if not all(word.isdecimal() for word in ranks):
-        a.refuse("--profile-ranks", "unreadable", "takes ranks, which are whole numbers")
+        arguments.refuse("--profile-ranks", "unreadable", "takes ranks, which are whole numbers")
         return none
     return {
         "trainer.profile_step": 10 if start is None else max(1, start),
@@ -55,8 +55,8 @@ def _profile(a: Arguments, d: Draft) -> Draft:
     }
 
 
-def _profile_words(d: Values) -> list[str]:
-    step = d["trainer.profile_step"]
+def _profile_words(values: Values) -> list[str]:
+    step = values["trainer.profile_step"]
     if step is None:
         return []
     words = [
@@ -67,7 +67,7 @@ def _profile_words(d: Values) -> list[str]:
         "--profile-step-end",
         str(step + 1),
     ]
-    ranks = d[RANKS]
+    ranks = values[RANKS]
     if list(ranks) != list(default_of(RANKS)):
         return [*words, "--profile-ranks", *map(str, ranks)]
     return words
@@ -77,44 +77,44 @@ KERNELS = "kernels.default"
 FUSED = "kernels.gradient_accumulation_fusion"
 
 
-def _kernels(a: Arguments, d: Draft) -> Draft:
-    kind = a.word("--transformer-impl")
+def _kernels(arguments: Arguments, draft: Draft) -> Draft:
+    kind = arguments.word("--transformer-impl")
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
     fused = (
         word == "te"
-        and not a.has("--no-gradient-accumulation-fusion")
-        and d["parallel.fsdp"] == "none"
+        and not arguments.has("--no-gradient-accumulation-fusion")
+        and draft["parallel.fsdp"] == "none"
     )
-    a.has("--no-gradient-accumulation-fusion")
+    arguments.has("--no-gradient-accumulation-fusion")
     return {KERNELS: word, FUSED: fused}
 
 
-def _kernels_words(d: Values) -> list[str]:
-    if d[KERNELS] == "reference":
+def _kernels_words(values: Values) -> list[str]:
+    if values[KERNELS] == "reference":
         return ["--transformer-impl", "local"]
-    if d[KERNELS] != "te":
+    if values[KERNELS] != "te":
         return []
-    kept = [] if d[FUSED] else ["--no-gradient-accumulation-fusion"]
+    kept = [] if values[FUSED] else ["--no-gradient-accumulation-fusion"]
     return ["--transformer-impl", "transformer_engine", *kept]
 
 
-def _saving(a: Arguments, d: Draft) -> Draft:
-    steps = a.converted("--save-interval", whole) or a.converted(
+def _saving(arguments: Arguments, draft: Draft) -> Draft:
+    steps = arguments.converted("--save-interval", whole) or arguments.converted(
         "--persistent-save-interval", whole
     )
-    if not a.has("--save"):
+    if not arguments.has("--save"):
         return {"checkpoint.save_interval": 0, "checkpoint.save_final": False}
-    a.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
-    last = steps is not None and steps == d.get("trainer.train_iters")
+    arguments.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
+    last = steps is not None and steps == draft.get("trainer.train_iters")
     return {"checkpoint.save_interval": 0 if last else steps, "checkpoint.save_final": True}
 
 
-def _saving_words(d: Values) -> list[str]:
-    steps = d["checkpoint.save_interval"]
-    final = d["checkpoint.save_final"]
+def _saving_words(values: Values) -> list[str]:
+    steps = values["checkpoint.save_interval"]
+    final = values["checkpoint.save_final"]
     if not steps and not final:
         return []
-    return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]
+    return ["--save", "checkpoints", "--save-interval", str(steps or values["trainer.train_iters"])]
 
 
 RUNNING: tuple[Entry, ...] = (
@@ -149,12 +149,12 @@ OLD_GRAPH_FLAGS = {"--enable-cuda-graph": "local", "--external-cuda-graph": "tra
 GRAPH_MODULE_FLAGS = ("--cuda-graph-modules", "--cuda-graph-scope")
 
 
-def _graphs(a: Arguments, d: Draft) -> Draft:
-    impl = a.word("--cuda-graph-impl") or "none"
+def _graphs(arguments: Arguments, draft: Draft) -> Draft:
+    impl = arguments.word("--cuda-graph-impl") or "none"
     for flag, word in OLD_GRAPH_FLAGS.items():
-        impl = word if a.has(flag) else impl
+        impl = word if arguments.has(flag) else impl
     if impl not in (choices_of(GRAPH_IMPL) or ()):
-        a.refuse(
+        arguments.refuse(
             "--cuda-graph-impl",
             "not supported",
             f"{impl}: {GRAPH_IMPL} is one of {', '.join(choices_of(GRAPH_IMPL) or ())}",
@@ -163,14 +163,16 @@ def _graphs(a: Arguments, d: Draft) -> Draft:
     modules: list[str] = []
     for flag in GRAPH_MODULE_FLAGS:
         for word in (
-            word for given in a.words(flag) or () for word in given.replace(",", " ").split()
+            word
+            for given in arguments.words(flag) or ()
+            for word in given.replace(",", " ").split()
         ):
             if word == "full_iteration" and impl in ("local", word):
                 impl = word
             elif word in list_choices(GRAPH_MODULES):
                 modules.append(word)
             elif word != "full" and (word, impl) != ("full_iteration", "none"):
-                a.refuse(
+                arguments.refuse(
                     flag,
                     "not supported",
                     f"{word}: modules are {', '.join(list_choices(GRAPH_MODULES))}",
@@ -179,25 +181,27 @@ def _graphs(a: Arguments, d: Draft) -> Draft:
     return {GRAPH_IMPL: impl, GRAPH_MODULES: modules if modules and is_read else None}
 
 
-def _graphs_words(d: Values) -> list[str]:
-    impl: str = d[GRAPH_IMPL]
-    modules: Any = d[GRAPH_MODULES]
+def _graphs_words(values: Values) -> list[str]:
+    impl: str = values[GRAPH_IMPL]
+    modules: Any = values[GRAPH_MODULES]
     out = ["--cuda-graph-impl", impl] if impl != "none" else []
     return out + (["--cuda-graph-modules", *modules] if modules else [])
 
 
-def _offload(a: Arguments, d: Draft) -> Draft:
+def _offload(arguments: Arguments, draft: Draft) -> Draft:
     flag = "--offload-modules"
     known = list_choices(OFFLOADED)
-    modules = [word for given in a.words(flag) or () for word in given.replace(",", " ").split()]
+    modules = [
+        word for given in arguments.words(flag) or () for word in given.replace(",", " ").split()
+    ]
     for word in (word for word in modules if word not in known):
-        a.refuse(flag, "not supported", f"{word}: modules are {', '.join(known)}")
-    is_read = a.has("--fine-grained-activation-offloading")
+        arguments.refuse(flag, "not supported", f"{word}: modules are {', '.join(known)}")
+    is_read = arguments.has("--fine-grained-activation-offloading")
     return {OFFLOADED: [word for word in modules if word in known] or None if is_read else None}
 
 
-def _offload_words(d: Values) -> list[str]:
-    modules: Any = d[OFFLOADED]
+def _offload_words(values: Values) -> list[str]:
+    modules: Any = values[OFFLOADED]
     return (
         ["--fine-grained-activation-offloading", "--offload-modules", *modules] if modules else []
     )

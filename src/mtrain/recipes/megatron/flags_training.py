@@ -16,28 +16,30 @@ SOURCES = tuple(f"data.{key}" for key in ("path", "blend", "blend_weights"))
 OF_SPLITS = {"--valid-data-path": "validation", "--test-data-path": "test"}
 
 
-def _source(a: Arguments, d: Draft) -> Draft:
-    prefixes, weights = _corpora(a, "--train-data-path")
+def _source(arguments: Arguments, draft: Draft) -> Draft:
+    prefixes, weights = _corpora(arguments, "--train-data-path")
     if not prefixes:
-        prefixes, weights = _corpora(a, "--data-path")
+        prefixes, weights = _corpora(arguments, "--data-path")
     out: Draft = {"data.kind": "indexed", **dict.fromkeys(SOURCES)}
     for flag, name in OF_SPLITS.items():
-        own, shares = _corpora(a, flag)
+        own, shares = _corpora(arguments, flag)
         out |= {f"data.{name}_blend": own or None, f"data.{name}_weights": shares}
-    if a.has("--mock-data"):
-        a.doubts = {flag: why for flag, why in a.doubts.items() if flag in a.maybe}
-    elif not prefixes and (a.has("--data-path") or a.has("--train-data-path")):
+    if arguments.has("--mock-data"):
+        arguments.doubts = {
+            flag: why for flag, why in arguments.doubts.items() if flag in arguments.maybe
+        }
+    elif not prefixes and (arguments.has("--data-path") or arguments.has("--train-data-path")):
         return out  # the value of a flag is unknown
-    if a.has("--mock-data") or not prefixes:
+    if arguments.has("--mock-data") or not prefixes:
         return {**dict.fromkeys(out), "data.kind": "mock"}
     if len(prefixes) == 1:
         return {**out, "data.path": prefixes[0]}
     return {**out, "data.blend": prefixes, "data.blend_weights": weights}
 
 
-def _corpora(a: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
+def _corpora(arguments: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
     """Return the prefixes that a flag names, and their weights."""
-    words = a.words(flag) or []
+    words = arguments.words(flag) or []
     weights = _weights(words[::2]) if words and len(words) % 2 == 0 else None
     return (words[1::2] if weights else words), weights
 
@@ -51,17 +53,17 @@ def _weights(words: list[str]) -> list[float] | None:
     return weights if all(0 < weight < float("inf") for weight in weights) else None
 
 
-def _source_words(d: Values) -> list[str]:
-    if d["data.kind"] != "indexed":
-        return ["--mock-data"] if d["data.kind"] == "mock" else []
+def _source_words(values: Values) -> list[str]:
+    if values["data.kind"] != "indexed":
+        return ["--mock-data"] if values["data.kind"] == "mock" else []
     out: list[str] = []
     for flag, name in OF_SPLITS.items():
-        out += _words(flag, d[f"data.{name}_blend"], d[f"data.{name}_weights"])
+        out += _words(flag, values[f"data.{name}_blend"], values[f"data.{name}_weights"])
     own = "--train-data-path" if out else "--data-path"
-    path = d["data.path"]
+    path = values["data.path"]
     return [
         *(
-            _words(own, d["data.blend"], d["data.blend_weights"])
+            _words(own, values["data.blend"], values["data.blend_weights"])
             or _words(own, path and [path], None)
         ),
         *out,
@@ -78,8 +80,8 @@ def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -
     return [flag, *(word for pair in pairs for word in pair)]
 
 
-def _split(a: Arguments, d: Draft) -> Draft:
-    text = a.word("--split") or "969,30,1"
+def _split(arguments: Arguments, draft: Draft) -> Draft:
+    text = arguments.word("--split") or "969,30,1"
     # Megatron-LM ignores quotes and brackets
     parts = re.findall(r"[.0-9]+", text)
     try:
@@ -87,48 +89,52 @@ def _split(a: Arguments, d: Draft) -> Draft:
     except ValueError:
         shares = []
     if not any(shares):
-        a.refuse("--split", "unreadable", "shares of train, validation and test, as 969,30,1")
+        arguments.refuse(
+            "--split", "unreadable", "shares of train, validation and test, as 969,30,1"
+        )
         shares = [969.0, 30.0, 1.0]
     return {"data.split": shares + [0.0] * (3 - len(shares))}
 
 
-def _split_words(d: Values) -> list[str]:
+def _split_words(values: Values) -> list[str]:
     """Return the flag for the split; separate corpora of the splits leave no data to split."""
-    separate = d["data.validation_blend"] or d["data.test_blend"]
-    return [] if separate else ["--split", ",".join(map(spelled, d["data.split"]))]
+    separate = values["data.validation_blend"] or values["data.test_blend"]
+    return [] if separate else ["--split", ",".join(map(spelled, values["data.split"]))]
 
 
-def _tokens(a: Arguments, d: Draft) -> Draft:
+def _tokens(arguments: Arguments, draft: Draft) -> Draft:
     """Return the tokenizer and the vocabulary, which Megatron-LM pads to a multiple of
     `make-vocab-size-divisible-by` * tp.
     """
-    kind = a.word("--tokenizer-type")
-    model = a.word("--tokenizer-model")
+    kind = arguments.word("--tokenizer-type")
+    model = arguments.word("--tokenizer-model")
     out: Draft = {"data.tokenizer": None}
-    if model is not None and model.endswith(".json") and d["data.kind"] == "indexed":
+    if model is not None and model.endswith(".json") and draft["data.kind"] == "indexed":
         out["data.tokenizer"] = model
     elif model is not None:
-        a.refuse(
+        arguments.refuse(
             "--tokenizer-model", "not supported", "a tokenizer.json is read: data.tokenizer=PATH"
         )
-    size = a.converted("--vocab-size", whole)
-    padded = a.converted("--padded-vocab-size", whole)
+    size = arguments.converted("--vocab-size", whole)
+    padded = arguments.converted("--padded-vocab-size", whole)
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document takes one more id
     known = ids_of(kind, model)
     if size is None and padded is None and known is not None:
         size = known[0]
         name = model if kind == "HuggingFaceTokenizer" else kind
-        a.notes.append(f"{name} is taken to have {size} ids ({known[1]}); its files are not read")
+        arguments.notes.append(
+            f"{name} is taken to have {size} ids ({known[1]}); its files are not read"
+        )
     if size is not None or padded is not None:
-        a.doubts.pop("--tokenizer-model", None)
+        arguments.doubts.pop("--tokenizer-model", None)
     if padded is not None:
         same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
         return {**out, "model.vocab_size": size if same else padded}
     if size is None:
         return out
-    multiple = a.converted("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE
-    return {**out, "model.vocab_size": vocabulary(size, multiple * d["parallel.tp"])}
+    multiple = arguments.converted("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE
+    return {**out, "model.vocab_size": vocabulary(size, multiple * draft["parallel.tp"])}
 
 
 def _up(size: int, multiple: int) -> int:
@@ -141,15 +147,15 @@ def vocabulary(size: int, multiple: int) -> int:
     return size if _up(size, VOCAB_MULTIPLE) == padded else padded
 
 
-def _tokens_words(d: Values) -> list[str]:
-    size = d["model.vocab_size"]
+def _tokens_words(values: Values) -> list[str]:
+    size = values["model.vocab_size"]
     padded = ["--padded-vocab-size", str(_up(size, VOCAB_MULTIPLE))]
-    if d["data.kind"] == "indexed" and d["data.tokenizer"] is not None:
+    if values["data.kind"] == "indexed" and values["data.tokenizer"] is not None:
         tokenizer = [
             "--tokenizer-type",
             "HuggingFaceTokenizer",
             "--tokenizer-model",
-            d["data.tokenizer"],
+            values["data.tokenizer"],
         ]
         return [*tokenizer, "--vocab-size", str(size), *padded]
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
@@ -161,38 +167,42 @@ STEPPED = "--step-batch-size-schedule"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def _batch(a: Arguments, d: Draft) -> Draft:
-    micro = a.converted("--micro-batch-size", whole)
-    batch = a.converted("--global-batch-size", whole)
+def _batch(arguments: Arguments, draft: Draft) -> Draft:
+    micro = arguments.converted("--micro-batch-size", whole)
+    batch = arguments.converted("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(
-            1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"])
+            1,
+            draft.get("ranks", 1)
+            // (draft["parallel.tp"] * draft["parallel.pp"] * draft["parallel.cp"]),
         )
-    elif batch is None and "--micro-batch-size" in a.doubts:
-        a.doubts.setdefault("--global-batch-size", a.doubts["--micro-batch-size"])
-    listed = _stepped(a, d)
+    elif batch is None and "--micro-batch-size" in arguments.doubts:
+        arguments.doubts.setdefault("--global-batch-size", arguments.doubts["--micro-batch-size"])
+    listed = _stepped(arguments, draft)
     if listed:
-        if a.has("--global-batch-size") and batch != listed[-1][1]:
-            a.refuse("--global-batch-size", "no effect", f"the last size of {STEPPED} counts")
+        if arguments.has("--global-batch-size") and batch != listed[-1][1]:
+            arguments.refuse(
+                "--global-batch-size", "no effect", f"the last size of {STEPPED} counts"
+            )
         batch = listed[-1][1]
     elif listed is not None:
         batch = listed[0][1]
     return {
         "trainer.micro_batch_size": micro,
         **({"trainer.global_batch_size": batch} if batch else {}),
-        RAMP: None if listed else _ramp(a, batch),
+        RAMP: None if listed else _ramp(arguments, batch),
         LISTED: [[size, end] for (_, size), (end, _) in itertools.pairwise(listed or ())] or None,
     }
 
 
-def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
+def _stepped(arguments: Arguments, draft: Draft) -> list[tuple[int, int]] | None:
     """Return the stages of `--step-batch-size-schedule`: the consumed tokens at which each begins,
     and its batch size.
 
     Raises:
         ConfigError: the flag cannot be read. Without it the run would differ.
     """
-    words = a.words(STEPPED)
+    words = arguments.words(STEPPED)
     if words is None:
         return None
     text = " ".join(words).replace(",", " ")
@@ -203,14 +213,14 @@ def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
         )
     except (ValueError, OverflowError):
         pairs = []
-    seq_length = d.get("data.seq_length") or 1
+    seq_length = draft.get("data.seq_length") or 1
     stages = [(tokens // seq_length * seq_length, size) for tokens, size in pairs]
     grows = all(one[0] < two[0] for one, two in itertools.pairwise(stages))
     if not stages or stages[0][0] or not grows or any(size < 1 for _, size in stages):
         rule = f"{STEPPED} {text[:60]!r} is no list of TOKENS:SIZE that begins at 0 and grows"
         raise ConfigError([Problem("MT014", LISTED, None, rule, f'{STEPPED} "0:16 2.4B:320"', "")])
     if len(stages) > 1:
-        a.notes.append(
+        arguments.notes.append(
             "the learning rate follows steps; Megatron-LM's follows samples while steps grow"
         )
     return stages
@@ -222,15 +232,15 @@ def _counted(text: str) -> int:
     return int(float(text[:-1] if unit > 1 else text) * unit)
 
 
-def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
+def _ramp(arguments: Arguments, batch: int | None) -> list[int] | None:
     """Return the ramp of `--rampup-batch-size`; None if it begins at the full size."""
-    words = a.words("--rampup-batch-size")
+    words = arguments.words("--rampup-batch-size")
     if words is None:
         return None
     try:
         first, increment, samples = map(whole, words)
     except (ValueError, OverflowError):
-        a.refuse(
+        arguments.refuse(
             "--rampup-batch-size",
             "unreadable",
             "takes three whole numbers: first size, increment, samples",
@@ -238,21 +248,21 @@ def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
         return None
     if first == batch or not samples:
         return None
-    a.notes.append(
+    arguments.notes.append(
         "the learning rate follows steps; Megatron-LM's follows samples while steps grow"
     )
     return [first, increment, samples]
 
 
-def _batch_words(d: Values) -> list[str]:
-    micro = d["trainer.micro_batch_size"]
-    ramp = d[RAMP]
-    listed = d[LISTED]
+def _batch_words(values: Values) -> list[str]:
+    micro = values["trainer.micro_batch_size"]
+    ramp = values[RAMP]
+    listed = values[LISTED]
     words = ["--micro-batch-size", str(micro)] if micro is not None else []
-    if d["trainer.global_batch_size"] is None:
+    if values["trainer.global_batch_size"] is None:
         return words
-    last = str(d["trainer.global_batch_size"])
-    begins = [0, *(stage.first * (d["data.seq_length"] or 1) for stage in plan_of(d)[1:])]
+    last = str(values["trainer.global_batch_size"])
+    begins = [0, *(stage.first * (values["data.seq_length"] or 1) for stage in plan_of(values)[1:])]
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
         sizes = [*(size for size, _ in listed), last]
         # Megatron-LM accepts no --global-batch-size with it
@@ -269,13 +279,16 @@ def _batch_words(d: Values) -> list[str]:
     ]
 
 
-def plan_of(d: Values) -> tuple[Stage, ...]:
+def plan_of(values: Values) -> tuple[Stage, ...]:
     """Return the batch sizes of the steps."""
-    size = max(1, d.get("trainer.global_batch_size") or 1)
-    if d.get(LISTED):
-        begins = [0, *(-(-end // (d.get("data.seq_length") or 1)) for _, end in d[LISTED])]
-        return tuple(map(Stage, begins, [*(n for n, _ in d[LISTED]), size]))
-    return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
+    size = max(1, values.get("trainer.global_batch_size") or 1)
+    if values.get(LISTED):
+        begins = [
+            0,
+            *(-(-end // (values.get("data.seq_length") or 1)) for _, end in values[LISTED]),
+        ]
+        return tuple(map(Stage, begins, [*(n for n, _ in values[LISTED]), size]))
+    return linear(values[RAMP], size) if values.get(RAMP) else (Stage(0, size),)
 
 
 def steps(
@@ -287,18 +300,20 @@ def steps(
     The steps are the first ones of the run, or with `at_the_end` have the full size.
     """
 
-    def read(a: Arguments, d: Draft) -> Draft:
-        count = a.converted(flag, whole)
-        counted = a.converted(samples, whole)
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        count = arguments.converted(flag, whole)
+        counted = arguments.converted(samples, whole)
         if count is None and counted:
-            count = steps_within(plan_of(d)[-1:] if at_the_end else plan_of(d), counted)
+            count = steps_within(plan_of(draft)[-1:] if at_the_end else plan_of(draft), counted)
         return {} if needed and not count else {key: count or None}
 
-    def write(d: Values) -> list[str]:
-        if d.get(key) is None:
+    def write(values: Values) -> list[str]:
+        if values.get(key) is None:
             return []
-        plan = plan_of(d)[-1:] if at_the_end else plan_of(d)
-        return [samples, str(samples_of(plan, d[key]))] if d.get(RAMP) else [flag, str(d[key])]
+        if not values.get(RAMP):
+            return [flag, str(values[key])]
+        plan = plan_of(values)[-1:] if at_the_end else plan_of(values)
+        return [samples, str(samples_of(plan, values[key]))]
 
     return Entry((flag, samples), (key,), read, write)
 
@@ -325,7 +340,7 @@ DATA: tuple[Entry, ...] = (
     one(
         "--max-position-embeddings",
         "model.max_position_embeddings",
-        lambda d: d.get("data.seq_length"),
+        lambda values: values.get("data.seq_length"),
         always=True,
     ),
     Entry(

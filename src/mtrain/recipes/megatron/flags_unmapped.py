@@ -7,6 +7,9 @@ from __future__ import annotations
 from mtrain.config.compose.paths import program
 from mtrain.recipes.megatron.arguments import Why
 
+NO_SUCH_PART = "changes the numbers: mtrain has no such part of the network"
+"""The reason of flags for parts of a network that mtrain does not build."""
+
 _GROUPS: tuple[tuple[Why, str, str], ...] = (
     (
         "no effect",
@@ -161,7 +164,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not supported",
-        "changes the numbers: mtrain has no such part of the network",
+        NO_SUCH_PART,
         """
         --apply-residual-connection-post-layernorm --mrope-section=
         --relative-attention-num-buckets= --relative-attention-max-distance=

@@ -179,18 +179,20 @@ def import_words(
         family: the family that the program trains, gpt or bert.
         doubt: why the user may mean other words.
     """
-    a, d, left = read_flags(words, launched.world if launched is not None else None, why_unknown)
+    arguments, draft, left = read_flags(
+        words, launched.world if launched is not None else None, why_unknown
+    )
     if family == "bert":
-        d |= bert_keys(a, d, left)
-    set_cluster(a, d, launched, left)
-    without_secrets(d, a, secrets)
-    d["model.name"] = name
-    notes = [*notes, *absent_words(a), *a.notes]
-    leave_open(a, d, left)
+        draft |= bert_keys(arguments, draft, left)
+    set_cluster(arguments, draft, launched, left)
+    without_secrets(draft, arguments, secrets)
+    draft["model.name"] = name
+    notes = [*notes, *absent_words(arguments), *arguments.notes]
+    leave_open(arguments, draft, left)
     if VOCABULARY not in exported:
-        _vocabulary(d, notes, extra, left)
-    run = _padding(build(d, a, extra, source, exported), exported, notes)
-    unplaced = blacked_out([*unplaced_flags(a), *unread_words(a)], secrets)
+        _vocabulary(draft, notes, extra, left)
+    run = _padding(build(draft, arguments, extra, source, exported), exported, notes)
+    unplaced = blacked_out([*unplaced_flags(arguments), *unread_words(arguments)], secrets)
     doubts = [*filter(None, [left.get(WHOLE), doubt]), *numeric_changes(unplaced)]
     if doubts:
         left[WHOLE] = "; ".join(doubts)
@@ -202,7 +204,7 @@ def import_words(
         and key not in given.values
         and key.partition(".")[0] not in given.choices
     }
-    notes += _unset_keys(d | exported, run, extra, list(left))
+    notes += _unset_keys(draft | exported, run, extra, list(left))
     if not any(key.startswith(("parallel.", "cluster.")) for key in left):
         notes += _too_few(run)
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
@@ -235,7 +237,7 @@ def _given_as_flags(script: Script) -> dict[str, list[Word]]:
     return out
 
 
-def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str, str]) -> None:
+def _vocabulary(draft: Draft, notes: list[str], extra: Sequence[str], left: dict[str, str]) -> None:
     """Set a vocabulary that neither flags nor overrides set: that of a shipped model of the same
     shape.
 
@@ -244,17 +246,17 @@ def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str
     """
     if any(word.startswith((f"{VOCABULARY}=", "model=")) for word in extra):
         return
-    if VOCABULARY in d and VOCABULARY not in left:
+    if VOCABULARY in draft and VOCABULARY not in left:
         return
     open_shape = any(key.startswith("model.") for key in left)
-    lookalike = None if open_shape else same_shape(d)
+    lookalike = None if open_shape else same_shape(draft)
     if lookalike is None:
-        d.setdefault(VOCABULARY, VOCAB_MULTIPLE * max(1, d["parallel.tp"]))
+        draft.setdefault(VOCABULARY, VOCAB_MULTIPLE * max(1, draft["parallel.tp"]))
         left.setdefault(VOCABULARY, "only the tokenizer knows it, and that is not read")
         notes.append(f"{VOCABULARY} is left to fill in: {left[VOCABULARY]}")
         return
     size = section("model", lookalike).model_dump()["vocab_size"]
-    d[VOCABULARY] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
+    draft[VOCABULARY] = vocabulary(size, VOCAB_MULTIPLE * draft["parallel.tp"])
     notes.append(
         f"the vocabulary of {size} is that of model={lookalike}, which has the same shape; no"
         " tokenizer is read"
@@ -276,7 +278,9 @@ def _padding(run: RunConfig, exported: Draft, notes: list[str]) -> RunConfig:
     return run
 
 
-def _unset_keys(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) -> list[str]:
+def _unset_keys(
+    draft: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]
+) -> list[str]:
     """Return notes on keys that Megatron-LM requires and the script does not set: their values, and
     why.
 
@@ -299,7 +303,7 @@ def _unset_keys(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[s
     missing = [
         key
         for key in keys
-        if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
+        if key not in [*draft, *left] and not any(word.startswith(f"{key}=") for word in extra)
     ]
     return [f"{key} is not set; it is {becomes(key)}" for key in missing]
 

@@ -34,17 +34,19 @@ def read_flags(
     Returns:
         the flags, the keys, and the unknown keys that matter for the training, with the reason.
     """
-    a = Arguments(words, switches())
-    loose = next((word for word in a.loose if not word.absent), None)
+    arguments = Arguments(words, switches())
+    loose = next((word for word in arguments.loose if not word.absent), None)
     if loose is not None:
         required = [*REQUIRED]
-        if "--seq-length" not in a.flags:
+        if "--seq-length" not in arguments.flags:
             required.append("model.max_position_embeddings")
-        flags = [flag for key in required for flag in flags_of()[key] if flag not in a.flags]
-        a.maybe |= dict.fromkeys(flags, loose)
+        flags = [
+            flag for key in required for flag in flags_of()[key] if flag not in arguments.flags
+        ]
+        arguments.maybe |= dict.fromkeys(flags, loose)
     left = {"ranks": why_unknown} if why_unknown else {}
-    d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)
-    del d["ranks"]
+    draft = read_all(arguments, table(), {"ranks": world.ranks if world else 1}, left)
+    del draft["ranks"]
     for part, key, flag in (
         ("moe", "model.moe.num_experts", "--num-experts"),
         ("mla", "model.mla", "--multi-latent-attention"),
@@ -52,17 +54,17 @@ def read_flags(
         ("linear_attention", "model.linear_attention", "--experimental-attention-variant"),
         ("dsa", "model.dsa", "--experimental-attention-variant"),
     ):
-        present = d.get(key) is not None if part == "moe" else d.pop(key) is not None
+        present = draft.get(key) is not None if part == "moe" else draft.pop(key) is not None
         if part == "moe" and key in left and not present:
-            d[key] = max(2, d.get("parallel.ep") or 1)
+            draft[key] = max(2, draft.get("parallel.ep") or 1)
             present = True
         if not present:
-            _drop(a, d, f"model.{part}.", flag)
-            d[f"model.{part}"] = None
+            _drop(arguments, draft, f"model.{part}.", flag)
+            draft[f"model.{part}"] = None
             left = {
                 name: why for name, why in left.items() if not name.startswith(f"model.{part}.")
             }
-    return a, d, {key: why for key, why in left.items() if _matters(key)}
+    return arguments, draft, {key: why for key, why in left.items() if _matters(key)}
 
 
 def _matters(key: str) -> bool:
@@ -70,70 +72,74 @@ def _matters(key: str) -> bool:
     return key != "ranks" and (key.startswith("data.") or effect_of(key) is not Effect.RUNTIME)
 
 
-def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
+def leave_open(arguments: Arguments, draft: Draft, left: dict[str, str]) -> None:
     """Add the keys that words with unknown flags leave open, and give required keys a value."""
-    loose = [word for word in a.loose if not word.absent]
+    loose = [word for word in arguments.loose if not word.absent]
     lost = [f"{word.text} may hold any flag: it {word.why}" for word in loose]
     known = known_flags()
-    strange = [flag for flag in a.flags if flag not in known and not names_secret(flag)]
+    strange = [flag for flag in arguments.flags if flag not in known and not names_secret(flag)]
     lost += [f"{', '.join(strange[:5])}: no known flag of Megatron-LM"] if strange else []
     lost += [
-        f"{flag} may be given: it {word.why}" for flag, word in a.maybe.items() if flag not in known
+        f"{flag} may be given: it {word.why}"
+        for flag, word in arguments.maybe.items()
+        if flag not in known
     ]
     if lost:
         left[WHOLE] = "; ".join(lost)
     for key in left.keys() - {*REQUIRED, WHOLE, "model.vocab_size", "model.moe.num_experts"}:
         field = field_of(key)
-        d[key] = 1 if field is not None and field.is_required() else default_of(key)
-    heads = d.get("model.num_attention_heads") or d.get("model.num_query_groups") or 1
-    values = (d.get("parallel.pp", 1) * d.get("parallel.vpp", 1), 64 * heads, heads)
+        draft[key] = 1 if field is not None and field.is_required() else default_of(key)
+    heads = draft.get("model.num_attention_heads") or draft.get("model.num_query_groups") or 1
+    values = (draft.get("parallel.pp", 1) * draft.get("parallel.vpp", 1), 64 * heads, heads)
     for key, value in zip(REQUIRED, values, strict=True):
-        if key in left and d.get(key) is None:
-            d[key] = value
+        if key in left and draft.get(key) is None:
+            draft[key] = value
 
 
-def unread_words(a: Arguments) -> list[Unplaced]:
+def unread_words(arguments: Arguments) -> list[Unplaced]:
     """Return words that may hold flags, as flags that were not imported."""
     unread = [
         Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}")
-        for w in a.loose
+        for w in arguments.loose
         if not w.absent
     ]
     return unread + [
         Unplaced(flag, "", "unreadable", f"may be given: {word.why}")
-        for flag, word in a.maybe.items()
-        if flag not in a.flags
+        for flag, word in arguments.maybe.items()
+        if flag not in arguments.flags
     ]
 
 
-def absent_words(a: Arguments) -> list[str]:
+def absent_words(arguments: Arguments) -> list[str]:
     """Return notes on words that are empty unless the environment, or an argument, sets them."""
-    gaps = dict.fromkeys(gap for word in a.loose if word.absent for gap in word.gaps)
+    gaps = dict.fromkeys(gap for word in arguments.loose if word.absent for gap in word.gaps)
     return [
         f"{gap.where}: {gap.text} {gap.why}: flags that it may hold are not read" for gap in gaps
     ]
 
 
-def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
+def _drop(arguments: Arguments, draft: Draft, prefix: str, needed: str) -> None:
     """Remove the keys of a missing section, and refuse their flags."""
-    for key in [key for key in d if key.startswith(prefix)]:
-        del d[key]
+    for key in [key for key in draft if key.startswith(prefix)]:
+        del draft[key]
         for flag in flags_of().get(key, ()):
             if flag != needed:
-                a.refuse(flag, "no effect", f"read only with {needed}")
+                arguments.refuse(flag, "no effect", f"read only with {needed}")
 
 
-def set_cluster(a: Arguments, d: Draft, launched: Requested | None, left: dict[str, str]) -> None:
+def set_cluster(
+    arguments: Arguments, draft: Draft, launched: Requested | None, left: dict[str, str]
+) -> None:
     """Set the machines: CPUs under gloo, otherwise GPUs; set none if nothing starts several
     processes.
 
     Unknown numbers of processes are added to the keys that are `left` open.
     """
-    gloo = a.word("--distributed-backend") == "gloo"
+    gloo = arguments.word("--distributed-backend") == "gloo"
     if launched is None and not gloo:
         return
     launched = launched or Requested(1, 1)
-    d["cluster.device"] = CPU.name if gloo else CUDA.name
+    draft["cluster.device"] = CPU.name if gloo else CUDA.name
     if gloo:
         numbers: dict[str, int | None] = {
             "parallel.ranks": launched.world.ranks if launched.world is not None else None
@@ -141,30 +147,30 @@ def set_cluster(a: Arguments, d: Draft, launched: Requested | None, left: dict[s
     else:
         numbers = {"cluster.devices_per_node": launched.per_node}
     numbers["cluster.nodes"] = launched.nodes
-    d |= {key: number for key, number in numbers.items() if number is not None}
+    draft |= {key: number for key, number in numbers.items() if number is not None}
     left |= {key: launched.why for key, number in numbers.items() if number is None}
 
 
-def unplaced_flags(a: Arguments) -> list[Unplaced]:
+def unplaced_flags(arguments: Arguments) -> list[Unplaced]:
     """Return every flag that was not imported, in the order of the command line."""
     guesses = MAX_GUESSES
-    for flag in a.flags:
-        if flag in a.consulted:
+    for flag in arguments.flags:
+        if flag in arguments.consulted:
             continue
         why, text = OTHERS.get(flag, ("unknown", ""))
-        fitting = FITTING.get(flag, {}).get(" ".join(map(shown, a.flags[flag])))
+        fitting = FITTING.get(flag, {}).get(" ".join(map(shown, arguments.flags[flag])))
         if fitting is not None:
-            a.refuse(flag, "no effect", fitting)
+            arguments.refuse(flag, "no effect", fitting)
         elif why != "unknown":
-            a.refuse(flag, why, text)
+            arguments.refuse(flag, why, text)
         elif flag in known_flags():
-            a.refuse(flag, "no effect", "another flag sets the same, and is read before it")
+            arguments.refuse(flag, "no effect", "another flag sets the same, and is read before it")
         else:
             guesses -= 1
             suggestion = _suggestion(flag) if guesses >= 0 else ""
             hint = f"; did you mean {suggestion}?" if suggestion else ""
-            a.refuse(flag, "unknown", f"is no known flag of Megatron-LM{hint}")
-    return [a.unplaced[flag] for flag in a.flags if flag in a.unplaced]
+            arguments.refuse(flag, "unknown", f"is no known flag of Megatron-LM{hint}")
+    return [arguments.unplaced[flag] for flag in arguments.flags if flag in arguments.unplaced]
 
 
 def _suggestion(flag: str) -> str:
@@ -189,10 +195,12 @@ def blacked_out(flags: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
     return out
 
 
-def without_secrets(d: Draft, a: Arguments, secrets: Secrets) -> None:
+def without_secrets(draft: Draft, arguments: Arguments, secrets: Secrets) -> None:
     """Remove every value that holds a secret from the keys."""
-    for key, value in list(d.items()):
+    for key, value in list(draft.items()):
         if isinstance(value, str) and secrets.within(value):
-            del d[key]
+            del draft[key]
             for flag in flags_of().get(key, ()):
-                a.refuse(flag, "secret", f"its value holds a secret; {key} is left as it was")
+                arguments.refuse(
+                    flag, "secret", f"its value holds a secret; {key} is left as it was"
+                )
