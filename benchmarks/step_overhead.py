@@ -99,25 +99,25 @@ def mtrain_step(
 ) -> tuple[Callable[[], float], Callable[[], None]]:
     """Return one step of a training run with its hooks, and what ends it."""
     from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.hooks.base import HookList
     from mtrain.train.hooks.evaluation import Evaluation
     from mtrain.train.hooks.metrics import Metrics
     from mtrain.train.hooks.progress import Progress
     from mtrain.train.loop.step import train_step
-    from mtrain.train.loop.trainer import check_finite
+    from mtrain.train.loop.trainer import check_finite, report_step
 
     parts = assemble(run, world, splits_of(run))
     log = run.log.model_copy(update={"progress": "none"})
     progress = Progress(run.model_copy(update={"log": log}), speaks=True)
     metrics = Metrics(folder)
     chain = [metrics, progress, Evaluation(metrics, progress)]
-    for hook in chain:
-        hook.start(parts)
+    parts.hooks = HookList(chain)
+    parts.hooks.call("start", parts)
 
     def step() -> float:
         result = train_step(parts, stop_requested=False)
         check_finite(result)
-        for hook in chain:
-            hook.after_step(parts, result)
+        report_step(parts, result)
         return result.loss
 
     return step, lambda: [hook.finish(parts) for hook in (metrics,)] and None

@@ -202,22 +202,23 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
 def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
     """Return one step of a training run with its hooks, and the model."""
     from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.hooks.base import HookList
     from mtrain.train.hooks.metrics import Metrics
     from mtrain.train.hooks.progress import Progress
     from mtrain.train.loop.step import train_step
+    from mtrain.train.loop.trainer import report_step
 
     parts = assemble(run, world, splits_of(run))
     log = run.log.model_copy(update={"progress": "none"})
     progress = Progress(run.model_copy(update={"log": log}), speaks=True)
     metrics = Metrics(folder)
     chain = [metrics, progress]
-    for hook in chain:
-        hook.start(parts)
+    parts.hooks = HookList(chain)
+    parts.hooks.call("start", parts)
 
     def step() -> float:
         result = train_step(parts, stop_requested=False)
-        for hook in chain:
-            hook.after_step(parts, result)
+        report_step(parts, result)
         return result.loss
 
     return step, parts.state.chunks[0]

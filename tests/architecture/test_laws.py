@@ -70,6 +70,7 @@ TOP_LEVEL = {
     "tests",
     "benchmarks",
     "docs",
+    "examples",
     "launch.py",
     "conftest.py",
     "pyproject.toml",
@@ -79,7 +80,6 @@ TOP_LEVEL = {
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
-    "examples",
     "mkdocs.yml",
 }
 SPECIFICATIONS = "config/optimizers/"

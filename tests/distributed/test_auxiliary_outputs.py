@@ -45,7 +45,7 @@ def _recorded(
 
     def job() -> list[dict[str, float]]:
         from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.hooks.metrics import step_record
+        from mtrain.train.loop.result import step_record
         from mtrain.train.loop.step import train_step
         from mtrain.world.init import joined
 
@@ -53,7 +53,8 @@ def _recorded(
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
             lines = [
-                step_record(parts, train_step(parts, stop_requested=False)) for _ in range(STEPS)
+                step_record(run, world.size, train_step(parts, stop_requested=False))
+                for _ in range(STEPS)
             ]
             return [{key: line[key] for key in KEYS if key in line} for line in lines]
 
@@ -65,16 +66,22 @@ def _by_definition() -> None:
     from mtrain.mcore.models.language_model import SummedLosses
 
     def sum_of_losses(
-        self: Any, hidden: Any, labels: Any, mask: Any, *, detached: bool = False, told: Any = None
+        self: Any,
+        hidden: Any,
+        labels: Any,
+        mask: Any,
+        *,
+        detached: bool = False,
+        auxiliary: Any = None,
     ) -> torch.Tensor:
         logits, _ = self.output_layer(hidden)
         x = logits.float()[..., : self.loss_vocab_size].transpose(0, 1)
         losses = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(
             labels.shape
         )
-        if told is not None:  # a further prediction
+        if auxiliary is not None:  # a further prediction
             return (losses * mask).sum()
-        z = self.told.z_loss * x.logsumexp(-1).square()
+        z = self.auxiliary.z_loss * x.logsumexp(-1).square()
         hits = ((x.argmax(-1) == labels) & (mask > 0)).sum()
         return torch.stack([((losses + z) * mask).sum(), (z * mask).sum().detach(), hits.float()])
 
@@ -132,8 +139,8 @@ def test_auxiliary_outputs_logits_memory_reaches_loss() -> None:
 
     def job() -> int | None:
         import_engine()
-        from mtrain.assembly.model import told_by
+        from mtrain.assembly.model import auxiliary_outputs_of
 
-        return told_by(run).logits
+        return auxiliary_outputs_of(run).logits
 
     assert run_alone(job) == 3 * 2**19

@@ -66,8 +66,8 @@ def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
     """Train on this rank into `home`."""
     from mtrain.ckpt.folder import committed
     from mtrain.mcore import api
-    from mtrain.train.assemble import Paths
-    from mtrain.train.assemble import train as train_rank
+    from mtrain.train.run import Paths
+    from mtrain.train.run import train as train_rank
 
     home.mkdir(parents=True, exist_ok=True)
     error = ""
@@ -236,7 +236,8 @@ def test_ending_full_disk_under_metrics_warns_once(
     )  # type: ignore[assignment]
     setattr(metrics.file, failing_part, full)
     for step in range(3):
-        metrics.evaluation(step, "valid", 1.0, 8, 256)
+        evaluated = {"valid_loss": 1.0, "valid_samples": 8, "valid_tokens": 256}
+        metrics.log(SimpleNamespace(), step, evaluated)  # type: ignore[arg-type]
     metrics.close()
     metrics.close()
     file.close()

@@ -30,7 +30,7 @@ def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
 
     with joined(run) as world:
         parts = assemble(run, world, splits_of(run))
-        gradients(parts, parts.feed.take(0, 8))
+        gradients(parts, parts.prefetcher.take(0, 8))
         found = []
         for param in parts.state.chunks[0].parameters():
             hooks = getattr(param, "_post_accumulate_grad_hooks", None)
@@ -72,7 +72,7 @@ def _order(run: RunConfig) -> tuple[list[str], list[str]]:
             layer.self_attention.register_forward_pre_hook(
                 lambda *_, n=number: said.append(f"compute {n}")
             )
-        gradients(parts, parts.feed.take(0, 8))
+        gradients(parts, parts.prefetcher.take(0, 8))
     last = said.index("compute 3") + 1
     return said[:last], said[last:]
 

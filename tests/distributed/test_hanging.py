@@ -65,9 +65,10 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
         real = step.forward_step
         done = []
 
-        def held(batches: Iterator[object], model: object) -> object:
+        def held(objective: object, batches: Iterator[object], model: object) -> object:
             done.append(None)
-            return real(late(batches) if len(done) == forwards else batches, model)  # type: ignore[arg-type]
+            held_back = late(batches) if len(done) == forwards else batches
+            return real(objective, held_back, model)  # type: ignore[arg-type]
 
         def late(batches: Iterator[object]) -> Iterator[object]:
             if os.environ["RANK"] == str(rank):

@@ -27,7 +27,9 @@ def followed(
 
     notes: list[str] = []
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes": round(FIRST * memory)})
-    parts: Any = SimpleNamespace(run=RUN, world=SimpleNamespace(is_rank0=first, device=device))
+    parts: Any = SimpleNamespace(
+        run=RUN, world=SimpleNamespace(is_rank0=first, device=device), measures=[]
+    )
     progress: Any = SimpleNamespace(note=notes.append)
     hook = Planned(folder, progress)
     hook.start(parts)
@@ -35,7 +37,7 @@ def followed(
     for number, line in enumerate((lines(share) + lines(share))[:steps], 1):
         seconds = {key.removesuffix("_s"): value for key, value in line.items() if key != "step"}
         result: Any = SimpleNamespace(step=number, seconds=seconds, batch_size=RUN.trainer.batch)
-        beside.append(hook.beside(parts, result))
+        beside.append(hook.measure(parts, result))
         hook.after_step(parts, result)
     hook.finish(parts)
     return notes, beside
@@ -95,7 +97,7 @@ def test_planned_stands_next_to_measured_from_step_one(tmp_path: Path) -> None:
 
 
 def test_planned_fp8_step_states_both_mfu() -> None:
-    from mtrain.train.hooks.metrics import step_record
+    from mtrain.train.loop.result import step_record
 
     for precision, of in (("bf16", 989), ("fp8_tensorwise", 1979)):
         words = [
@@ -105,9 +107,7 @@ def test_planned_fp8_step_states_both_mfu() -> None:
             "data=mock",
             f"precision={precision}",
         ]
-        parts: Any = SimpleNamespace(
-            run=resolve(compose(words).run, LAPTOP), world=SimpleNamespace(size=8)
-        )
+        run = resolve(compose(words).run, LAPTOP)
         seen = dict.fromkeys(
             ("step", "loss", "grad_norm", "lr", "tokens", "batch_size", "consumed_samples"), 1
         )
@@ -119,9 +119,10 @@ def test_planned_fp8_step_states_both_mfu() -> None:
             "data_wait_share": 0.0,
             "loss_scale": None,
             "updated": True,
+            "extra": (),
         }
         result: Any = SimpleNamespace(**seen, **more)
-        record = step_record(parts, result)
+        record = step_record(run, 8, result)
         assert record["mfu"] == pytest.approx(record["tflops_per_rank"] / of)
         assert record.get("mfu_bf16") == (
             None if of == 989 else pytest.approx(record["tflops_per_rank"] / 989)

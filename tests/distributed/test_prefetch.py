@@ -169,7 +169,7 @@ def test_prefetch_stop_during_read_ends_at_once(tmp_path: Path, started: list[La
 
 def test_prefetch_pins_memory_once_on_its_device() -> None:
     """A slot is written again only when the device has read it."""
-    from mtrain.train.loop.prefetch import Feed, Ring
+    from mtrain.train.loop.prefetch import BatchPrefetcher, Ring
 
     done: list[tuple[str, str]] = []
     copied: list[int] = []
@@ -198,7 +198,7 @@ def test_prefetch_pins_memory_once_on_its_device() -> None:
     )
     data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
     ring = Ring.of(device, 1)
-    feed = Feed(data, world, None, lambda place: (sum(place), 4), 1, ring)
+    feed = BatchPrefetcher(data, world, None, lambda place: (sum(place), 4), 1, ring)
     for step in range(7):
         batches = feed.take(4 * step, 4)
         for batch, expected in zip(batches, data.microbatches(4 * step), strict=True):

@@ -59,7 +59,7 @@ def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
             for name, weight in named.items():
                 if "mtp.layers.1." in name:
                     weight.data.copy_(named[name.replace("layers.1.", "layers.0.")].data)
-            gradients(parts, parts.feed.take(0, run.trainer.batch))
+            gradients(parts, parts.prefetcher.take(0, run.trainer.batch))
             count = sum(weight.numel() for weight in named.values())
             return count, {name: weight.main_grad.clone() for name, weight in named.items()}
 

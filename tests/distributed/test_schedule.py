@@ -128,7 +128,8 @@ def fitted(
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.hooks.base import Hook
     from mtrain.train.hooks.metrics import Metrics
-    from mtrain.train.loop.step import StepResult, TrainContext
+    from mtrain.train.loop.context import TrainContext
+    from mtrain.train.loop.result import StepResult
     from mtrain.train.loop.trainer import Trainer
     from mtrain.world.init import joined
 

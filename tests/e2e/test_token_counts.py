@@ -114,9 +114,7 @@ def test_token_counts_small_split_counts_each_sample_once(
     assert done.returncode == 0, done.stderr
     found = [short[0][-1], metrics(home / "runs/chats_72_4")[-1]]
     for batch, said in ((3, short[1]), (4, done.stdout)):
-        assert (
-            f"over {VALIDATION} samples, all that there are of {batch} that are asked for" in said
-        )
+        assert f"over {VALIDATION} samples, all samples of the {batch} requested" in said
     done = mtrain("evaluate", "runs/chats_72_3", "--json", cwd=home)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)

@@ -119,8 +119,8 @@ def tokens_without_context() -> None:
 def mean_of_means() -> None:
     """Each micro-batch is divided by its own tokens."""
 
-    def summed(real: Any, mask: Any, counts: Any, total: torch.Tensor) -> Any:
-        loss, count, report = real(mask, counts, total)
+    def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
+        loss, count, report = real(objective, batch, output)
         return loss / count.clamp(min=1), torch.ones_like(count), report
 
     wrap("mtrain.train.loop.step", "sum_loss", summed)
@@ -129,8 +129,8 @@ def mean_of_means() -> None:
 def loss_divided_twice() -> None:
     """The loss is divided by the number of micro-batches on top of the tokens."""
 
-    def summed(real: Any, mask: Any, counts: Any, total: torch.Tensor) -> Any:
-        loss, count, report = real(mask, counts, total)
+    def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
+        loss, count, report = real(objective, batch, output)
         return (
             loss / ranks().get_data_parallel_world_size(with_context_parallel=True),
             count,
@@ -143,11 +143,11 @@ def loss_divided_twice() -> None:
 def reported_loss_of_rank() -> None:
     """The loss that is reported leaves the other ranks of the context out."""
 
-    def summed(real: Any, world: Any, reports: Any, *rest: Any) -> Any:
+    def summed(real: Any, world: Any, table: Any, reports: Any, own: Any) -> Any:
         weights = torch.ones_like(reports[0]) if reports else None
         if weights is not None:
             weights[0] += world.coords["cp"]
-        return real(world, [report * weights for report in reports], *rest)
+        return real(world, table, [report * weights for report in reports], own)
 
     for module in ("mtrain.train.loop.step", "mtrain.train.loop.readings"):
         wrap(module, "summed_report", summed)

@@ -259,7 +259,7 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
     from mtrain.ckpt.state import TrainState
     from mtrain.data.batch import GlobalBatches
     from mtrain.train.assemble import configure_schedule_hooks
-    from mtrain.train.loop.step import TrainContext
+    from mtrain.train.loop.context import TrainContext
 
     chunks = build_model(run, world)
     optimizer = build_optimizer(run, chunks)
@@ -324,7 +324,8 @@ def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[s
         logits = chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     chunk.zero_grad_buffer()
     batches = parts.train_data.microbatches(0, BATCH)
-    loss = reduce_report(parts.world, run_schedule(parts, batches, forward_only=False), False).loss
+    reports = run_schedule(parts, batches, forward_only=False)
+    loss = reduce_report(parts.world, parts.table, reports, False)["loss"]
     gradients = {
         name: p.main_grad for name, p in _own_tensors(chunk).items() if hasattr(p, "main_grad")
     }

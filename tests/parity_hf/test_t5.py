@@ -231,7 +231,9 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
             ..., : run.model.vocab_size
         ]
     chunk.zero_grad_buffer()
-    loss = reduce_report(parts.world, run_schedule(parts, [batch], forward_only=False), False).loss
+    loss = reduce_report(
+        parts.world, parts.table, run_schedule(parts, [batch], forward_only=False), False
+    )["loss"]
     their_logits, their_loss = _their_loss(made, batch)
     their_loss.backward()
     there = batch["loss_mask"] > 0

@@ -176,7 +176,7 @@ OF_FAMILIES = (
     *(
         f"models.{family}.{part}"
         for family in ("gpt", "bert", "t5", "llava")
-        for part in ("build", "form")
+        for part in ("build", "data")
     ),
     "models.hybrid.build",
     "data.chat_batch",

@@ -141,8 +141,8 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
         )
         weights = {p.data_ptr(): p for p in plain}
 
-        def forward_step(iterator: Any, model: Any) -> Any:
-            output, loss = real(iterator, model)
+        def forward_step(objective: Any, iterator: Any, model: Any) -> Any:
+            output, loss = real(objective, iterator, model)
             after.append(kept.now())
             if lines and after[-1] == max(after):
                 best[:] = kept.table()

@@ -22,7 +22,7 @@ def test_stop_signals_named_are_noted_ignored_stay_ignored() -> None:
             request = StopRequest()
             request.listen(TrainerConfig().stop_signals)
             signal.raise_signal(signal.Signals[name])
-            noted += [name] * request.asked
+            noted += [name] * request.requested
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         StopRequest().listen(("SIGTERM",))
         return noted, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

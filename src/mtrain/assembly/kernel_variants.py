@@ -1,6 +1,4 @@
-"""Which variants of kernels a run takes: what was measured on this kind of device, the same on all
-ranks.
-"""
+"""Variants of kernels by measurements on this kind of device, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +25,7 @@ def use_measured(run: RunConfig, world: World) -> None:
     if world.is_rank0 and not run.trainer.deterministic:
         try:
             record = tuning.read(tuning.file_of(world.torch_device))
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # the other ranks wait for an answer
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            # not an error: the other ranks wait for an answer, and the first variants always work
             warn(f"kernels take their first variants: {error}")
     tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))

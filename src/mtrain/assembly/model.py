@@ -19,7 +19,7 @@ from mtrain.devices.dtypes import with_dtypes
 from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
 from mtrain.mcore.layers import low_rank
-from mtrain.mcore.models.language_model import SummedLosses, Told
+from mtrain.mcore.models.language_model import AuxiliaryOutputs, SummedLosses
 from mtrain.mcore.state.fsdp2 import FullySharded
 from mtrain.mcore.state.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.state.shard_specs import shard_specs_of
@@ -33,12 +33,12 @@ from mtrain.world.init import World
 def build_model(
     run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True
 ) -> list[Any]:
-    """This rank's chunks of the model: one per virtual pipeline stage, with weights from
+    """Return this rank's chunks of the model: one per virtual pipeline stage, with weights from
     `trainer.seed`.
 
     With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp`
     names; without, it can only run forward. Weights that FSDP shards have no memory before that: a
-    rank never holds all of them. Unless they are `drawn`, weights have no values.
+    rank never holds all of them. Unless `drawn`, weights have no values.
     """
     config = transformer_config(run, world.device)
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
@@ -63,8 +63,8 @@ def build_model(
 
 @contextmanager
 def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
-    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on
-    which DistributedDataParallel was made, and the default stream may not take part in a capture.
+    """Use a separate stream if whole steps are captured: autograd adds gradients up on the stream
+    on which DistributedDataParallel was made, and a capture excludes the default stream.
     """
     if run.trainer.cuda_graph_impl != "full_iteration":
         yield
@@ -96,7 +96,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
-    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
+    """Return this rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
     layers.
     """
     words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}
@@ -115,7 +115,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     chunks = [build(run, config, stage) for stage in stages]
     for chunk in chunks:
         if isinstance(chunk, SummedLosses):
-            chunk.told = told_by(run)
+            chunk.auxiliary = auxiliary_outputs_of(run)
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
@@ -124,9 +124,10 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     return chunks
 
 
-def told_by(run: RunConfig) -> Told:
-    """What a resolved run wants to know of its losses."""
-    return Told(run.trainer.z_loss_coeff or 0.0, run.log.token_accuracy, logits_at_once(run))
+def auxiliary_outputs_of(run: RunConfig) -> AuxiliaryOutputs:
+    """Return the outputs that a resolved run requests of its loss next to cross entropy."""
+    z_loss = run.trainer.z_loss_coeff or 0.0
+    return AuxiliaryOutputs(z_loss, run.log.token_accuracy, logits_at_once(run))
 
 
 def adapter_of(peft: PeftConfig) -> low_rank.Adapter:

@@ -2,7 +2,7 @@
 as 1, 2, 3, 2011).
 
 Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn
-alone. Every operation is exactly rounded or an integer's, so all devices make the same bits: a
+separately. Every operation is exactly rounded or an integer's, so all devices make the same bits: a
 device's own normal numbers differ by the last bits of its logarithm and cosine. On the host numpy
 draws the words, elsewhere torch does.
 """
@@ -31,7 +31,7 @@ distribution is a line.
 REST = 23 - BITS
 """Bits of a float's fraction that say where in its cell a number lies."""
 LEAST = 0.5
-"""The smallest number whose quantile is asked for, in units of 2^-32."""
+"""The smallest number whose quantile is needed, in units of 2^-32."""
 DIGEST = "d1e71821486b0d934ce822d71366891a7c6f55184f79ab0c7baf290e3a8c4bc5"
 """Result of `digest` on every device."""
 
@@ -82,11 +82,11 @@ class Stream:
         blocks = -(-count // PER_BLOCK) + int(bool((starts % PER_BLOCK).any()))
         first = (starts // PER_BLOCK).to(device).unsqueeze(1)
         words = self.words((first + torch.arange(blocks, device=device)).flatten())
-        found = words.view(torch.int32).view(len(starts), -1)
+        elements = words.view(torch.int32).view(len(starts), -1)
         shifts = (starts % PER_BLOCK).unique()
         if len(shifts) == 1:
-            return found[:, int(shifts) : int(shifts) + count]
-        return found.gather(
+            return elements[:, int(shifts) : int(shifts) + count]
+        return elements.gather(
             1, (starts % PER_BLOCK).to(device).unsqueeze(1) + torch.arange(count, device=device)
         )
 
@@ -181,7 +181,7 @@ def digest(device: str) -> str:
     """Return the SHA-256 of what streams give on a torch device, of whole and cut rows:
     `DIGEST` on each.
     """
-    found = hashlib.sha256()
+    whole = hashlib.sha256()
     probe = torch.empty(0, device=device)
     where = None if probe.is_cpu else probe.device
     for top, bottom, width, span in (
@@ -191,5 +191,5 @@ def digest(device: str) -> str:
     ):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)
         for drawn in (normal(bits), uniform(bits), normal(bits).bfloat16().float()):
-            found.update(drawn.cpu().numpy().tobytes())
-    return found.hexdigest()
+            whole.update(drawn.cpu().numpy().tobytes())
+    return whole.hexdigest()

@@ -28,7 +28,7 @@ SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -37,8 +37,8 @@ class Exported:
     has them.
     """
     padding: str
-    """What became of the padding of the vocabulary, whose rows are in the tensors; empty where
-    there is none.
+    """How the padding of the vocabulary was handled, whose rows are in the tensors; empty if it has
+    no padding.
     """
 
 
@@ -55,7 +55,8 @@ def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
     held = checkpoint.manifest["tensors"]
     if names is None or names.a not in held:
         return weight
-    adapter = Whole(*(checkpoint.whole(name) if name in held else None for name in names))  # type: ignore[arg-type]
+    parts = (checkpoint.whole(name) if name in held else None for name in names)
+    adapter = Whole(*parts)  # type: ignore[arg-type]
     return merged(weight, adapter, one_hot_of(key, adapter, run.model), run.peft.scale)
 
 
@@ -64,9 +65,9 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
 
     A tensor has its name in megatron-core and its whole shape; layers are counted over the whole
     model, experts are the first axis of theirs, and tables of token ids have the padded vocabulary:
-    the index says how many ids there are, and whether padding was masked in the losses. Beside
-    them: `run.yaml`, and the tokenizer if there is one. One file is in memory at a time. Adapters
-    are merged into their weights. The folder appears when everything is in it.
+    the index says how many ids there are, and whether padding was masked in the losses. The folder
+    also gets `run.yaml`, and the tokenizer if there is one. One file is in memory at a time.
+    Adapters are merged into their weights. The folder appears when everything is in it.
 
     Raises:
         CorruptData: the checkpoint's pieces do not make up a tensor.
@@ -74,6 +75,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     """
     if out.exists():
         raise FileExistsError(out)
+    # An export that is killed leaves this name, which no reader takes for an export.
     draft = out.with_name(f".exporting-{out.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -83,7 +85,8 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
         folder.by_file(weight_keys(checkpoint), lambda key: _nbytes(entries[key]), SHARD_BYTES)
     )
     placed: dict[str, str] = {}
-    total_bytes = elements = 0
+    total_bytes = 0
+    elements = 0
     for i, keys in enumerate(groups, 1):
         name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         tensors = {key.removeprefix(folder.MODEL): _merged(checkpoint, key, run) for key in keys}
@@ -98,6 +101,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     folder.write_json(
         draft / INDEX, {"metadata": {"total_size": total_bytes, **ids}, "weight_map": placed}
     )
+    # Merged weights are those of a model without adapters, and so is its configuration.
     if run.peft.kind is None:
         shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
     else:

@@ -38,12 +38,12 @@ FORMAT = 3
 READ = (1, 2, 3)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
-"""What the names of the model's own tensors begin with."""
+"""Prefix of the names of the model's own tensors."""
 MAX_MANIFEST_BYTES = 1 << 30
 
 
 def folder_name(step: int) -> str:
-    """Name of the folder of a checkpoint after `step` updates."""
+    """Return the name of the folder of a checkpoint after `step` updates."""
     return f"step_{step:08d}"
 
 
@@ -65,17 +65,17 @@ def by_file(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def draft_of(root: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is committed; no reader takes it for one."""
+    """Return the folder in which a checkpoint is written before it is committed."""
     return root / f".saving-{folder_name(step)}"
 
 
 def shard_name(rank: int) -> str:
-    """Name of the file of a rank's pieces."""
+    """Return the name of the file of a rank's pieces."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def frozen_name(rank: int) -> str:
-    """Name of the file of those of a rank's pieces that no step changes."""
+    """Return the name of the file of a rank's pieces that no step changes."""
     return f"frozen_{rank:05d}.safetensors"
 
 
@@ -86,8 +86,10 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
         "bytes": run_file.stat().st_size,
         "sha256": hashes.hash_file(run_file),
     }
+    # The hash covers everything but itself: a manifest that was cut or edited does not match.
     body = {"format": FORMAT, **body}
     write_json(draft / MANIFEST, body | {"sha256": digest(body)})
+    # A rename may reach the disk before the files in the folder: they have to be there first.
     durable.sync(draft)
     if final.exists():
         # The same step again, after a resume from an older checkpoint: the new one takes its place.
@@ -103,7 +105,7 @@ def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -135,6 +137,7 @@ def sweep(root: Path) -> None:
         if final.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
+            # killed between the two renames of `commit`: the older one is all that there is
             path.rename(final)
     for path in [*root.glob(".saving-*"), *root.glob(".deleted-*")]:
         shutil.rmtree(path, ignore_errors=True)
@@ -165,10 +168,12 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
+        # Before it is read: a file of any size would be parsed in memory.
         if file.stat().st_size > MAX_MANIFEST_BYTES:
             raise CorruptData(f"{file}: larger than a manifest can be")
         manifest = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
+        # `from None`: the cause is the sentence, not the system's error
         raise CorruptData(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise durable.not_read(file, error) from None
@@ -195,6 +200,7 @@ def name_of_format_1(key: str) -> str:
 
 def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
     path = root / name
+    # A manifest is data from elsewhere: a name such as ../x must not lead out of the folder.
     if Path(name).name != name:
         raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
     try:
@@ -207,6 +213,7 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
         raise CorruptData(f"{path} is no file")
     if status.st_size != facts["bytes"]:
         raise CorruptData(f"{path} has {status.st_size} bytes, {facts['bytes']} were written")
+    # A shard has hashes of its own blocks, which its readers compare; other files are small.
     if not name.endswith(".safetensors"):
         hashes.check_file(path, facts["sha256"])
     elif verify:

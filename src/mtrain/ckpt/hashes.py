@@ -45,17 +45,22 @@ HEX = 64
 MOST_OPEN = 4096
 """Files at a time where the system has no limit; else half of what it allows."""
 WIDTHS = {
-    **{
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "F8_E8M0": 1,
-        "BOOL": 1,
-    },
-    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "BOOL": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
 }
 """Number format -> bytes of one number."""
 
@@ -112,6 +117,7 @@ class _Sound:
     """Entry and number."""
 
 
+# Of the process: the same file is opened for weights, for the optimizer and for generators.
 _sound: dict[Identity, _Sound] = {}
 
 
@@ -185,7 +191,7 @@ class Shard:
     Its header was compared with nothing; `checked` compares it.
 
     Raises:
-        CorruptData: it is no shard.
+        CorruptData: it is not a shard.
         BadEnvironment: it may not be read.
     """
 
@@ -204,6 +210,8 @@ class Shard:
             raise
 
     def __del__(self) -> None:
+        # Whoever holds many shards drops them without a `with`: the descriptor goes with the
+        # object.
         self.close()
 
     @property
@@ -221,7 +229,7 @@ class Shard:
         """Return what the header says of an entry.
 
         Raises:
-            CorruptData: there is none.
+            CorruptData: it has no such entry.
         """
         if name not in self.header.entries:
             raise CorruptData(f"{self.path} lacks {name}")
@@ -238,7 +246,7 @@ class Shard:
         known = _sound_of(self._status)
         if not 0 <= start <= stop <= entry.nbytes:
             raise CorruptData(
-                f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are asked for"
+                f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are needed"
             )
         blocks = entry.blocks(start, stop)
         if (
@@ -247,16 +255,17 @@ class Shard:
             or all((name, block) in known.blocks for block in blocks)
         ):
             return self._bytes(entry.at + start, stop - start)
+        # Whole blocks, as only they have hashes: up to two more than were requested.
         first = blocks.start * entry.block_bytes
-        found = self._bytes(
+        data = self._bytes(
             entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first
         )
         for block in blocks:
             self._compare(
-                name, entry, block, found[block * entry.block_bytes - first :][: entry.block_bytes]
+                name, entry, block, data[block * entry.block_bytes - first :][: entry.block_bytes]
             )
         known.blocks.update((name, block) for block in blocks)
-        return found[start - first : stop - first]
+        return data[start - first : stop - first]
 
     def check(self) -> None:
         """Compare every byte with its hash.
@@ -297,6 +306,7 @@ class Shard:
 
     @property
     def _opened(self) -> int:
+        # Reopened by name: the file may have been replaced, and its header is of the old one.
         if self._file is None and _identity(self._open()) != _identity(self._status):
             raise CorruptData(f"{self.path} was written to while it was read")
         assert self._file is not None
@@ -309,7 +319,7 @@ class Shard:
 class Files:
     """The shards of a checkpoint by name.
 
-    Each is opened when first asked for, and a limited number stay open.
+    Each is opened when it is first read, and a limited number stay open.
     """
 
     def __init__(self, root: Path, facts: Mapping[str, Any], *, once: bool = False) -> None:
@@ -320,6 +330,7 @@ class Files:
         self._shards: dict[str, Shard] = {}
         self._open: list[str] = []
         """Names of the shards that hold a descriptor, in the order in which they were opened."""
+        # A checkpoint of thousands of ranks has more files than a process may hold open.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = max(8, limit // 2) if limit != resource.RLIM_INFINITY else MOST_OPEN
 
@@ -327,12 +338,12 @@ class Files:
         """Return a shard whose header is what was written.
 
         Raises:
-            CorruptData: it is none of the checkpoint's, or not what was written.
+            CorruptData: it does not belong to the checkpoint, or is not what was written.
             BadEnvironment: it may not be read.
         """
         if name not in self._shards:
             if name not in self._facts:
-                raise CorruptData(f"{self._root / name} is none of the checkpoint's files")
+                raise CorruptData(f"{self._root / name} does not belong to the checkpoint")
             self._shards[name] = checked(self._root / name, self._facts[name], once=self._once)
             self._open.append(name)
         elif not self._shards[name].is_open:
@@ -352,6 +363,7 @@ def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shar
         CorruptData: it differs, or is no shard.
         BadEnvironment: it may not be read.
     """
+    # Format 1 has one hash for the whole file, which no part can be compared with.
     if "header_sha256" not in facts:
         check_file(path, facts["sha256"])
     shard = Shard(path, once=once)
@@ -365,6 +377,7 @@ def wrote(path: Path) -> dict[str, Any]:
     """Take a shard that this process has just written as sound; returns what a manifest says of the
     file.
     """
+    # Read back, so that the manifest has the hash of the header that is in the file.
     shard = Shard(path)
     shard.take_as_sound()
     shard.close()
@@ -382,6 +395,7 @@ def _identity(s: os.stat_result) -> Identity:
 def _read_header(path: Path, file: int, size: int) -> Header:
     first = bytes(read_at(path, file, 0, min(size, LENGTH_BYTES)))
     length = int.from_bytes(first, "little")
+    # The length is untrusted: it must not make this allocate more than the file has.
     if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptData(f"{path} is not what was written: its header is cut")
     text = bytes(read_at(path, file, LENGTH_BYTES, length))
@@ -413,13 +427,14 @@ def _read_header(path: Path, file: int, size: int) -> Header:
 
 
 def _entry(
-    found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
+    facts: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
 ) -> Entry:
-    start, stop = map(int, found["data_offsets"])
-    shape = tuple(map(int, found["shape"]))
+    start, stop = map(int, facts["data_offsets"])
+    shape = tuple(map(int, facts["shape"]))
     nbytes = stop - start
-    if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[found["dtype"]]:
+    # Offsets that do not match the shape would read the bytes of another entry.
+    if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[facts["dtype"]]:
         raise ValueError("a tensor has another size than its shape")
     return Entry(
-        found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
+        facts["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
     )

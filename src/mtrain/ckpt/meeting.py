@@ -56,22 +56,23 @@ class Meeting:
             self.store.set(f"{place}/problem", problem)
         if self.store.add(f"{place}/here", 1) == self.size:
             if self.store.add(f"{place}/problems", 0):
-                found = self.store.get(f"{place}/problem")
+                answer = self.store.get(f"{place}/problem")
             else:
-                found = b""
-            self.store.set(f"{place}/over", found.decode() or " ")
+                answer = b""
+            self.store.set(f"{place}/over", answer.decode() or " ")
         self._await(f"{place}/over", "barrier", number)
-        found = self.store.get(f"{place}/over")
+        answer = self.store.get(f"{place}/over")
+        # All ranks came here, so all have read the answer of the barrier before.
         if self.rank == 0:
             for name in ("problems", "problem", "here", "over"):
                 self.store.delete_key(f"barrier/{number - 1}/{name}")
-        return found.decode().strip()
+        return answer.decode().strip()
 
     def tell(self, text: str) -> str:
         """Return the text of rank 0, on every rank.
 
         Raises:
-            TrainingError: rank 0 did not tell it in time, or some ranks did not read it in time.
+            TrainingError: rank 0 did not send it in time, or some ranks did not read it in time.
         """
         number = self._next("word")
         place = f"word/{number}"
@@ -99,6 +100,7 @@ class Meeting:
     def _await(self, key: str, kind: str, number: int) -> None:
         deadline = time.monotonic() + self.timeout_s
         pause_s = SHORTEST_S
+        # Many ranks poll one store: the more there are, the more rarely each asks.
         longest_s = LONGEST_S * max(1.0, self.size / 500)
         with _noted():
             while not self.store.check([key]):

@@ -26,9 +26,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a tensor that lie behind each other in memory: a box, or the range
-    `flat` of it.
-    """
+    """Elements of a tensor that are contiguous in memory: a box, or the range `flat` of it."""
 
     offset: Numbers
     shape: Numbers
@@ -48,7 +46,7 @@ class Part:
     start: int
     """First element to read, counted in the piece."""
     stop: int
-    """Behind the last one."""
+    """The element after the last one."""
     shape: Numbers
     there: Numbers
     """Stride of each axis in what is read, in elements."""
@@ -93,16 +91,18 @@ def _meeting(
     offset = list(wanted.offset)
     shape = list(wanted.shape)
     flat = wanted.flat
-    found = {}
+    meeting = {}
     for piece in pieces:
         range_of = piece["flat"]
+        # The usual case first, without arithmetic: the layout that reads is the one that wrote.
         if piece["offset"] == offset and piece["shape"] == shape:
             if flat and range_of and (range_of[1] <= flat[0] or flat[1] <= range_of[0]):
                 continue
         elif not _meet(wanted.offset, wanted.shape, piece["offset"], piece["shape"]):
             continue
-        found[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
-    return found
+        # Replicas write the same piece: it counts once.
+        meeting[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
+    return meeting
 
 
 def _boxes(region: Region) -> Iterator[tuple[int, Region]]:
@@ -170,6 +170,7 @@ def _cut(
     here = _strides(target.shape)
     span = 1 + sum((n - 1) * stride for n, stride in zip(shared.shape, there, strict=True))
     axis = next((axis for axis, n in enumerate(shared.shape) if n > 1), None)
+    # A strided box is read with the gaps between its rows: it may span much more than it has.
     if span > limit and axis is not None:
         step = max(1, limit // there[axis])
         end = shared.offset[axis] + shared.shape[axis]

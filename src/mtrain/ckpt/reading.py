@@ -34,9 +34,11 @@ def read_at(path: Path, file: int, at: int, size: int, *, once: bool = False) ->
         while done < size:
             part = out[done : done + READ_BYTES]
             count = read_once(file, part, at + done) if once else os.preadv(file, [part], at + done)
+            # a file that was cut: the length in its header is of the whole one
             if not count:
                 raise CorruptData(f"{path} is not what was written: it is cut")
             done += count
+            # between calls: one large read of a network disk may take minutes
             tick()
     except OSError as error:
         raise not_read(path, error) from None
@@ -44,9 +46,9 @@ def read_at(path: Path, file: int, at: int, size: int, *, once: bool = False) ->
 
 
 def read_once(file: int, buffer: memoryview, at: int) -> int:
-    """Read bytes that nobody needs again soon into a buffer; return their number.
+    """Read bytes that are not needed again soon into a buffer; return their number.
 
-    The pages that this takes are given back where the kernel can do so: others need them more.
+    The kernel drops their pages from its cache, if it can: other files need them more.
     """
     try:
         return os.preadv(file, [buffer], at, GIVEN_BACK)

@@ -1,13 +1,11 @@
-"""Everything of a training run that is not in the configuration: what is saved, and how it is put
-back.
-"""
+"""Everything of a training run that is not in the configuration: saved to disk and restored."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,13 @@ from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
 STREAMS = "by stage, data and context rank"
-"""Which ranks' generators differ, as a checkpoint says it; before it did, all were alike."""
+"""How a checkpoint describes whose generators differ; in older ones, those of all ranks were equal.
+"""
 
 
 @dataclass
 class TrainState:
-    """What a step changes: this rank's chunks, the optimizer, its schedule, and two counters."""
+    """The state that a step changes: chunks, optimizer and schedule of this rank, and counters."""
 
     chunks: list[Any]
     optimizer: Any
@@ -46,8 +45,10 @@ class TrainState:
     """Samples of the training split used so far: the data position, whatever the layout."""
     skipped_updates: int = 0
     """Updates that fp16 skipped in a row, up to the last step."""
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """States of hooks by name, as a checkpoint had them or as the next one gets them."""
     frozen: store.Frozen | None = None
-    """What no step changes, once it was saved."""
+    """The tensors that no step changes, once they were saved."""
 
 
 def save(
@@ -57,6 +58,7 @@ def save(
     begin_phase("save")
     weights = sharding.model_shards(state.chunks)
     still = set()
+    # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
         state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
@@ -73,8 +75,12 @@ def save(
         "digest": run.digest(),
         "data": data_facts,
     }
+    # Left out where no hook has a state: the files of such a run are those of earlier versions.
+    if state.hooks:
+        facts["hooks"] = state.hooks
     ranks = meeting_of(world, run)
     prune = partial(_prune, root, run.checkpoint.keep)
+    # FSDP may hold less than a whole shard of a weight outside of a forward.
     with sharding.gathered(state.chunks):
         rng = rng_tensors(world)
         text = run_yaml(run.recorded())
@@ -104,13 +110,13 @@ def _prune(root: Path, keep: int | None) -> None:
 
 
 def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed: int) -> bool:
-    """Put a checkpoint's state back, in this world's layout.
+    """Restore a checkpoint's state in this world's layout.
 
     Returns:
         Whether the generators were restored too. They belong to a layout: under another one they
         start from the seed and the step, so dropout differs from the uninterrupted run while
-        everything else goes on. So they do where the checkpoint is of a version whose ranks all
-        drew alike.
+        everything else continues. The same happens with a checkpoint of a version whose ranks all
+        drew the same numbers.
 
     Raises:
         CorruptData: a tensor is missing or has another shape.
@@ -128,7 +134,9 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     state.step = checkpoint.step
     state.consumed_samples = facts["consumed_samples"]
     state.skipped_updates = facts.get("skipped_updates", 0)
+    state.hooks = facts.get("hooks", {})
     state.schedule.num_steps = facts["schedule_steps"]
+    # without an increment: sets the rate of the restored step
     state.schedule.step(0)
     if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:
         set_rng_tensors(world, checkpoint.rank_tensors(world.rank))
@@ -138,9 +146,10 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
-    """Put only the weights back. Adapters that the checkpoint has not keep what they begin with."""
+    """Restore only the weights. Adapters that the checkpoint lacks keep their initial values."""
     held = checkpoint.manifest["tensors"]
     shards = sharding.model_shards(chunks)
+    # A checkpoint with some adapters must have all: one that lacks a few is damaged.
     begin = checkpoint.state.get("weights_only") or not any(map(is_adapter, held))
     checkpoint.load(
         shard for shard in shards if shard.key in held or not (begin and is_adapter(shard.key))
@@ -151,15 +160,13 @@ def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
 
 
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
-    """Put only the weights back, where an optimizer has made copies of others: those are made
-    again.
-    """
+    """Restore only the weights, and update the optimizer's copies of them."""
     load_model(checkpoint, state.chunks)
     renew(state)
 
 
 def renew(state: TrainState) -> None:
-    """Make the optimizer's copies of weights again, after others were written."""
+    """Update the optimizer's copies of weights after the weights were written."""
     sharding.make_main_weights(state.chunks)
     state.optimizer.reload_model_params()
     sharding.refresh(state.chunks, state.optimizer)
@@ -171,6 +178,7 @@ def rng_tensors(world: World) -> dict[str, torch.Tensor]:
     tensors |= {f"rng/tracker/{name}": value for name, value in tracker_tensors().items()}
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937"
+    # Tensors, not a pickle: a checkpoint never holds objects.
     tensors["rng/numpy"] = torch.tensor(
         [*(int(k) for k in keys), position, has_gauss], dtype=torch.int64
     )
@@ -185,7 +193,7 @@ def rng_tensors(world: World) -> dict[str, torch.Tensor]:
 
 
 def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
-    """Put every generator of this rank back to what `rng_tensors` returned."""
+    """Restore every generator of this rank to what `rng_tensors` returned."""
     prefix = "rng/tracker/"
     states = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     set_tracker(states)
@@ -209,9 +217,7 @@ def tracker_tensors() -> dict[str, torch.Tensor]:
 
 
 def set_tracker(states: dict[str, torch.Tensor]) -> None:
-    """Put the streams of megatron-core's tracker back; CUDA graphs know its generators, which stay
-    the same ones.
-    """
+    """Restore the streams of megatron-core's tracker in place: CUDA graphs hold its generators."""
     tracker = mcore.get_cuda_rng_tracker()
     there = tracker.get_states()
     if not any(isinstance(value, torch.Generator) for value in there.values()):
@@ -223,9 +229,7 @@ def set_tracker(states: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def generators_kept(world: World) -> Iterator[None]:
-    """Leave every generator of this rank as it was: what is drawn inside changes nothing that is
-    drawn after.
-    """
+    """Restore every generator of this rank afterwards: draws inside do not change later ones."""
     kept = rng_tensors(world)
     try:
         yield
@@ -234,8 +238,8 @@ def generators_kept(world: World) -> Iterator[None]:
 
 
 def _agreed_step(world: World, step: int) -> int:
-    """Return the optimizer's step over all ranks; a rank that owns no shard of any parameter has
-    none to tell.
+    """Return the optimizer's step over all ranks: a rank that owns no shard of any parameter does
+    not know it.
     """
     value = torch.tensor([step], dtype=torch.int64, device=world.torch_device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -255,6 +259,7 @@ def _set_loss_scale(optimizer: Any, values: dict[str, float | None] | None) -> N
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None and values is not None:
             own = scaler.state_dict()
+            # JSON has no infinity: the manifest has null instead
             kept = {key: float("inf") if value is None else value for key, value in values.items()}
             as_kept = {
                 k: torch.full_like(v, kept[k]) if torch.is_tensor(v) else type(v)(kept[k])

@@ -32,25 +32,19 @@ from mtrain.world.heartbeat import tick
 READ_BYTES = 16 << 20
 """The most that is read at once."""
 IN_TORCH = {
-    **{
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "BOOL": torch.bool,
-    },
-    **{
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "F8_E8M0": torch.float8_e8m0fnu,
-    },
-    **{
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-    },
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
 """Number format as safetensors names it -> as torch does."""
 
@@ -65,7 +59,7 @@ class Frozen:
     path: Path | None = None
     """The file in the newest checkpoint that was written here."""
     index: dict[str, Any] | None = None
-    """What is in it."""
+    """Its pieces, and the facts of the file."""
 
 
 def save(
@@ -81,13 +75,13 @@ def save(
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
-    `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of
-    this rank alone (its generators); `state` is the same on all ranks and goes into the manifest.
-    `frozen` tensors are saved too, and remembered for the next time. Until the rename at the end
-    the folder has a name that no reader takes for a checkpoint. Rank 0 calls `committed` after the
-    rename, while the others wait.
+    `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors that
+    only this rank has (its generators); `state` is the same on all ranks and goes into the
+    manifest. `frozen` tensors are saved too, and remembered for the next time. Until the rename at
+    the end the folder has a name that no reader takes for a checkpoint. Rank 0 calls `committed`
+    after the rename, while the others wait.
 
-    Each rank touches its own files alone; rank 0 touches those of all, once. The ranks meet in the
+    Each rank touches only its own files; rank 0 touches those of all, once. The ranks meet in the
     store, so none of them waits in a collective of the device for a slow disk.
 
     Raises:
@@ -111,6 +105,7 @@ def save(
         )
         committed()
 
+    # Three meetings: the folder before its files, and all files before the manifest.
     _together(ranks, draft, lambda: _begin(draft, run_yaml), alone=True)
     _together(ranks, draft, write)
     _together(ranks, draft, commit, alone=True)
@@ -120,6 +115,7 @@ def save(
 
 
 def _begin(draft: Path, run_yaml: str) -> None:
+    # left by a save of this step that was killed
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     durable.sync(draft.parent.parent)
@@ -141,6 +137,7 @@ def _together(
             with alive(ranks.timeout_s):
                 work()
         except (OSError, SafetensorError) as error:
+            # the folder may not exist yet: the space of the disk that it would be on
             existing = next(p for p in (draft, *draft.parents) if os.path.exists(p))
             free = units.bytes_(shutil.disk_usage(existing).free)
             problem = f"the checkpoint {draft} cannot be written ({free} free): {error}"
@@ -148,13 +145,14 @@ def _together(
     if problem:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
+        # `shared`: every rank raises it, and one of them prints it
         failed = TrainingError(problem)
         failed.shared = True
         raise failed
 
 
 def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
-    """Link the file of an earlier checkpoint into a draft, or write it where there is none."""
+    """Link the file of an earlier checkpoint into a draft, or write it if there is no such file."""
     path = draft / folder.frozen_name(rank)
     if frozen.index is not None and frozen.path is not None:
         try:
@@ -162,7 +160,7 @@ def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
                 if path.stat().st_size == frozen.index["file"]["bytes"]:
                     return frozen.index
                 path.unlink()
-        except OSError:  # it is gone
+        except OSError:  # it was pruned
             path.unlink(missing_ok=True)
     frozen.index = _write_shard(path, frozen.shards, {})
     return frozen.index
@@ -222,6 +220,7 @@ def _merge(draft: Path, size: int) -> dict[str, Any]:
     for rank in range(size):
         path = draft / f"rank_{rank:05d}.json"
         written = json.loads(path.read_text())["written"]
+        # The index of a rank is of the draft: the manifest has all of it.
         path.unlink()
         files |= {
             i["file"]["name"]: {k: i["file"][k] for k in ("bytes", "header_sha256")}
@@ -250,7 +249,7 @@ class Checkpoint:
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
         """Read the manifest; with `verify`, compare every byte of every file with its hash.
 
-        Without, what is read later is compared then, and nothing else.
+        Without, only blocks that are read later are compared.
 
         Raises:
             CorruptData: no manifest, one that is cut or altered, or a file that is missing or
@@ -261,40 +260,41 @@ class Checkpoint:
 
     @classmethod
     def open_together(cls, path: Path, ranks: Meeting) -> Checkpoint:
-        """Open it on every rank: rank 0 reads the manifest and looks for the files, and tells the
-        others.
+        """Open it on every rank: rank 0 reads the manifest and looks for the files, and sends the
+        manifest to the others.
 
-        What is read later is compared with its hash then.
+        Readers compare blocks with their hashes later.
 
         Raises:
             CorruptData, BadEnvironment: as `open`, the same on every rank.
         """
-        told: dict[str, Any] = {}
+        # thousands of ranks that ask for the state of every file would stall a network disk
+        answer: dict[str, Any] = {}
         if ranks.rank == 0:
             try:
                 with alive(ranks.timeout_s):
-                    told = {"manifest": folder.read_manifest(path, verify=False)}
+                    answer = {"manifest": folder.read_manifest(path, verify=False)}
             except (CorruptData, BadEnvironment) as error:
-                told = {"refused": type(error).__name__, "lines": str(error).split("\n")}
-        told = json.loads(ranks.tell(strict_json.dumps(told)))
-        if "refused" in told:
+                answer = {"refused": type(error).__name__, "lines": str(error).split("\n")}
+        answer = json.loads(ranks.tell(strict_json.dumps(answer)))
+        if "refused" in answer:
             kinds: dict[str, type[MtrainError]] = {
                 "CorruptData": CorruptData,
                 "BadEnvironment": BadEnvironment,
             }
-            refused = kinds[told["refused"]](*told["lines"])
+            refused = kinds[answer["refused"]](*answer["lines"])
             refused.shared = True
             raise refused
-        return cls(path, told["manifest"], ranks.timeout_s)
+        return cls(path, answer["manifest"], ranks.timeout_s)
 
     @property
     def step(self) -> int:
-        """Update that were made when it was saved."""
+        """Return the number of updates that were made when it was saved."""
         return int(self.manifest["step"])
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the trainer wrote beside the tensors."""
+        """Return the facts that the trainer wrote next to the tensors."""
         return dict(self.manifest["state"])
 
     @cached_property
@@ -326,7 +326,7 @@ class Checkpoint:
         return out
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that `rank` alone saved, empty if it saved none."""
+        """Return the tensors that only `rank` saved; empty if it saved none."""
         name = folder.shard_name(rank)
         reader = self._reader
         if name not in self.manifest["files"]:
@@ -354,15 +354,16 @@ class _Reader:
                 f" {list(shard.global_shape)}"
             )
         wanted = Region(shard.offset, shard.shape, shard.flat)
+        # on the host, in the order of the region: the shard may be on a device, or not contiguous
         memory = torch.empty(wanted.size, dtype=shard.tensor.dtype)
         what = f"{self.root}: the pieces of {shard.key}"
         limit = READ_BYTES // shard.tensor.element_size()
         for part in parts(wanted, entry["pieces"], limit, what):
             tick()
-            found = self.elements(part.piece, part.start, part.stop).as_strided(
+            elements = self.elements(part.piece, part.start, part.stop).as_strided(
                 part.shape, part.there
             )
-            memory.as_strided(part.shape, part.here, part.at).copy_(found)
+            memory.as_strided(part.shape, part.here, part.at).copy_(elements)
         shard.tensor.copy_(memory.view(shard.tensor.shape))
 
     def elements(self, piece: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
 
 
 MASKS = Job("observe_masks")
-"""The job that trains one step and writes the files that `train.dropped.wrong_masks` reads."""
+"""The job that trains one step and writes what `dropout_compare.wrong_masks` reads."""
 
 
 def _train(
@@ -78,7 +78,7 @@ def _train(
     resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
     run = run.model_copy(update={"checkpoint": resumed})
     enter(run, end)
-    from mtrain.train.assemble import Paths, train
+    from mtrain.train.run import Paths, train
 
     paths = Paths(home, _path(checkpoint), _path(weights))
     train(run, lambda world: paths, end)
@@ -152,9 +152,9 @@ def _logits(
     run: RunConfig, home: Path, end: End, checkpoint: str, ids: list[int], out: str
 ) -> None:
     enter(run, end)
-    from mtrain.train import assemble
+    from mtrain.train.run import logits
 
-    assemble.logits(run, Path(checkpoint), ids, Path(out))
+    logits(run, Path(checkpoint), ids, Path(out))
 
 
 def _text(path: Path | None) -> str | None:

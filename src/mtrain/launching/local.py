@@ -116,7 +116,7 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
-    """Write the result of `train.assemble.logits` to `out`; `run` has one rank."""
+    """Write the result of `train.run.logits` to `out`; `run` has one rank."""
     warm(run)
     with scratch_folder() as scratch:
         run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))

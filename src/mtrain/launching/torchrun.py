@@ -103,8 +103,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
     """
     run = folder.anchored(run)
     enter(run, _end)
-    from mtrain.train.assemble import Paths
-    from mtrain.train.assemble import train as train_rank
+    from mtrain.train.run import Paths
+    from mtrain.train.run import train as train_rank
     from mtrain.world.init import World
     from mtrain.world.join import working
 

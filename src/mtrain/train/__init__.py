@@ -1,1 +1,1 @@
-"""Layer 9: where the parts meet and a run happens."""
+"""Layer 10: assembly of a run, its loop and hooks, and what else a trained model is used for."""

@@ -19,7 +19,7 @@ from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.models.registry import family_of, imported
 
 WITH_BOUNDS = (ChatSamples, WholeDocuments, BlendOfDocuments)
-"""Samples that say themselves where their documents begin, and what pads them."""
+"""Samples that know where their documents begin, and which tokens pad them."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Token:
     text: str
     position: int
     weight: float
-    """What its loss weighs, given the tokens before it; 0: it is not learned."""
+    """Weight of its loss, given the tokens before it; 0: it is not learned."""
     padding: bool = False
     ends: bool = False
-    """Whether a document ends with it, and the one behind it sees it."""
+    """True if a document ends with it that the next document sees."""
     instead: str = ""
-    """What is predicted in its place, where that is another token: a masked one, for example."""
+    """The token predicted in its place, if that is another one: a masked token, for example."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Shown:
 
     name: str
     place: str
-    """Where it comes from; empty where that is not known."""
+    """Source of the sample; empty if it is not known."""
     documents: tuple[tuple[Token, ...], ...]
-    """Tokens that see each other, as far as they stand behind each other."""
+    """Tokens of one attention mask, in order."""
     read: str = ""
-    """What an encoder reads beside them."""
+    """The text that an encoder reads."""
 
     @cached_property
     def tokens(self) -> list[Token]:
@@ -57,7 +57,7 @@ class Shown:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens, those that are learned, padding, and documents that are not of padding alone."""
+        """Count tokens, those with a loss, padding, and documents that are not only padding."""
         return {
             "tokens": sum(not token.padding for token in self.tokens),
             "loss": sum(token.weight > 0 for token in self.tokens),
@@ -70,10 +70,10 @@ class Shown:
         """Return the counts in words."""
         counts = self.counts
         many = "document" if counts["documents"] == 1 else "documents"
-        said = (
+        text = (
             f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
         )
-        return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
+        return text + (f", {counts['padding']} of padding" if counts["padding"] else "")
 
 
 def _parts(document: tuple[Token, ...]) -> int:
@@ -93,6 +93,7 @@ def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Sho
     if isinstance(source, PairSamples):
         return [shown for number in range(count) for shown in _pair(source, number, texts)]
     collator = imported(family_of(run.model).collator)(run, splits, part)
+    # The weights shown are those that the loss of this split has.
     average = run.trainer.loss_average if part == "train" else "token"
     batches = GlobalBatches(source, count, 1, 0, 1, collator, None, average).microbatches(0)
     return [
@@ -140,11 +141,13 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
     labels = batch["labels"].flatten().tolist()
     weights = batch["loss_mask"].flatten().tolist()
     positions = batch["position_ids"].flatten().tolist()
+    # Only samples with bounds know padding from an end-of-text token.
     padding = [False] * len(ids) if sample is None else (sample.tokens[:-1] == NOTHING).tolist()
-    found = batch.get("cu_seqlens")
-    bounds = [0, len(ids)] if found is None else found.tolist()
+    cu_seqlens = batch.get("cu_seqlens")
+    bounds = [0, len(ids)] if cu_seqlens is None else cu_seqlens.tolist()
+    # Masked language models predict tokens in place, others the next one.
     following = _is_next(ids, labels, weights)
-    ends = texts.ends if found is None else frozenset[int]()
+    ends = texts.ends if cu_seqlens is None else frozenset[int]()
     documents = []
     for start, stop in pairwise(bounds):
         row = []
@@ -159,7 +162,7 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
                     ids[i], texts(ids[i]), positions[i], weight, padding[i], ids[i] in ends, instead
                 )
             )
-        if following and weights[stop - 1]:  # what is predicted behind the last token that is read
+        if following and weights[stop - 1]:  # the token predicted after the last one that is read
             last = positions[stop - 1] + 1
             row.append(Token(labels[stop - 1], texts(labels[stop - 1]), last, weights[stop - 1]))
         documents.append(tuple(row))
@@ -167,7 +170,7 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
 
 
 def _is_next(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float]) -> bool:
-    """Return whether what counts predicts the token behind it."""
+    """Return whether the tokens that count predict the token after them."""
     read = [i for i in range(len(ids) - 1) if weights[i]]
     return all(labels[i] == ids[i + 1] for i in read)
 

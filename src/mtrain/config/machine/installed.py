@@ -1,11 +1,15 @@
-"""Versions of what is installed here, and the folder for results that can be made again."""
+"""Installed packages: their versions and plug-ins, and the folder for results that can be made
+again.
+"""
 
 from __future__ import annotations
 
 import os
 from importlib import metadata
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TypeVar
 
 import mtrain
@@ -41,6 +45,28 @@ def cache_folder() -> Path | None:
 
 Kind = TypeVar("Kind")
 
+HOOKS = "mtrain.hooks"
+"""Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name."""
+SHIPPED_HOOKS = "mtrain.train.hooks.optional"
+OBJECTIVES = "mtrain.objectives"
+"""Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names."""
+SHIPPED_OBJECTIVES = "mtrain.train.objectives"
+
+
+def shipped(package: str) -> list[str]:
+    """Return the names of the modules of one of mtrain's packages; none of them is imported."""
+    spec = find_spec(package)
+    assert spec is not None
+    return sorted(module.name for module in iter_modules(spec.submodule_search_locations))
+
+
+def names(package: str, group: str) -> list[str]:
+    """Return the parts of a kind that a configuration can name: the shipped ones, then those of
+    plug-ins.
+    """
+    own = shipped(package)
+    return [*own, *sorted(found(group).keys() - set(own))]
+
 
 def found(group: str) -> dict[str, EntryPoint]:
     """Return the plug-ins of a group by their names; none is loaded."""
@@ -67,3 +93,18 @@ def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
             f"{what}: its plug-in {entry.value} is no {kind.__module__}.{kind.__qualname__}"
         )
     return part
+
+
+def load_class(entry: EntryPoint, what: str, base: type[Kind]) -> type[Kind]:
+    """Return the class that an entry point names, a subclass of `base`.
+
+    Raises:
+        BadEnvironment: it does not load, or is something else.
+    """
+    kind = load(entry, what, type)
+    if not issubclass(kind, base):
+        raise BadEnvironment(
+            f"{what}: its plug-in {entry.value} is no subclass of"
+            f" {base.__module__}.{base.__qualname__}"
+        )
+    return kind

@@ -19,7 +19,7 @@ from mtrain.config.engine.fields import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, RunConfig
 
-PLUG_INS = ("cluster.device", "model.family")
+PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
 """Keys whose values are the shipped names plus those of installed plug-ins."""
 
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}

@@ -29,3 +29,10 @@ class LogConfig(Section):
     """Log token_accuracy: the share of counted predictions whose token has the largest logit."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""
+    hooks: tuple[Annotated[str, Field(pattern=NAME, max_length=200)], ...] = Field(
+        default=(), strict=False
+    )
+    """Hooks that run around steps, by name: `garbage`, which collects Python's garbage at the same
+    steps on every rank, and those that installed packages publish under the entry point group
+    `mtrain.hooks`.
+    """

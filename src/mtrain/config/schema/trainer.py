@@ -25,6 +25,11 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mam
 class TrainerConfig(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
+    objective: str = "next_token"
+    """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
+    the model's family masks or writes. Installed packages publish others under the entry point
+    group `mtrain.objectives`.
+    """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
     """Whether the defaults of rate, batch, length and schedule are those of fine-tuning instead of
     training from scratch. It changes nothing else. null: true for chats (data.kind sft, preference)

@@ -58,17 +58,16 @@ class OutputLayer(ColumnLinear):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         vocab_size: int | None = None,
-        told: Told | None = None,
+        auxiliary: AuxiliaryOutputs | None = None,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
         sum of weighted losses.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
-        `vocab_size` on have no part in the losses. With something `told` apart the sum is that of
-        `told_apart`. With `labels` alone there are logits and, in the place of a bias, whether each
-        label has the largest one [b, s]: of what is not capped yet, which makes equals of large
-        ones.
+        `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
+        `with_auxiliary_outputs`. With `labels` but no weights, it is logits and, in the place of a
+        bias, whether each label has the largest one [b, s], before a cap makes large ones equal.
         """
         if self.scale is not None:
             input_ = input_ * self.scale
@@ -82,7 +81,7 @@ class OutputLayer(ColumnLinear):
         weight = self.weight if weight is None else weight
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
-        told = Told() if told is None else told
+        auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         token_weights = token_weights.t().flatten()
         found = linear_cross_entropy(
             hidden,
@@ -90,9 +89,9 @@ class OutputLayer(ColumnLinear):
             labels.t().flatten(),
             token_weights,
             vocab_size=vocab_size,
-            z_loss=told.z_loss,
-            ranked=told.accuracy,
-            logits=told.logits,
+            z_loss=auxiliary.z_loss,
+            ranked=auxiliary.accuracy,
+            logits=auxiliary.logits,
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
@@ -101,8 +100,8 @@ class OutputLayer(ColumnLinear):
             else None,
             impl=impl,
         )
-        if told:
-            return told_apart(found.total, found.z_losses, found.hits, token_weights)
+        if auxiliary:
+            return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
         return found.total
 
     def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
@@ -118,10 +117,8 @@ class OutputLayer(ColumnLinear):
 
 
 @dataclass(frozen=True)
-class Told:
-    """What of the losses is asked for beside cross entropy, and the most logits that are there at
-    once.
-    """
+class AuxiliaryOutputs:
+    """The outputs of a loss next to cross entropy, and the most logits that exist at once."""
 
     z_loss: float = 0.0
     """The coefficient of z-loss (Chowdhery et al.
@@ -137,11 +134,11 @@ class Told:
         return self.z_loss > 0 or self.accuracy
 
 
-def told_apart(
+def with_auxiliary_outputs(
     total: Tensor, z_losses: Tensor, hits: Tensor | None, token_weights: Tensor
 ) -> Tensor:
-    """[3]: the sum of weighted losses, what of it is z-loss, and how many labels that count have
-    the largest logit.
+    """Return [3]: the sum of weighted losses, its share of z-loss, and how many labels that count
+    have the largest logit.
 
     Of tokens in any one shape. Only the first has a gradient.
     """
@@ -172,8 +169,8 @@ class SummedLosses:
 
     loss: str
     loss_vocab_size: int
-    told = Told()
-    """What is told apart; with anything, the sum is that of `told_apart`."""
+    auxiliary = AuxiliaryOutputs()
+    """With any of them, the sum is that of `with_auxiliary_outputs`."""
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""
@@ -241,15 +238,15 @@ class SummedLosses:
         mask: Tensor,
         *,
         detached: bool = False,
-        told: Told | None = None,
+        auxiliary: AuxiliaryOutputs | None = None,
     ) -> Tensor:
         """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times
         `mask` [b, s].
 
-        `detached`: the weight of the output layer learns nothing from it. `told` stands for
-            `self.told`.
+        `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
+            for `self.auxiliary`.
         """
-        told = self.told if told is None else told
+        auxiliary = self.auxiliary if auxiliary is None else auxiliary
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         else:
@@ -257,29 +254,35 @@ class SummedLosses:
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         if self.loss == "megatron":
-            ranked = labels if told.accuracy else None
+            ranked = labels if auxiliary.accuracy else None
             logits, hits = self.output_layer(
                 hidden, weight, labels=ranked, vocab_size=self.loss_vocab_size
             )
-            if told:
-                return self._told_by_megatron(logits, hits, labels, mask, told)  # type: ignore[no-any-return]
+            if auxiliary:
+                return self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)  # type: ignore[no-any-return]
             return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
         given = {
             "labels": labels,
             "token_weights": mask,
             "vocab_size": self.loss_vocab_size,
-            "told": told,
+            "auxiliary": auxiliary,
         }
         return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
 
-    def _told_by_megatron(
-        self: Any, logits: Tensor, hits: Tensor | None, labels: Tensor, mask: Tensor, told: Told
+    def _auxiliary_by_megatron(
+        self: Any,
+        logits: Tensor,
+        hits: Tensor | None,
+        labels: Tensor,
+        mask: Tensor,
+        auxiliary: AuxiliaryOutputs,
     ) -> Tensor:
-        """`told_apart` of logits [s, b, v / tp], over which megatron-core's loss is going to write.
+        """Return `with_auxiliary_outputs` of logits [s, b, v / tp], which megatron-core's loss
+        overwrites.
 
         The log-sum-exp, with its gradient, is the loss and the label's logit.
         """
-        if told.z_loss:
+        if auxiliary.z_loss:
             group = self.pg_collection.tp
             label = labels.t().flatten()
             flat = logits.flatten(0, 1)
@@ -292,10 +295,10 @@ class SummedLosses:
                 .t()
             )
         losses = self.compute_language_model_loss(labels, logits).float()
-        z_losses = (
-            told.z_loss * (losses + target).square() if told.z_loss else torch.zeros_like(losses)
-        )
-        return told_apart(((losses + z_losses) * mask).sum(), z_losses, hits, mask)
+        z_losses = torch.zeros_like(losses)
+        if auxiliary.z_loss:
+            z_losses = auxiliary.z_loss * (losses + target).square()
+        return with_auxiliary_outputs(((losses + z_losses) * mask).sum(), z_losses, hits, mask)
 
 
 class LanguageModel(SummedLosses, GPTModel):
@@ -364,8 +367,8 @@ class LanguageModel(SummedLosses, GPTModel):
                 scale = scale / mask_there.sum()
             elif shares is not None:
                 scale = scale * shares[depth]
-            told = Told(logits=self.told.logits)
-            loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, told=told)
+            none = AuxiliaryOutputs(logits=self.auxiliary.logits)
+            loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, auxiliary=none)
             head = MTPLossAutoScaler.apply(head, scale * loss)
         return self.sum_of_losses(head, labels, mask)
 

@@ -1,4 +1,4 @@
-"""How well the model of a checkpoint predicts a validation split."""
+"""The loss of a checkpoint's model on a validation split."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from mtrain.errors import say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
 from mtrain.train.generate.write import restored
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
-from mtrain.train.loop.step import TrainContext, summed
+from mtrain.train.loop.step import summed
 from mtrain.world.init import World, joined
 
 
@@ -49,8 +50,8 @@ class Measured:
 def evaluate(
     run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
 ) -> None:
-    """Print how well the model of a checkpoint predicts the validation split of `run`'s data, in
-    its layout.
+    """Print the loss of a checkpoint's model on the validation split of `run`'s data, in its
+    layout.
 
     Raises:
         ConfigError: the data has another tokenizer than the model, or no validation split.
@@ -61,9 +62,9 @@ def evaluate(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
         )
         chunks = restored(run, world, checkpoint)
-        found = measured(run, world, chunks, splits, tokenizer, limit)
+        result = measured(run, world, chunks, splits, tokenizer, limit)
         if world.is_rank0:
-            say_page(strict_json.dumps(vars(found), indent=2) if as_json else _page(found))
+            say_page(strict_json.dumps(vars(result), indent=2) if as_json else _page(result))
 
 
 def measured(
@@ -74,13 +75,14 @@ def measured(
     tokenizer: Path | None,
     limit: int | None,
 ) -> Measured:
-    """Cross entropy over the first `limit` samples of the validation split, or all; of synthetic
-    tokens, over as many as the run evaluates.
+    """Return the cross entropy over the first `limit` samples of the validation split, or all; of
+    synthetic tokens, over as many as the run evaluates.
     """
     assert splits.validation is not None
     begin = time.perf_counter()
     whole = len(splits.validation)
     if isinstance(splits.validation, MockSamples):
+        # Synthetic samples never end: as many as an evaluation of the run has.
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
@@ -88,9 +90,9 @@ def measured(
         run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
     )
     iters = data.steps
-    found = summed(context, data, iters)
-    assert found is not None  # nothing stops it
-    nats, tokens = found
+    total = summed(context, data, iters)
+    assert total is not None  # only a request to stop returns None, and none is heeded here
+    nats, tokens = total
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
@@ -111,11 +113,12 @@ def measured(
 def _bytes(
     world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool
 ) -> int:
-    """Return bytes of the text that is predicted: of the labels whose loss counts, over all
+    """Return the bytes of the predicted text: of the labels whose loss counts, over all
     data-parallel ranks.
     """
     total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)
     if not any(world.coords[axis] for axis in ("tp", "cp", "pp", *(("dp",) if alone else ()))):
+        # Count ids first: a table of bytes per id makes one product of it.
         counts = np.zeros(max(tokenizer.vocab_size, 1), np.int64)
         for i in range(iters):
             for batch in data.microbatches(i * data.global_batch_size):
@@ -126,19 +129,20 @@ def _bytes(
     return int(total)
 
 
-def _page(found: Measured) -> str:
-    if found.bits_per_byte is None:
+def _page(result: Measured) -> str:
+    # no tokenizer, or tokens that stand for no bytes
+    if result.bits_per_byte is None:
         per_byte = ""
     else:
-        per_byte = f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
-    first = f"loss {found.loss:.4f} nats per token"
-    if found.perplexity is not None:
+        per_byte = f", {result.bits_per_byte:.4f} bits per byte of {result.bytes}"
+    first = f"loss {result.loss:.4f} nats per token"
+    if result.perplexity is not None:
         first += (
-            f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per"
+            f", perplexity {result.perplexity:.2f}\n{result.bits_per_token:.4f} bits per"
             f" token{per_byte}"
         )
     return (
         f"{first}\n"
-        f"{found.tokens} tokens of {found.samples} samples in {found.seconds:.1f} s, "
-        f"{found.tokens / found.seconds:.0f} tokens/s"
+        f"{result.tokens} tokens of {result.samples} samples in {result.seconds:.1f} s, "
+        f"{result.tokens / result.seconds:.0f} tokens/s"
     )

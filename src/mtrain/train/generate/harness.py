@@ -1,5 +1,5 @@
-"""The tasks of lm-evaluation-harness, by a model in any layout: every rank asks the same in the
-same order.
+"""Tasks of lm-evaluation-harness for a model in any layout: every rank makes the same requests in
+the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain.train.generate.write import restored
 from mtrain.world.init import joined
 
 MOST_TOKENS = 256
-"""Tokens of an answer where a task does not say."""
+"""Tokens of an answer if a task sets no limit."""
 
 
 def answer(
@@ -42,20 +42,20 @@ def answer(
         if not world.is_rank0:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
         sampler = Sampler(run, world, restored(run, world, checkpoint))
-        found = results(Model(sampler, Tokenizer(tokenizer), questions.rows), questions)
+        report = results(Model(sampler, Tokenizer(tokenizer), questions.rows), questions)
         if world.is_rank0:
             kept = {
-                key: found[key]
+                key: report[key]
                 for key in ("results", "n-shot", "n-samples", "versions")
-                if key in found
+                if key in report
             }
             say_page(
-                strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(found)
+                strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(report)
             )
 
 
 def results(model: Model, questions: Questions) -> dict[str, Any]:
-    """What lm-evaluation-harness says of the model; a task that ends in .yaml is a file, which runs
+    """Return the results of lm-evaluation-harness; a task that ends in .yaml is a file, which runs
     no code.
     """
     try:
@@ -63,7 +63,7 @@ def results(model: Model, questions: Questions) -> dict[str, Any]:
             yaml.safe_load(Path(name).read_text()) if name.endswith((".yaml", ".yml")) else name
             for name in questions.tasks
         ]
-        found = simple_evaluate(
+        report = simple_evaluate(
             model,
             tasks=tasks,
             limit=questions.limit,
@@ -79,7 +79,7 @@ def results(model: Model, questions: Questions) -> dict[str, Any]:
         raise ConfigError(
             [Problem("MT511", "tasks", list(questions.tasks), rule, fix, "command line")]
         ) from error
-    return dict(found or {})  # one of the processes of a machine gets them
+    return dict(report or {})  # one of the processes of a machine gets them
 
 
 class Model(TemplateLM):
@@ -90,6 +90,7 @@ class Model(TemplateLM):
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._rows = rows
+        # Every rank makes the same requests; one bar is enough.
         self._silent = not sampler.world.is_rank0
 
     @property
@@ -104,11 +105,12 @@ class Model(TemplateLM):
         return self._tokenizer.encode(string)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Log probability of each continuation, and whether it is what greedy sampling gives."""
+        """Return the log probability of each continuation, and whether greedy sampling gives it."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._silent)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [(list(before), list(after)) for _, before, after in requests]
+        # Texts longer than the context lose their beginning, never their scored end.
         whole = [(before + after)[-(self._sampler.context + 1) :] for before, after in pairs]
         scored = score(self._sampler, whole, self._rows)
         out = []
@@ -118,7 +120,7 @@ class Model(TemplateLM):
         return out
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log probability of each text, in windows of the context."""
+        """Return the log probability of each text, in windows of the context."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -139,12 +141,13 @@ class Model(TemplateLM):
         out = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
+            # Requests with the same options are sampled together.
             groups.setdefault(strict_json.dumps(request.args[1], sort_keys=True), []).append(number)
         for numbers in groups.values():
-            asked = dict(requests[numbers[0]].args[1])
+            options = dict(requests[numbers[0]].args[1])
             prompts = tuple(requests[number].args[0] for number in numbers)
             written = continued(
-                self._sampler, self._tokenizer, _request(prompts, asked, self._rows)
+                self._sampler, self._tokenizer, _request(prompts, options, self._rows)
             )
             for number, one in zip(numbers, written, strict=True):
                 out[number] = one.text
@@ -157,14 +160,15 @@ class Model(TemplateLM):
         return ChatFormat(self._tokenizer.path.parent).render(chat_history)
 
 
-def _request(prompts: tuple[str, ...], asked: dict[str, Any], rows: int) -> Request:
-    until = asked.get("until") or []
-    draws = asked.get("do_sample", False)
+def _request(prompts: tuple[str, ...], options: dict[str, Any], rows: int) -> Request:
+    until = options.get("until") or []
+    # lm-evaluation-harness is greedy unless a task samples, whatever its temperature.
+    draws = options.get("do_sample", False)
     sampling = Sampling(
-        tokens=int(asked.get("max_gen_toks", MOST_TOKENS)),
-        temperature=float(asked.get("temperature", 1.0)) if draws else 0.0,
-        top_k=int(asked.get("top_k", 0)),
-        top_p=float(asked.get("top_p", 1.0)),
-        min_p=float(asked.get("min_p", 0.0)),
+        tokens=int(options.get("max_gen_toks", MOST_TOKENS)),
+        temperature=float(options.get("temperature", 1.0)) if draws else 0.0,
+        top_k=int(options.get("top_k", 0)),
+        top_p=float(options.get("top_p", 1.0)),
+        min_p=float(options.get("min_p", 0.0)),
     )
     return Request(prompts, sampling, (until,) if isinstance(until, str) else tuple(until), rows)

@@ -1,4 +1,4 @@
-"""What text is asked for, and what became of it; without torch, for the command line."""
+"""Requests for text and their results; without torch, for the command line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: logits are divided by `temperature`, then those are kept that every
-    limit keeps.
+    """The distribution that tokens are drawn from: logits over `temperature`, of the tokens that
+    every limit keeps.
     """
 
     tokens: int = 64
-    """Most tokens that are added to a prompt."""
+    """Upper limit of the tokens that are added to a prompt."""
     temperature: float = 0.8
     """0 takes the most likely token."""
     top_k: int = 0
@@ -22,7 +22,7 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this share of the probability of the most likely one."""
     seed: int | None = None
-    """Of the draws of each prompt: its text does not depend on the prompts beside it; None:
+    """Seed of each prompt's draws, so that its text does not depend on other prompts; None:
     `trainer.seed`.
     """
 
@@ -53,7 +53,7 @@ ENDINGS = (LENGTH, END, STOP)
 
 @dataclass
 class Continuation:
-    """What was added to one prompt."""
+    """The tokens that were added to one prompt."""
 
     ids: list[int] = field(default_factory=list)
     ended: str = LENGTH
@@ -65,8 +65,8 @@ class Questions:
 
     tasks: tuple[str, ...]
     limit: int | None = None
-    """Most requests of each task."""
+    """Upper limit of the requests of each task."""
     shots: int | None = None
-    """Examples before each; None: what the task says."""
+    """Examples before each; None: as many as the task sets."""
     rows: int = 8
     """Requests that are computed together."""

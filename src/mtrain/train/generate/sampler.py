@@ -33,12 +33,12 @@ class Sampler:
     world: World
     chunks: list[Any]
     cache: bool = True
-    """Keep keys and values of what was read, where nothing stands against it."""
+    """Cache keys and values of tokens that were read, unless `obstacle_to` has a reason."""
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of: sequence parallelism splits it,
-        low-precision products take it in blocks.
+        """Return the divisor of every sequence's length: sequence parallelism splits it,
+        low-precision GEMMs take it in blocks.
         """
         recipe = self.run.precision.quantized
         parts = self.grid.tp if self.run.parallel.sequence_parallel else 1
@@ -46,8 +46,8 @@ class Sampler:
 
     @property
     def context(self) -> int:
-        """Return tokens that are looked back at: `data.seq_length`, or fewer where learned
-        positions end before.
+        """Return the tokens that the model looks back at: `data.seq_length`, or fewer if it has
+        fewer learned positions.
 
         Raises:
             ConfigError: there are fewer positions than the shortest sequence that this layout can
@@ -73,8 +73,8 @@ class Sampler:
         return min(self.run.data.length, whole)
 
     def obstacle_to(self, tokens: int) -> str:
-        """Return why nothing is kept of what was read in a text of so many tokens, so that every
-        token reads all before it again; empty: it is kept.
+        """Return why a text of so many tokens is computed without a cache of keys and values, so
+        that every token reads all tokens before it again; empty: the cache is used.
         """
         model = self.run.model
         if (
@@ -86,13 +86,11 @@ class Sampler:
                 f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys"
                 " would not"
             )
+        mixers = ""
         if model.linear_attention is not None:
             mixers = "linear attention"
-        else:
-            if model.hybrid:
-                mixers = "Mamba-2 layers"
-            else:
-                mixers = ""
+        elif model.hybrid:
+            mixers = "Mamba-2 layers"
         if mixers and self.multiple > 1:
             return (
                 f"states of {mixers} take no padding back, and texts are padded to {self.multiple}"
@@ -102,7 +100,7 @@ class Sampler:
 
     @property
     def independent(self) -> bool:
-        """Return whether a text is the same whatever is computed beside it."""
+        """Return whether a text is independent of other rows, which share capacity of experts."""
         moe = self.run.model.moe
         return moe is None or moe.expert_capacity_factor is None
 
@@ -119,9 +117,9 @@ class Sampler:
         temperature: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[int] | None:
-        """`prompt` followed by `tokens` sampled token ids; otherwise as `continued`."""
-        found = self.continued([prompt], Sampling(tokens, temperature), stop=stop)
-        return None if found is None else prompt + found[0].ids
+        """Return `prompt` followed by `tokens` sampled token ids; otherwise like `continued`."""
+        texts = self.continued([prompt], Sampling(tokens, temperature), stop=stop)
+        return None if texts is None else prompt + texts[0].ids
 
     @torch.no_grad()
     def continued(
@@ -132,14 +130,14 @@ class Sampler:
         ending: Callable[[list[int]], str] = lambda ids: LENGTH,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[Continuation] | None:
-        """What is sampled after each of the `prompts`, the same on every rank; None as soon as
-        one's `stop` is true.
+        """Return the text sampled after each prompt, the same on every rank; None as soon as `stop`
+        is true on one.
 
         The prompts are computed together, in step: all are read up to the end of the shortest, then
-        one token at a time, and the longer ones go on with what they say. So a text is what it
-        would be alone. `ending` says after each new token whether its continuation is at an end, by
-        a word of `ENDINGS`. Sampling has a generator of its own for each prompt, so the training
-        state is left as it was.
+        one token at a time, where longer prompts supply their own tokens. So the text of a prompt
+        does not depend on the others. `ending` returns after each new token whether its
+        continuation has ended, by a word of `ENDINGS`. Sampling has a generator of its own for each
+        prompt, so the training state is left as it was.
 
         Where more than `context` tokens are known, the oldest ones are dropped, half a context at a
         time.
@@ -169,7 +167,8 @@ class Sampler:
         return [Continuation(text.added, text.ended) for text in texts]
 
     def _start(self, known: int) -> int:
-        """Return the first token that is looked back at where so many are known."""
+        """Return the first token of the context of the next one, if so many are known."""
+        # Half a context at a time: dropping one token would rebuild the cache for each new one.
         half = max(1, self.context // 2)
         return max(0, -(-(known - self.context) // half)) * half
 
@@ -182,19 +181,21 @@ class Sampler:
     def _add_next(
         self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool
     ) -> bool:
-        """Add the next token to each text that waits for one, by its row; false where a
-        rank stops.
+        """Add the next token to each text that waits for one, by its row; return False if a rank
+        stops.
         """
-        told = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
-        told[0, -1] = stops
+        # Choices and endings of the texts, and in the last column the requests to stop: all ranks
+        # add up what one of them drew.
+        sent = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
+        sent[0, -1] = stops
         # Every rank of the last stage could draw; the first of them does.
         if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
             known = logits[:, : self.run.model.vocab_size].float().cpu()
-            told[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
+            sent[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
         with waiting_for_others():
             if self.world.size > 1:
-                dist.all_reduce(told)
-            choices, endings = told.tolist()
+                dist.all_reduce(sent)
+            choices, endings = sent.tolist()
         for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
             text.add(choice, ENDINGS[ended])
         return not choices[-1]
@@ -203,8 +204,8 @@ class Sampler:
         """Return logits [rows, padded vocabulary] after the last id of each row on ranks of the
         last stage, None elsewhere.
 
-        Rows are of one length. What `cache` has read of them is not read again. Sequences are
-        padded on the right to a `multiple`; causal attention keeps the padding from being seen.
+        Rows have one length. Tokens in `cache` are not read again. Sequences are padded on the
+        right to a `multiple`; causal attention hides the padding.
         """
         device = self.world.torch_device
         begin = 0 if cache is None else cache.read
@@ -212,7 +213,7 @@ class Sampler:
         length = -(-count // self.multiple) * self.multiple
         padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
         positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
-        found = self.forward(
+        logits = self.forward(
             padded,
             positions,
             lambda logits: logits[:, min(count, logits.shape[1]) - 1],
@@ -221,8 +222,8 @@ class Sampler:
         )
         if cache is not None:
             cache.advance(count)
-            return found
-        return None if found is None else mcore.gather_from_tensor_model_parallel_region(found)
+            return logits
+        return None if logits is None else mcore.gather_from_tensor_model_parallel_region(logits)
 
     def forward(
         self,
@@ -232,10 +233,18 @@ class Sampler:
         options: dict[str, Any],
         lengths: Sequence[int],
     ) -> torch.Tensor | None:
-        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on
-        ranks of the last stage, None elsewhere; `positions` is [length], `options` are given to the
-        model. Behind the first `lengths` tokens of each row is padding, which takes no capacity of
-        experts.
+        """Run the model forward.
+
+        Args:
+            tokens: ids [rows, length]; each row has padding after its first `lengths` tokens, which
+                takes no capacity of experts.
+            positions: [length].
+            take: maps the logits [rows, length, vocabulary] to what is returned.
+            options: further arguments of the model.
+            lengths: tokens of each row.
+
+        Returns:
+            The result of `take` on ranks of the last stage, None elsewhere.
         """
         ends = torch.tensor(lengths, device=tokens.device)[:, None]
         if self.independent:
@@ -244,12 +253,15 @@ class Sampler:
             padding = torch.arange(tokens.shape[1], device=tokens.device) >= ends
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            # Routers with capacity would give padding the places of tokens.
             with padding_is(padding):
                 output = model(tokens, positions.expand_as(tokens), None, **options)
             return output, lambda logits, non_loss_data=True: take(logits)
 
+        # The interleaved schedule needs a micro-batch per stage; the others are repeated and
+        # ignored.
         interleaved = len(self.chunks) > 1
-        found = mcore.get_forward_backward_func()(
+        outputs = mcore.get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(()) for _ in self.chunks] if interleaved else iter(()),
             model=self.chunks if interleaved else self.chunks[0],
@@ -259,11 +271,11 @@ class Sampler:
             forward_only=True,
             collect_non_loss_data=True,
         )
-        return found[0] if found else None
+        return outputs[0] if outputs else None
 
 
 class _Text:
-    """A prompt and what was added to it so far."""
+    """A prompt and the tokens added to it so far."""
 
     def __init__(
         self,
@@ -282,23 +294,23 @@ class _Text:
         self._generator = generator
 
     def part(self, start: int, end: int) -> list[int]:
-        """Return the tokens from `start` to `end`; one that ended before is continued with
-        anything.
+        """Return the tokens from `start` to `end`; a text that ended before is filled with zeros,
+        as its logits are not read.
         """
         return (self.ids[start:end] + [0] * (end - len(self.ids)))[: end - start]
 
     @property
     def added(self) -> list[int]:
-        """What follows the prompt."""
+        """Return the tokens after the prompt."""
         return self.ids[self._begin :]
 
     def draw(self, logits: torch.Tensor) -> tuple[int, int]:
-        """Return the next token, and the number of the ending that it makes."""
+        """Return the next token, and the number of the ending that it causes."""
         choice = draw(logits, self._sampling, self._generator)
         return choice, ENDINGS.index(self._ending([*self.added, choice]))
 
     def add(self, choice: int, ended: str) -> None:
-        """Take the token that was drawn for it."""
+        """Add the token that was drawn."""
         self.ids.append(choice)
         self.ended = ended
         self.done = ended != LENGTH or len(self.ids) == self._last
@@ -306,7 +318,7 @@ class _Text:
 
 @contextmanager
 def evaluated(chunks: list[Any]) -> Iterator[None]:
-    """The chunks without dropout inside, and trained on behind."""
+    """Turn dropout off inside, and on again afterwards."""
     for chunk in chunks:
         chunk.eval()
     try:

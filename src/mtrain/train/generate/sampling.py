@@ -10,6 +10,7 @@ from mtrain.train.generate.request import Sampling
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Return a token id from `logits` [vocabulary]."""
+    # The limit of the softmax: division by 0 is not it.
     if sampling.temperature == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)
@@ -25,8 +26,10 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
+        # Probability of all more likely tokens: the first token that passes top_p stays.
         before = probabilities.cumsum(-1) - probabilities
         left_out = before >= sampling.top_p
+        # The most likely token may exceed top_p by itself.
         left_out[0] = False
         logits = logits.index_fill(0, order[left_out], -torch.inf)
     if sampling.min_p > 0:

@@ -1,4 +1,4 @@
-"""How probable texts are to a model in any layout."""
+"""Probabilities of texts under a model in any layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scored:
     log_probabilities: list[float]
     """Nats, each after all tokens before it."""
     likeliest: list[bool]
-    """Whether no other token was more likely."""
+    """True where no other token was more likely."""
 
 
 @torch.no_grad()
@@ -31,6 +31,7 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
     A sequence has two tokens or more, at most `sampler.context` + 1; those of similar length are
     computed together.
     """
+    # longest first: the first group shows whether memory suffices
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     rows = rows if sampler.independent else 1
     out: dict[int, Scored] = {}
@@ -38,15 +39,15 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
         for first in range(0, len(order), rows):
             begin_phase("evaluation")
             group = order[first : first + rows]
-            found = _scored(sampler, [sequences[i] for i in group])
-            for i, (values, likeliest) in zip(group, found.unbind(1), strict=True):
+            scored = _scored(sampler, [sequences[i] for i in group])
+            for i, (values, likeliest) in zip(group, scored.unbind(1), strict=True):
                 count = len(sequences[i]) - 1
                 out[i] = Scored(values[:count].tolist(), (likeliest[:count] > 0).tolist())
     return [out[i] for i in range(len(sequences))]
 
 
 def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
-    """Log probabilities, and ones for the likeliest tokens: float64 [2, rows, length]."""
+    """Return log probabilities, and ones for the likeliest tokens: float64 [2, rows, length]."""
     longest = len(sequences[0]) - 1
     length = -(-longest // sampler.multiple) * sampler.multiple
     device = sampler.world.torch_device
@@ -54,6 +55,7 @@ def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
     for row, ids in enumerate(sequences):
         padded[row, : len(ids)] = torch.tensor(ids)
     padded = padded.to(device)
+    # Padding may exceed the learned positions; its logits are not read.
     positions = torch.arange(length, device=device).clamp(max=sampler.context - 1)
     labels = padded[:, 1:, None]
     vocabulary = sampler.run.model.vocab_size
@@ -65,8 +67,9 @@ def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
 
     lengths = [len(ids) - 1 for ids in sequences]
     values = sampler.forward(padded[:, :-1].contiguous(), positions, take, {}, lengths)
-    told = torch.zeros((2, len(sequences), length), dtype=torch.float64, device=device)
+    summed = torch.zeros((2, len(sequences), length), dtype=torch.float64, device=device)
     if values is not None and sampler.world.rank == sampler.grid.rank_of(pp=sampler.grid.pp - 1):
-        told += values.double()
-    dist.all_reduce(told)
-    return told.cpu()
+        # Ranks of the last stage have the same values: only the first adds them.
+        summed += values.double()
+    dist.all_reduce(summed)
+    return summed.cpu()

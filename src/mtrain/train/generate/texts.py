@@ -1,4 +1,4 @@
-"""Texts after texts: prompts to tokens, tokens to what follows, and where that ends."""
+"""Continuations of texts: prompts to tokens, tokens to text, and the end of a text."""
 
 from __future__ import annotations
 
@@ -16,46 +16,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written after one prompt."""
+    """A text that was written after one prompt."""
 
     prompt: str
     text: str
-    """What follows the prompt, up to a text of `stop`."""
+    """The text after the prompt, up to a text of `stop`."""
     tokens: int
     ended: str
     """A word of `request.ENDINGS`."""
 
 
 def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[Written]:
-    """What follows each prompt, in their order; prompts of similar length are computed together."""
+    """Return the text after each prompt, in their order; prompts of similar length are computed
+    together.
+    """
     prompts = [encoded(tokenizer, prompt) for prompt in request.prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rows = request.rows if sampler.independent else 1
     ending = endings(tokenizer, request.stop)
-    found: dict[int, Continuation] = {}
+    continuations: dict[int, Continuation] = {}
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
+        # One call for the group: all ranks sample it together.
         texts = sampler.continued([prompts[i] for i in group], request.sampling, ending=ending)
         assert texts is not None  # nothing stops it
-        found |= zip(group, texts, strict=True)
+        continuations |= zip(group, texts, strict=True)
     return [
         Written(
             prompt,
-            _following(tokenizer, prompts[i], found[i], request.stop),
-            len(found[i].ids),
-            found[i].ended,
+            _following(tokenizer, prompts[i], continuations[i], request.stop),
+            len(continuations[i].ids),
+            continuations[i].ended,
         )
         for i, prompt in enumerate(request.prompts)
     ]
 
 
 def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the ids of a text; of one without any, the end of a document."""
+    """Return the ids of a text; of an empty text, the end of a document."""
     return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """Return a function that says of the tokens added so far whether the text ends with them: see
+    """Return a function from the tokens added so far to the ending that they cause: see
     `Sampler.continued`.
     """
     names = (ChatFormat(tokenizer.path.parent).special("eos_token"),)
@@ -76,6 +79,7 @@ def _following(
     tokenizer: Tokenizer, prompt: list[int], added: Continuation, stop: Sequence[str]
 ) -> str:
     ids = added.ids[:-1] if added.ended == END else added.ids
+    # Decoded with the prompt: the first token of a text may lose its leading space.
     before = tokenizer.decode(prompt)
     whole = tokenizer.decode(prompt + ids)
     text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids)

@@ -19,7 +19,8 @@ from mtrain.world.init import World, joined
 
 
 def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -> None:
-    """Print what the model of a checkpoint writes after each prompt, in the layout of `run`.
+    """Print the text that the model of a checkpoint writes after each prompt, in the layout of
+    `run`.
 
     Raises:
         CorruptData: the checkpoint or the tokenizer is not what was written.
@@ -30,6 +31,7 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
         known = Tokenizer(tokenizer)
         written = continued(sampler, known, request)
         seconds = time.perf_counter() - begin
+        # The longest text decides whether a cache could be used.
         longest = (
             max(len(encoded(known, prompt)) for prompt in request.prompts) + request.sampling.tokens
         )
@@ -43,14 +45,14 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
 
 
 def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
-    """This rank's chunks of the model of a checkpoint, to run forward only."""
+    """Return this rank's chunks of the model of a checkpoint, to run forward only."""
     chunks = build_model(run, world, wrap=False)
     ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
     return chunks
 
 
 def _print(written: Sequence[Written], seconds: float, why: str, request: Request) -> None:
-    """`why`: what stood against keeping what was read."""
+    """Print texts and speed; `why` there was no cache of keys and values, if there was none."""
     tokens = sum(one.tokens for one in written)
     rate = tokens / seconds
     if request.as_json:
@@ -66,6 +68,7 @@ def _print(written: Sequence[Written], seconds: float, why: str, request: Reques
     for i, one in enumerate(written):
         head = "" if len(written) == 1 else f"[{i + 1}] "
         say_page(head + (one.prompt if request.with_prompt else "") + one.text)
+    # to stderr: stdout has the text only
     if why:
         say_page(f"note: nothing is kept of what was read: {why}", error=True)
     say_page(f"{tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", error=True)

@@ -10,15 +10,14 @@ from mtrain import units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import SAVE
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Checkpoints(Hook):
     """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the
-    end, and when a stop is asked.
-
-    Also after an error of another hook, where every rank can take part.
+    end, on a request to stop, and after an error of another hook if every rank can take part.
     """
 
     collective = True
@@ -29,9 +28,10 @@ class Checkpoints(Hook):
         self.data_facts = data_facts
         self.saved_step = 0
         self.path: Path | None = None
+        """The last checkpoint of this process."""
 
     def start(self, context: TrainContext) -> None:
-        """What was resumed from needs no saving."""
+        """Note the step that the run resumes from, which needs no saving."""
         self.saved_step = context.state.step
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
@@ -44,25 +44,27 @@ class Checkpoints(Hook):
     def finish(self, context: TrainContext) -> None:
         """Save the last state."""
         stopped = context.state.step < context.run.trainer.steps
-        # a run that is stopped before its first step has something to resume from, too
+        # A run that is stopped before its first step has something to resume from, too.
         unsaved = self.saved_step != context.state.step or context.state.step == 0
         if (context.run.checkpoint.save_final or stopped) and unsaved:
             self._save(context)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
-        """Save the steps since the last checkpoint, unless there are none."""
+        """Save the steps since the last checkpoint, if there are any."""
         if saveable and self.saved_step != context.state.step:
             self._save(context)
 
     def _save(self, context: TrainContext) -> None:
-        self.path = ckpt_state.save(
-            self.root, context.run, context.world, context.state, self.data_facts
-        )
-        self.saved_step = context.state.step
+        state = context.state
+        state.hooks = context.hooks.state_dict()
+        self.path = ckpt_state.save(self.root, context.run, context.world, state, self.data_facts)
+        self.saved_step = state.step
         context.by_time.done(SAVE)
-        if not context.world.is_rank0:  # of thousands of ranks one looks at the files of all
+        context.hooks.call("saved", context, self.path)
+        # On thousands of ranks, one asks the file system for the sizes of all files.
+        if not context.world.is_rank0:
             return
         size = ""
-        with suppress(OSError):  # it is committed, whatever becomes of this
+        with suppress(OSError):  # the checkpoint is committed, whatever becomes of this
             size = f" ({units.bytes_(sum(f.stat().st_size for f in self.path.iterdir()))})"
-        self.progress.note(f"step {context.state.step}: saved {self.path}{size}")
+        self.progress.note(f"step {state.step}: saved {self.path}{size}")

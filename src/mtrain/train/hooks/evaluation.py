@@ -8,19 +8,31 @@ from mtrain.models.registry import family_of
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.progress import Progress
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import EVALUATE
-from mtrain.train.loop.step import StepResult, TrainContext, summed
+from mtrain.train.loop.result import StepResult
+from mtrain.train.loop.step import summed
 
 
 class Evaluation(Hook):
-    """Validation loss during the run and after it."""
+    """Validation loss every `trainer.eval_interval` steps or `trainer.eval_minutes`, and at the
+    end.
+    """
 
     collective = True
 
-    def __init__(self, metrics: Metrics, progress: Progress) -> None:
+    def __init__(
+        self, metrics: Metrics, progress: Progress, entropy_nats: float | None = None
+    ) -> None:
+        """Report to `progress`; the last loss next to the unigram entropy of the corpus, if known.
+
+        `metrics` knows which evaluation a resumed run owes.
+        """
         self.metrics = metrics
         self.progress = progress
+        self.entropy_nats = entropy_nats
         self.last: tuple[int, float] | None = None
+        """Step and loss."""
         self.tried = -1
         """The step after which it evaluated last, or was about to."""
 
@@ -29,18 +41,16 @@ class Evaluation(Hook):
         step.
         """
         if self._is_due(context) and context.state.step < context.run.trainer.steps:
-            owes = (
-                self.metrics.owes(context.state.step, "valid") if context.world.is_rank0 else False
-            )
+            owes = context.world.is_rank0 and self.metrics.owes(context.state.step, "valid")
             if context.world.tell("owes" if owes else "") == "owes":
                 self._evaluate(context)
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Evaluate every `trainer.eval_interval` steps, and every `trainer.eval_minutes`."""
-        # of several steps that are told at once, the model is that of the last
-        if result.step == context.state.step and (
-            self._is_due(context) or context.by_time.now & EVALUATE
-        ):
+        """Evaluate at the interval, or when it is time."""
+        # Of several steps that are reported at once, the model is that of the last.
+        if result.step != context.state.step:
+            return
+        if self._is_due(context) or context.by_time.now & EVALUATE:
             self._evaluate(context)
 
     def finish(self, context: TrainContext) -> None:
@@ -50,42 +60,62 @@ class Evaluation(Hook):
         if self.tried != context.state.step and context.state.step >= context.run.trainer.steps:
             self._evaluate(context)
 
+    def after_run(self, context: TrainContext) -> None:
+        """Compare the last loss with the entropy of tokens drawn by their frequency."""
+        comparable = family_of(context.run.model).tokens_alone(context.run.model)
+        if self.last is None or self.entropy_nats is None or not comparable:
+            return
+        step, loss = self.last
+        if step == context.state.step:
+            side = "below" if loss < self.entropy_nats else "not below"
+            self.progress.note(
+                f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy"
+                f" {self.entropy_nats:.4f}"
+            )
+
     def _is_due(self, context: TrainContext) -> bool:
         interval = context.run.trainer.eval_interval
         step = context.state.step
         return bool(interval) and step > 0 and step % (interval or 1) == 0
 
     def _evaluate(self, context: TrainContext) -> None:
-        """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for
-        it.
+        """Evaluate, unless a rank gets a request to stop before it is done; a resumed run makes up
+        for it.
         """
         iters = context.run.trainer.eval_iters
         self.tried = context.state.step
         context.by_time.done(EVALUATE)
         if context.valid_data is None or not iters:
             return
-        found = (
-            None if context.stops else summed(context, context.valid_data, iters, until_stop=True)
-        )
-        if found is None:
+        total = None
+        if not context.stops:
+            total = summed(context, context.valid_data, iters, until_stop=True)
+        if total is None:
             context.stops = True
             what = f"the evaluation of step {context.state.step}"
             if context.state.step >= context.run.trainer.steps:
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
-        nats, tokens = found
+        nats, tokens = total
         loss = nats / max(1, tokens)
         samples = context.valid_data.counted
         self.last = (context.state.step, loss)
-        self.metrics.evaluation(context.state.step, "valid", loss, samples, tokens)
-        model = context.run.model
-        if family_of(model).tokens_alone(model):
-            perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}"
-        else:
-            perplexity = ""
-        over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
-        said = f"validation loss {loss:.4f}" + (f" ({over})" if over else "")
-        asked = iters * context.run.trainer.batch
-        few = f", all that there are of {asked} that are asked for" if samples < asked else ""
-        self.progress.note(f"step {context.state.step}: {said} over {samples} samples{few}")
+        metrics = {"valid_loss": loss, "valid_samples": samples, "valid_tokens": tokens}
+        context.hooks.log(context, context.state.step, metrics)
+        self.progress.note(_line(context, loss, samples))
+
+
+def _line(context: TrainContext, loss: float, samples: int) -> str:
+    model = context.run.model
+    perplexity = ""
+    if family_of(model).tokens_alone(model):
+        # exp overflows above 709 nats
+        perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}"
+    over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
+    line = f"step {context.state.step}: validation loss {loss:.4f}"
+    if over:
+        line += f" ({over})"
+    wanted = context.run.trainer.eval_iters * context.run.trainer.batch
+    few = f", all samples of the {wanted} requested" if samples < wanted else ""
+    return f"{line} over {samples} samples{few}"

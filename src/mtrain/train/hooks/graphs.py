@@ -5,7 +5,8 @@ from __future__ import annotations
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.adapter.cuda_graphs import CapturedLayers
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Graphs(Hook):
@@ -17,15 +18,16 @@ class Graphs(Hook):
         self.waits = run.trainer.cuda_graph_warmup_steps
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Captures between the step that it counts and the next."""
+        """Return whether layers are still to be captured, between two steps."""
         return bool(self.waits)
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Counts, and captures once."""
+        """Count the step, and capture once."""
         if not self.waits:
             return
         self.waits -= 1
         if not self.waits:
+            # Counted in steps of this process: a resumed run captures again.
             run = context.run
             state = context.state
             micro = run.trainer.micro

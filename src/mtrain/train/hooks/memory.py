@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.plan.compare import ALLOCATED, MEASURED, PEAKS, by_rank_of
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import TrainContext
+from mtrain.train.loop.context import TrainContext
 from mtrain.world.init import World
 
 PEAKS_S = 10.0
@@ -18,8 +18,8 @@ PEAKS_S = 10.0
 
 
 class Memory(Hook):
-    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside
-    the plan.
+    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it next
+    to the plan.
 
     `peak_bytes_by_rank` is the most that was allocated; where they are known,
     `reserved_bytes_by_rank` is the most that the allocator held, and `driver_bytes_by_rank` what is
@@ -33,17 +33,18 @@ class Memory(Hook):
     def finish(self, context: TrainContext) -> None:
         """Gather the peaks."""
         world = context.world
+        # Whatever fails here, rank 0 goes on to gather: others may have reported.
         try:
             mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
-            told = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
-            world.store.set(f"peak/{world.rank}", strict_json.dumps(told))
+            sizes = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
+            world.store.set(f"peak/{world.rank}", strict_json.dumps(sizes))
         finally:
-            found = self._of_ranks(world) if world.is_rank0 else []
-        if found:
+            peaks = self._of_ranks(world) if world.is_rank0 else []
+        if peaks:
             known = [
-                key for key in MEASURED if key == ALLOCATED or any(key in one for one in found)
+                key for key in MEASURED if key == ALLOCATED or any(key in one for one in peaks)
             ]
-            by_rank = {by_rank_of(key): [one.get(key) for one in found] for key in known}
+            by_rank = {by_rank_of(key): [one.get(key) for one in peaks] for key in known}
             self.path.write_text(strict_json.dumps(by_rank))
 
     def _of_ranks(self, world: World) -> list[dict[str, int]]:

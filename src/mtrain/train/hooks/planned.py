@@ -1,4 +1,4 @@
-"""The plan beside what is measured while a run goes on."""
+"""The plan next to what a run measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from mtrain.plan.compare import (
 )
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 from mtrain.train.loop.tally import may_pad
 from mtrain.units import bytes_, count, duration
 
@@ -32,9 +33,9 @@ TIMES = ("step", "forward_backward", "optimizer")
 
 
 class Planned(Hook):
-    """Says before the first step what is planned of a run, and once of each part that it is not
-    what was planned, and how far off it is. `beside` is what a line of the metrics has from the
-    first step on.
+    """A note of the plan before the first step, and one of each part that turns out otherwise.
+
+    It adds planned times and memory to the metrics of each step.
 
     Parts of the time, and the memory of the first rank, are compared after `AFTER` steps, or at the
     end where there are fewer; the memory of all stages and the checkpoint at the end.
@@ -53,26 +54,26 @@ class Planned(Hook):
         """Make the plan, on rank 0."""
         if context.world.is_rank0:
             self.plan = planned(context.run)
-        if self.plan is not None and (words := _ahead(context, self.plan)):
+            context.measures.append(self.measure)
+        if self.plan is not None and (words := _planned_words(context, self.plan)):
             self.progress.note(f"planned: {words}")
 
-    def beside(self, context: TrainContext, result: StepResult) -> dict[str, float]:
-        """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the
-        planned one.
+    def measure(self, context: TrainContext, result: StepResult) -> dict[str, float]:
+        """Return the planned times of a step, and the measured and planned peaks of this rank.
 
-        Empty where nothing is known, and for a step of a smaller batch, of which there is no plan.
+        Empty on other ranks, and for a step of a smaller batch, which was not planned.
         """
         if self.plan is None or result.batch_size != context.run.trainer.batch:
             return {}
         times = {f"planned_{name}_s": self.plan[f"{name}_s"] for name in TIMES}
-        found = {key: round(value, 6) for key, value in times.items() if value is not None}
+        record = {key: round(value, 6) for key, value in times.items() if value is not None}
         if counts_memory(context.run):
             peak = context.world.device.memory_stats()["peak_bytes"]
-            found |= {
+            record |= {
                 "peak_bytes": peak,
                 "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0],
             }
-        return found
+        return record
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Compare after `AFTER` steps of the whole batch."""
@@ -86,17 +87,20 @@ class Planned(Hook):
             self._say(rows(context.run, self.plan, self.lines, peaks, None))
 
     def finish(self, context: TrainContext) -> None:
-        """Compare what is known at the end alone."""
+        """Compare the memory of all stages and the checkpoint, which only the end shows."""
         if self.plan is not None:
+            # The first steps compile kernels and are left out: a shorter run has no times to
+            # compare.
             lines = self.lines if FIRST_STEPS < len(self.lines) < AFTER else []
+            # `memory.json` was written by a hook that may have failed.
             try:
                 peaks = peaks_in(self.folder)
             except MtrainError:  # the run is done: what it wrote of itself does not end it
                 peaks = {}
             self._say(rows(context.run, self.plan, lines, peaks, saved_in(self.folder)))
 
-    def _say(self, found: Iterable[Row]) -> None:
-        off = [row for row in found if row.beyond and row.part not in self.said]
+    def _say(self, compared: Iterable[Row]) -> None:
+        off = [row for row in compared if row.beyond and row.part not in self.said]
         if not off:
             return
         self.said |= {row.part for row in off}
@@ -104,16 +108,13 @@ class Planned(Hook):
         first = self.last - len(self.lines) + FIRST_STEPS + 1
         where = f"steps {first} to {self.last} are" if timed else "this run is"
         then = f"; all parts: {program()} plan --compare {self.folder}"
-        then += (
-            f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE"
-            if timed
-            else ""
-        )
+        if timed:
+            then += f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE"
         self.progress.note(f"{where} not what was planned: {'; '.join(map(_said, off))}{then}")
 
 
-def _ahead(context: TrainContext, plan: dict[str, Any]) -> str:
-    """What is planned of a step, and of the memory of a device."""
+def _planned_words(context: TrainContext, plan: dict[str, Any]) -> str:
+    """Return the planned time of a step, and the planned memory of a device, as words."""
     run = context.run
     words = []
     if plan["step_s"] is not None:
@@ -122,6 +123,7 @@ def _ahead(context: TrainContext, plan: dict[str, Any]) -> str:
         words.append(f"a step of {duration(plan['step_s'])}, {rate} tokens/s{full}")
     if counts_memory(run):
         peaks = plan["peak_bytes_by_stage"]
+        # The fullest stage decides whether the run fits.
         stage = max(range(len(peaks)), key=peaks.__getitem__)
         words.append(f"{bytes_(peaks[stage])} on a device of pipeline stage {stage}")
     return "; ".join(words)

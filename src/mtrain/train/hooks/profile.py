@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Profile(Hook):
@@ -24,22 +25,24 @@ class Profile(Hook):
         self.profiler: Any = None
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Return the trace has one step alone."""
+        """Return whether the trace begins or ends after this step: it has one step only."""
         return step in (self.step - 1, self.step)
 
     def start(self, context: TrainContext) -> None:
-        """Begin at once where the first step is the one."""
+        """Begin at once if the first step is the one to profile."""
         self._begin(context)
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """End the trace after its step, or begin it after the step before."""
         if self.profiler is not None:
+            # Forget it first: if stopping fails, `close` must not stop it again.
             profiler = self.profiler
             self.profiler = None
             profiler.stop()
             profiler.export_chrome_trace(
                 str(self.folder / f"trace_rank{context.world.rank}.json.gz")
             )
+        # Of several steps that are reported at once, only the last is before the next one.
         if result.step == context.state.step:
             self._begin(context)
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+"""Progress on rank 0: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import printable, say_page
 from mtrain.train.hooks.base import Hook
-from mtrain.train.loop.step import StepResult, TrainContext
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
 
 
 class Progress(Hook):
@@ -20,6 +21,7 @@ class Progress(Hook):
     def __init__(self, run: RunConfig, *, speaks: bool) -> None:
         choice = run.log.progress
         if choice == "auto":
+            # A log file with a redrawn line would be one line of escapes.
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
         self.interval = run.log.interval
@@ -37,6 +39,7 @@ class Progress(Hook):
         self.began = time.monotonic()
         self.first_step = context.state.step
         if self.choice == "live":
+            # An import of some tenths of a second, for a terminal only.
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
@@ -52,7 +55,7 @@ class Progress(Hook):
             self.bar.start()
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
-        """Return the first line comes with the first step."""
+        """Return whether this is the first step, whose line comes at once."""
         return step == 1
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
@@ -73,7 +76,7 @@ class Progress(Hook):
             bar.stop()
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Print a line of its own."""
         if self.choice == "none":
             return
         try:
@@ -83,14 +86,13 @@ class Progress(Hook):
                 )
             else:
                 say_page(text)
-        except (
-            OSError,
-            ValueError,
-        ):  # nobody reads any more, or the disk is full: training goes on in silence
+        except (OSError, ValueError):
+            # Nobody reads any more, or the disk is full: training goes on in silence.
             self.choice = "none"
 
     def _line(self, result: StepResult) -> str:
         done = result.step - self.first_step
+        # From this process's own steps: a resumed run may be on other machines.
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
         batch = f"batch {result.batch_size}  " if self.grows else ""
         rate = units.count(result.read / result.seconds["step"])
@@ -98,13 +100,13 @@ class Progress(Hook):
         if not result.updated:
             at = "" if result.loss_scale is None else f" at loss scale {result.loss_scale:g}"
             norm = f"update skipped{at}" if at else f"{norm}, update skipped"
-        told = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
-        told += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
+        more = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
+        more += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
         padding = (
             f"padding {100 * result.padding_share:.1f}%  " if result.read < result.positions else ""
         )
         return (
-            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s "
+            f"loss {result.loss:.4f}  {more}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s "
             f" {padding}{wait}  {units.seconds(left)} left"
         )

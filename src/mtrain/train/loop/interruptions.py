@@ -1,9 +1,9 @@
-"""What a run does every so many minutes: the clock of rank 0 says when, and all ranks learn it with
-a step's report.
+"""Reasons to do something between two steps: signals that request a stop, and a clock.
 
-The report of a step is added up over all ranks anyway, so nothing waits for the clock. What is done
-after a step changes no number of the steps behind it, so a resumed run makes the same steps
-whenever its clock rings.
+The clock of rank 0 decides when to evaluate or save by time. All ranks learn it with a step's
+report, which is added up over all ranks anyway, so nothing waits for the clock. Evaluating and
+saving change no number of later steps, so a resumed run makes the same steps whenever its clock
+rings.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from types import FrameType
 
 from mtrain.config.schema.run import RunConfig
 
+EVALUATE = 1
+SAVE = 2
+"""Bits of what is due."""
+
 
 class StopRequest:
-    """Requests to stop that this rank got."""
+    """Requests to stop that this rank got, noted at any time and heeded between two steps."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def listen(self, names: Sequence[str]) -> None:
         """Note the signals of `trainer.stop_signals` instead of ending with them.
 
-        But for SIGTERM, one that this process was started to ignore stays ignored, as SIGHUP is
-        under nohup, and SIGINT where a launcher forwards Ctrl-C itself.
+        Apart from SIGTERM, a signal that this process was started to ignore stays ignored: SIGHUP
+        under nohup, SIGINT where a launcher forwards Ctrl-C itself.
         """
         for name in names:
+            # Ignored signals of the parent are respected; SIGTERM is what schedulers send.
             number = signal.Signals[name]
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-
-EVALUATE = 1
-SAVE = 2
-"""Bits of what is due."""
+        self.requested = True
 
 
 class ByTime:
@@ -51,21 +51,22 @@ class ByTime:
         self._clock = clock
         self._last = dict.fromkeys(self._every, clock())
         self.now = 0
-        """What all ranks know to be due after the step that was made last."""
+        """Bits that all ranks know to be due after the last step."""
 
     def begin(self) -> None:
         """Count from now on."""
         self._last = dict.fromkeys(self._every, self._clock())
 
-    def asks(self, rank: int) -> int:
-        """Return what this rank asks for with its next step: of all ranks the first one does."""
+    def due_on(self, rank: int) -> int:
+        """Return what this rank requests with its next step; only rank 0 requests anything."""
+        # Clocks of ranks differ: if each had a say, a step could be due for half of them.
         if rank or not self._every:
             return 0
         now = self._clock()
         return sum(bit for bit, seconds in self._every.items() if now - self._last[bit] >= seconds)
 
     def done(self, bit: int) -> None:
-        """Count from now on: it was just done, whoever asked for it."""
+        """Count from now on: it was just done, whatever the reason."""
         self.now &= ~bit
         if bit in self._every:
             self._last[bit] = self._clock()

@@ -1,6 +1,4 @@
-"""The way of samples to a step: read ahead by a thread, and of them only what this rank's stages
-need.
-"""
+"""Prefetching of samples: a thread reads ahead, and copies only what this rank's stages need."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ from mtrain.train.loop.tally import TALLY, tally_of
 from mtrain.world.init import World
 
 Batch = Mapping[str, Any]
-"""A `MicroBatch` with its `Tally`; a packed one has its `Documents` beside it."""
+"""A `MicroBatch` with its `Tally`; a packed one also has its `Documents`."""
 DOCUMENTS = "documents"
 BOUNDS = ("cu_seqlens", DOCUMENTS)
-"""Parts of a packed micro-batch that every part of the sequence has whole."""
+"""Keys of a packed micro-batch that context parallelism does not split."""
 WHOLE = (*BOUNDS, TALLY)
-"""Those of any micro-batch."""
+"""The same of any micro-batch."""
 Place = tuple[int, int]
 """A step: the samples consumed before it, and those that it takes."""
 OWNERS = ("pre_process", "post_process", "mtp_process")
-"""What a chunk of megatron-core has on that embeds tokens or makes losses of them."""
+"""Attributes that are true on a chunk of megatron-core that embeds tokens or computes losses."""
 
 
 class Documents(NamedTuple):
@@ -48,13 +46,13 @@ class Documents(NamedTuple):
 
 
 Needs = frozenset[str] | None
-"""What of its samples the stages of a rank use; None: all."""
+"""Keys of its samples that the stages of a rank use; None: all."""
 
 
 def needs_of(run: RunConfig, chunks: Sequence[Any], *, padded: bool) -> Needs:
-    """What the chunks of a rank use of samples, of which some may be `padded`.
+    """Return the keys that the chunks of a rank use of samples, which may be `padded`.
 
-    Stages in between use nothing of most: what they compute on comes from the stage before.
+    Intermediate stages use almost nothing: their input comes from the stage before.
     """
     dealt = run.parallel.hybrid_context_parallel  # documents are dealt out after they are read
     if dealt or family_of(run.model).reads_between or run.parallel.pp == 1:
@@ -72,8 +70,8 @@ def counts_tokens(run: RunConfig) -> bool:
     return run.model.moe is not None or run.model.dsa is not None
 
 
-class Feed:
-    """The micro-batches of steps, in this rank's memory as the step takes them."""
+class BatchPrefetcher:
+    """The micro-batches of steps, on this rank's device as the step takes them."""
 
     def __init__(
         self,
@@ -87,10 +85,11 @@ class Feed:
         self._data = data
         self._world = world
         self._needs = needs
+        # A stage that needs no key reads nothing: no thread for it.
         ready = _Ready(data, world, needs, ring)
         self._ahead = Prefetcher(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
-        """How long the last step waited for its samples to be read."""
+        """Seconds that the last step waited for its samples to be read."""
 
     def take(self, consumed: int, size: int) -> list[Batch]:
         """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
@@ -99,15 +98,15 @@ class Feed:
         Raises whatever reading them raised.
         """
         begun = time.perf_counter()
-        found, slot = self._ahead.take((consumed, size))
+        ready, slot = self._ahead.take((consumed, size))
         self.waited_s = time.perf_counter() - begun
-        batches = [_copied(batch, self._world) for batch in found]
+        batches = [_copied(batch, self._world) for batch in ready]
         if slot is not None:
             slot.copied = self._world.device.event()
         return batches
 
     def expect(self, consumed: int, size: int) -> None:
-        """Begin to read for the step that `take` will be asked for."""
+        """Begin to read for the step that `take` will return."""
         self._ahead.expect((consumed, size))
 
     def close(self) -> None:
@@ -147,30 +146,40 @@ def to_device(batch: Batch, world: World) -> Batch:
 
 
 def documents_of(batch: Batch) -> Documents:
-    """Return the documents of a packed micro-batch; one that came by no feed is asked for them."""
+    """Return the documents of a packed micro-batch; without a prefetcher, from its bounds."""
     if DOCUMENTS in batch:
         return cast(Documents, batch[DOCUMENTS])
     bounds = batch["cu_seqlens"].tolist()
     return Documents(bounds, max(stop - start for start, stop in pairwise(bounds)))
 
 
+def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Return the documents of packed samples, each as `[1, length]` tensors."""
+    parts = []
+    for batch in batches:
+        rows = {key: value for key, value in batch.items() if key not in WHOLE}
+        for start, stop in pairwise(documents_of(batch).bounds):
+            parts.append({key: value[:, start:stop] for key, value in rows.items()})
+    return parts
+
+
 def _measured(batch: Batch) -> Batch:
-    found = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
-    bounds = found[DOCUMENTS].bounds if DOCUMENTS in found else None
-    return {**found, TALLY: tally_of(batch, bounds)}
+    measured = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
+    bounds = measured[DOCUMENTS].bounds if DOCUMENTS in measured else None
+    return {**measured, TALLY: tally_of(batch, bounds)}
 
 
 def _copied(batch: Batch, world: World) -> Batch:
-    return {
-        key: value.to(world.torch_device, non_blocking=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in batch.items()
-    }
+    copied = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            copied[key] = value.to(world.torch_device, non_blocking=True)
+    return copied
 
 
 def _part_of_context(batch: Batch, world: World) -> Batch:
-    """This rank's part of the sequence under context parallelism."""
+    """Return this rank's part of the sequence under context parallelism."""
+    # Bounds and counts are of the whole sequence: every part needs them.
     whole = {key: value for key, value in batch.items() if key in WHOLE}
     shared = {key: value for key, value in batch.items() if key not in WHOLE}
     bounds = batch.get("cu_seqlens")
@@ -184,7 +193,7 @@ def _part_of_context(batch: Batch, world: World) -> Batch:
 
 
 ALIGNMENT = 64
-"""Bytes of which every tensor begins at a multiple."""
+"""Every tensor begins at a multiple of so many bytes."""
 
 
 class Slot:
@@ -194,7 +203,7 @@ class Slot:
         self.memory: torch.Tensor | None = None
         """uint8."""
         self.copied: Event | None = None
-        """The moment at which the device has read it; None: it was not asked to."""
+        """The moment at which the device has read it; None: no copy was started."""
 
 
 class Ring:
@@ -257,8 +266,7 @@ def _room(value: torch.Tensor) -> int:
 def _written(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the tensor in a part of the memory (uint8, as many bytes)."""
     if value.nbytes:
-        # by numpy: the thread that reads ahead must not start threads of torch's beside those of
-        # the step
+        # by numpy: torch would start threads of its own here, which compete with those of the step
         flat = value.contiguous().reshape(-1).view(torch.uint8)
         np.copyto(memory.numpy(), flat.numpy())
     return memory.view(value.dtype).view(value.shape)

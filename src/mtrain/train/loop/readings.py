@@ -1,89 +1,108 @@
-"""Numbers and times of steps, on their way from the device to the host without holding it up."""
+"""Numbers and times of steps: added over all ranks, divided, and brought to the host without
+holding up the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mtrain.devices.base import Device, Event
+from mtrain.train.objectives import SUM, Metric
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
 
 AHEAD = 1
 """Steps that the device may be behind: while it works on one, the host gives it the next."""
-ROW = 12
-"""Numbers of a row, each in 8 bytes."""
-
-
-REPORT = 10
-"""Numbers of `summed_report`.
-
-Where the host did not wait for the gradient's norm, the norm comes behind them.
+STEP_METRICS = ("stops", "due", "read", "flops", "full_flops")
+"""Numbers that the loop itself adds up: ranks that want to stop, what the clock of rank 0 requests
+(`mtrain.train.loop.interruptions`), tokens without padding, and their model FLOPs, with half and
+with all of attention.
 """
 
 
-class Means(NamedTuple):
-    """Means of the reports of all ranks."""
+class MetricTable:
+    """The metrics of a step, in the order in which all ranks add them up."""
 
-    loss: float
-    tokens: int
-    stops: int
-    """Ranks that want to stop."""
-    z_loss: float
-    token_accuracy: float
-    due: int
-    """What the clock of rank 0 asks for; see `mtrain.train.loop.interruptions`."""
-    read: int
-    """Tokens that are there, predicted from or not: without padding."""
-    flops: float
-    """Model FLOPs of them, with half of attention."""
-    full_flops: float
-    """The same with all of attention."""
+    def __init__(self, declared: Sequence[Metric]) -> None:
+        """Take the metrics that the objective declares."""
+        self.declared = tuple(declared)
+        self.metrics = (*declared, *(Metric(name) for name in STEP_METRICS))
+        self._places = {metric.name: place for place, metric in enumerate(self.metrics)}
+        divisors = {metric.reduce for metric in declared}
+        self.extra = tuple(
+            metric.name
+            for metric in declared
+            if metric.name not in divisors and metric.name != "loss"
+        )
+        """Metrics of the objective that are logged next to loss and tokens."""
 
-    @classmethod
-    def of(cls, row: Sequence[float]) -> Means:
-        """From the numbers of `summed_report`."""
-        total, count, tokens, z_loss, hits, stops, due, read, flops, full_flops = row[:REPORT]
-        count = max(1.0, count)
-        found = total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens)
-        return cls(*found, int(due), int(read), flops, full_flops)
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+    def place(self, name: str) -> int:
+        """Return the place of a metric in a row."""
+        return self._places[name]
+
+    def divided(self, row: Sequence[float]) -> dict[str, float]:
+        """Return the metrics by name from their totals over all ranks."""
+        totals = {metric.name: row[place] for place, metric in enumerate(self.metrics)}
+        divided = {}
+        for metric in self.metrics:
+            total = totals[metric.name]
+            # A step may have no prediction that counts: its mean is 0, not an error.
+            divisor = 1.0 if metric.reduce == SUM else max(1.0, totals[metric.reduce])
+            divided[metric.name] = total / divisor
+        return divided
+
+
+def packed(declared: Sequence[Metric], metrics: Iterable[Metric]) -> torch.Tensor:
+    """Return the values of a micro-batch's metrics as one tensor, in the order declared.
+
+    Raises:
+        KeyError: the objective declares a metric that it did not report.
+    """
+    values = {metric.name: metric.value for metric in metrics}
+    return torch.stack([torch.as_tensor(values[metric.name]) for metric in declared])
 
 
 def summed_report(
     world: World,
+    table: MetricTable,
     reports: Sequence[torch.Tensor],
-    stop: bool,
-    due: int = 0,
-    work: Sequence[float] = (),
+    own: Mapping[str, float],
 ) -> torch.Tensor:
-    """Return the reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank:
-    the tokens that it alone counts, and their model FLOPs with half and with all of attention.
-    Added up over all ranks in one all-reduce.
+    """Add up a step over all ranks, in one all-reduce.
 
-    `due` is what the clock of rank 0 asks for, and 0 on all other ranks.
+    Args:
+        world: this rank and all others.
+        table: the metrics.
+        reports: `packed` values of each micro-batch that had its loss here.
+        own: numbers of `STEP_METRICS` that this rank adds; others are 0.
 
     Returns:
-        fp64 [10] on the device: loss, count, predictions that count, z-losses, hits, ranks that
-        want to stop, `due`, work.
+        fp64 [metrics] on the device.
     """
-    values = torch.zeros(REPORT, dtype=torch.float64, device=world.torch_device)
+    values = torch.zeros(len(table), dtype=torch.float64, device=world.torch_device)
+    # Tensor-parallel ranks report the same losses: one of them counts.
     if reports and world.coords["tp"] == 0:
-        found = torch.stack([r.double() for r in reports]).sum(0)
-        values[: len(found)] = found
-    for place, number in enumerate((float(stop), float(due), *work), 5):
-        values[place] = number
+        sums = torch.stack([report.double() for report in reports]).sum(0)
+        values[: len(sums)] = sums
+    for name, number in own.items():
+        values[table.place(name)] = float(number)
     begin_phase("report")
     dist.all_reduce(values)
     return values
 
 
-def reduce_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> Means:
-    """Return the means of `summed_report`; waits for the device."""
-    return Means.of(summed_report(world, reports, stop).tolist())
+def reduce_report(
+    world: World, table: MetricTable, reports: Sequence[torch.Tensor], stop: bool
+) -> dict[str, float]:
+    """Return the metrics of `summed_report` by name; waits for the device."""
+    return table.divided(summed_report(world, table, reports, {"stops": stop}).tolist())
 
 
 class Reading:
@@ -95,8 +114,8 @@ class Reading:
         self._found: list[float] | None = None
 
     def read(self) -> list[float]:
-        """Return the numbers; waits until the device has come to where they are known, and for
-        nothing behind it.
+        """Return the numbers; waits until the device has computed them, and for nothing after
+        that.
         """
         if self._found is None:
             if self._there is not None:
@@ -108,26 +127,28 @@ class Reading:
 
 
 class Board:
-    """Rows of host memory that numbers are copied to, allocated once and used in turns."""
+    """Rows of pinned host memory that numbers are copied to, allocated once and used in turns."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, width: int) -> None:
+        """Make rows of at most `width` numbers of 8 bytes each."""
         self.device = device
+        self.width = width
         self._rows: list[torch.Tensor] = []
         self._last: list[Reading | None] = [None] * (AHEAD + 1)
         self._turn = 0
 
     def copy(self, values: torch.Tensor) -> Reading:
-        """Begin to bring numbers of the device (fp64, at most `ROW`) to the host."""
+        """Begin to copy numbers of the device (fp64, at most `width`) to the host."""
         if not self.device.runs_ahead:
             return Reading(values, None)
         if not self._rows:
             count = len(self._last)
-            self._rows = list(
-                self.device.pinned(8 * ROW * count).view(torch.float64).view(count, ROW)
-            )
+            memory = self.device.pinned(8 * self.width * count)
+            self._rows = list(memory.view(torch.float64).view(count, self.width))
         self._turn = (self._turn + 1) % len(self._last)
         if (before := self._last[self._turn]) is not None:
-            before.read()  # which was written to this row, and is kept by whoever wants it
+            # The row is about to be overwritten; whoever holds the reading keeps its numbers.
+            before.read()
         row = self._rows[self._turn][: len(values)]
         row.copy_(values, non_blocking=True)
         reading = self._last[self._turn] = Reading(row, self.device.event())
@@ -135,9 +156,7 @@ class Board:
 
 
 class Clock:
-    """Times of a step by phase, between moments of the device; on a CPU, by the clock
-    on the wall.
-    """
+    """Times of a step by phase, measured by events of the device; on a CPU by the wall clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -149,13 +168,13 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is given to the device inside."""
+        """Time the work that is given to the device inside."""
         begin = self._device.event()
         yield
         self._phases[name] = begin, self._device.event()
 
     def stop(self) -> None:
-        """The step ends here."""
+        """Note the end of the step."""
         self._end = self._device.event()
 
     def seconds(self) -> dict[str, float]:
@@ -176,8 +195,8 @@ class Clock:
 
 @contextmanager
 def sync_checks(device: Device, mode: str) -> Iterator[None]:
-    """Inside, waiting for the device is what `trainer.sync_debug` says: allowed (`none`), warned
-    of, or an error.
+    """Set what waiting for the device is inside, by `trainer.sync_debug`: allowed (`none`), a
+    warning or an error.
     """
     if mode == "none":
         yield

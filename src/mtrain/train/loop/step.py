@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,127 +13,44 @@ import torch.distributed as dist
 from mtrain_kernels.fp8_linear.op import weights_leave, weights_stay
 
 from mtrain.ckpt.state import TrainState, generators_kept
-from mtrain.config.resolve.batches import Stage, samples_of, size_after, stages
+from mtrain.config.resolve.batches import Stage, size_after
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
-from mtrain.mcore.adapter.cuda_graphs import whole_steps
 from mtrain.mcore.layers.balance import ROUTER_LOSS_SHARE
 from mtrain.mcore.layers.padding import padding_is
 from mtrain.mcore.models.language_model import FURTHER_LOSS_SHARES
 from mtrain.mcore.state.optimizer_state import loss_scale
 from mtrain.mcore.state.sharding import gathered
 from mtrain.models.registry import family_of
-from mtrain.train.loop.interruptions import ByTime, StopRequest
+from mtrain.train.loop.context import TrainContext, next_step
 from mtrain.train.loop.prefetch import (
     DOCUMENTS,
     Batch,
-    Feed,
-    Needs,
-    Place,
-    Ring,
+    BatchPrefetcher,
     counts_tokens,
     documents_of,
-    needs_of,
 )
-from mtrain.train.loop.readings import AHEAD, Board, Clock, Means, Reading, summed_report
+from mtrain.train.loop.readings import (
+    AHEAD,
+    Clock,
+    MetricTable,
+    Reading,
+    packed,
+    summed_report,
+)
 from mtrain.train.loop.readings import reduce_report as reduce_report
-from mtrain.train.loop.result import Launched
-from mtrain.train.loop.result import StepResult as StepResult
-from mtrain.train.loop.tally import TALLY, Flops, may_pad
+from mtrain.train.loop.result import Launched, StepResult
+from mtrain.train.loop.tally import TALLY
+from mtrain.train.objectives import Objective
 from mtrain.world.heartbeat import begin_phase, begin_step
-from mtrain.world.init import World
 
 Forward = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
-"""One micro-batch through one chunk of the model: see `forward_step`."""
-
-
-@dataclass
-class TrainContext:
-    """What a run consists of on this rank."""
-
-    run: RunConfig
-    world: World
-    state: TrainState
-    train_data: GlobalBatches
-    valid_data: GlobalBatches | None
-    schedule: Callable[..., list[torch.Tensor]] | None = None
-    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through
-    the pipeline.
-    """
-    stop: StopRequest = field(default_factory=StopRequest)
-    """Requests that this rank got."""
-    stops: bool = False
-    """All ranks know that one was asked to stop: the run ends here."""
-
-    @cached_property
-    def by_time(self) -> ByTime:
-        """What is done every so many minutes."""
-        return ByTime(self.run)
-
-    @property
-    def stop_requested(self) -> bool:
-        """Return true once this rank was asked to stop."""
-        return self.stop.asked
-
-    @cached_property
-    def board(self) -> Board:
-        """Return the way of the numbers of steps to the host."""
-        return Board(self.world.device)
-
-    @cached_property
-    def valid_ring(self) -> Ring | None:
-        """Host memory that the samples of evaluations are copied from."""
-        return Ring.of(self.world.device, self.run.data.prefetch)
-
-    @cached_property
-    def batch_sizes(self) -> tuple[Stage, ...]:
-        """Return samples per step, from the samples that are consumed."""
-        return stages(self.run)
-
-    @cached_property
-    def flops(self) -> Flops:
-        """What counts the work of documents."""
-        return Flops(self.run)
-
-    def needs(self, data: GlobalBatches) -> Needs:
-        """What of its samples this rank's stages use."""
-        return needs_of(self.run, self.state.chunks, padded=data.pads or may_pad(self.run))
-
-    @cached_property
-    def feed(self) -> Feed:
-        """Return the way of the training samples to the steps."""
-        plan = self.batch_sizes
-        end = samples_of(plan, self.run.trainer.steps)
-        prefetch = self.run.data.prefetch
-        ring = Ring.of(self.world.device, prefetch)
-        following = partial(_next_step, plan, end)
-        needs = self.needs(self.train_data)
-        return Feed(self.train_data, self.world, needs, following, prefetch, ring)
-
-    @cached_property
-    def pipeline(self) -> Callable[..., Any]:
-        """megatron-core's schedule of micro-batches, in one CUDA graph where that is asked for."""
-        schedule = mcore.get_forward_backward_func()
-        steps = self.run.trainer.cuda_graph_warmup_steps
-        if self.run.trainer.cuda_graph_impl == "full_iteration" and steps is not None:
-            return whole_steps(schedule, steps)
-        return schedule  # type: ignore[no-any-return]
-
-    def begin(self) -> None:
-        """Begin to read for the next step."""
-        consumed = self.state.consumed_samples
-        if self.state.step < self.run.trainer.steps:
-            self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
-
-    def close(self) -> None:
-        """End the thread that reads samples ahead."""
-        if "feed" in self.__dict__:
-            self.feed.close()
+"""One micro-batch through one chunk of the model: `forward_step` of an objective."""
 
 
 def train_step(context: TrainContext, *, stop_requested: bool) -> StepResult:
-    """Return one step, up to its end on the device; see `launch_step`."""
+    """Run one step, up to its end on the device; see `launch_step`."""
     return launch_step(context, stop_requested=stop_requested).result()
 
 
@@ -149,24 +65,28 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     size = size_after(context.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
-        batches = context.feed.take(state.consumed_samples, size)
-    clock.waited_s = context.feed.waited_s
+        batches = context.prefetcher.take(state.consumed_samples, size)
+    clock.waited_s = context.prefetcher.waited_s
     with clock.phase("forward_backward"):
         reports = gradients(context, batches)
     begin_phase("optimizer")
+    context.hooks.call("before_update", context)
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
         updated, norm, lr = update(state, context.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    work = context.flops.of(batch[TALLY] for batch in batches) if reads(context) else ()
-    due = context.by_time.asks(context.world.rank)
-    values = summed_report(
-        context.world, reports, stop_requested or context.stop_requested, due, work
-    )
+    own: dict[str, float] = {
+        "stops": stop_requested or context.stop_requested,
+        "due": context.by_time.due_on(context.world.rank),
+    }
+    if reads(context):
+        work = context.flops.of(batch[TALLY] for batch in batches)
+        own |= zip(("read", "flops", "full_flops"), work, strict=True)
+    values = summed_report(context.world, context.table, reports, own)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
-    # before the reading, which waits for its own moment: the clock's are then past, too
+    # Before the reading, which waits for an event of its own: those of the clock are then past too.
     clock.stop()
     reading = context.board.copy(values)
     known = {
@@ -181,11 +101,11 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
         "batch_size": size,
         "consumed_samples": state.consumed_samples,
     }
-    return Launched(reading, clock, known)
+    return Launched(reading, context.table, clock, known)
 
 
 def gradients(context: TrainContext, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Forward and backward over the micro-batches of a step, from gradients of zero; see
+    """Run forward and backward over the micro-batches of a step, from gradients of zero; see
     `run_schedule`.
     """
     for chunk in context.state.chunks:
@@ -196,27 +116,23 @@ def gradients(context: TrainContext, batches: Sequence[Batch]) -> list[torch.Ten
 
 
 def reads(context: TrainContext) -> bool:
-    """Return whether this rank counts samples for all that have the same, or are other stages of
-    the model.
+    """Return whether this rank counts samples for all ranks that read the same ones or are other
+    stages of the model.
     """
     run = context.run
     coords = context.world.coords
-    first = (
-        all(coords[axis] == 0 for axis in ("tp", "cp"))
-        and coords["pp"] == context.world.grid.pp - 1
-    )
-    # of dynamic context parallelism every rank reads all samples
+    last_stage = coords["pp"] == context.world.grid.pp - 1
+    first = last_stage and coords["tp"] == 0 and coords["cp"] == 0
+    # With dynamic context parallelism every rank reads all samples.
     return first and (coords["dp"] == 0 or not run.parallel.hybrid_context_parallel)
 
 
 def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
-    """Keep losses beside that of the next token averages over their own tokens, where a step is
-    divided by its own.
+    """Scale the auxiliary losses of a step that is not divided by its number of tokens.
 
-    Those of routers and indexers add up over all tokens that are there; those of further tokens
-    over their predictions, of which short documents have fewer. Without this each would weigh more
-    or less than its coefficient says. What each is multiplied by stays on the device, in one place,
-    where graphs find it.
+    Losses of routers and indexers add up over all tokens of a step; those of further tokens over
+    their predictions, of which short documents have fewer. Without this scale, each would weigh
+    more or less than its coefficient says.
     """
     run = context.run
     world = context.world
@@ -226,17 +142,17 @@ def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
     values = torch.zeros(2 + depths, dtype=torch.float64, device=world.torch_device)
     if reads(context):
         tallies = [batch[TALLY] for batch in batches]
+        losses = sum(tally.losses for tally in tallies)
         tokens = sum(int(tally.lengths(run.data.length).sum()) for tally in tallies)
-        further = (
-            sum(counts) for counts in zip(*(tally.further for tally in tallies), strict=True)
-        )
-        for place, number in enumerate((sum(tally.losses for tally in tallies), tokens, *further)):
+        further = [sum(counts) for counts in zip(*(t.further for t in tallies), strict=True)]
+        for place, number in enumerate([losses, tokens, *further]):
             values[place] = float(number)
     dist.all_reduce(values)
     shares = torch.where(values[1:] > 0, values[0] / values[1:], 0.0).float()
     for chunk in context.state.chunks:
         for name, share in ((ROUTER_LOSS_SHARE, shares[0]), (FURTHER_LOSS_SHARES, shares[1:])):
             held = getattr(chunk.config, name, None)
+            # A captured graph reads the scale from its memory: it must stay the same tensor.
             if held is None:
                 setattr(chunk.config, name, share.clone())
             else:
@@ -251,13 +167,13 @@ def _leaves_out(run: RunConfig) -> bool:
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, float]:
-    """Update the weights at the rate that the schedule has by what it `counts`
-    (`optim.schedule_counts`).
+    """Update the weights at the rate of the schedule, which counts by `optim.schedule_counts`.
 
     Returns:
         Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm
         before clipping (a tensor where the host did not wait for it), and the rate.
     """
+    # The schedule counts this update before it is made; if it is skipped, that is taken back below.
     ahead = 0 if counts == "past_updates" else 1
     state.schedule.step(ahead)
     lr = float(mcore.get_canonical_lr_for_logging(state.optimizer.param_groups))
@@ -271,96 +187,93 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
 
 
 def evaluate(context: TrainContext, data: GlobalBatches, iters: int) -> float | None:
-    """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats;
-    see `summed`.
+    """Return the mean cross entropy per token over the first `iters` global batches of an
+    evaluation, in nats; see `summed`.
     """
-    found = summed(context, data, iters)
-    return None if found is None else found[0] / max(1, found[1])
+    total = summed(context, data, iters)
+    return None if total is None else total[0] / max(1, total[1])
 
 
 def summed(
     context: TrainContext, data: GlobalBatches, iters: int, *, until_stop: bool = False
 ) -> tuple[float, int] | None:
     """Return the cross entropy of the first `iters` global batches of an evaluation in nats, and
-    the tokens that it is over.
+    the number of tokens that it is over.
 
-    There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was
-    asked to stop. Training goes on with the random numbers that it would have had: a router may
-    draw in an evaluation too.
+    The evaluation has as many batches as its samples fill. With `until_stop`, return None as soon
+    as a rank gets a request to stop. Training goes on with the random numbers that it would have
+    had: a router may draw in an evaluation too.
     """
     size = context.run.trainer.batch
     iters = iters if data.limit is None else min(iters, data.steps)
-    found = _Sum()
+    total = _Sum(context.table)
     plan = (Stage(0, size),)
-    following = partial(_next_step, plan, iters * size)
+    following = partial(next_step, plan, iters * size)
     prefetch = context.run.data.prefetch
-    feed = Feed(data, context.world, context.needs(data), following, prefetch, context.valid_ring)
+    needs = context.needs(data)
+    prefetcher = BatchPrefetcher(
+        data, context.world, needs, following, prefetch, context.valid_ring
+    )
     behind = AHEAD if context.world.device.runs_ahead else 0
-    with (
-        closing(feed),
-        gathered(context.state.chunks),
-        generators_kept(context.world),
-        torch.no_grad(),
-    ):
+    unchanged = generators_kept(context.world)
+    with closing(prefetcher), gathered(context.state.chunks), unchanged, torch.no_grad():
         for chunk in context.state.chunks:
             chunk.eval()
         for i in range(iters):
             begin_phase("evaluation")
-            reports = run_schedule(context, feed.take(i * size, size), forward_only=True)
-            report = summed_report(context.world, reports, until_stop and context.stop_requested)
-            found.waiting.append(context.board.copy(report))
-            found.add(behind)
-            if found.stops:
+            batches = prefetcher.take(i * size, size)
+            reports = run_schedule(context, batches, forward_only=True)
+            stops = {"stops": until_stop and context.stop_requested}
+            report = summed_report(context.world, context.table, reports, stops)
+            total.waiting.append(context.board.copy(report))
+            total.add(behind)
+            if total.stops:
                 break
-        found.add(0)
+        total.add(0)
         for chunk in context.state.chunks:
             chunk.train()
-    return None if found.stops else (found.total, found.count)
+    return None if total.stops else (total.loss, total.tokens)
 
 
 class _Sum:
-    """The sum of an evaluation, and of the reports that the device has not come to yet."""
+    """The sum of an evaluation, and the reports that the device has not computed yet."""
 
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
-        self.stops = 0
+    def __init__(self, table: MetricTable) -> None:
+        self.table = table
+        self.loss = 0.0
+        self.tokens = 0
+        self.stops = False
         self.waiting: deque[Reading] = deque()
 
     def add(self, behind: int) -> None:
         """Add all reports but the last `behind`."""
         while len(self.waiting) > behind:
-            means = Means.of(self.waiting.popleft().read())
-            self.total += means.loss * means.tokens
-            self.count += means.tokens
-            self.stops += means.stops
-
-
-def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
-    """Return the step after the one at `place`; None where that was the last before
-    sample `end`.
-    """
-    consumed = sum(place)
-    return (consumed, size_after(plan, consumed)) if consumed < end else None
+            means = self.table.divided(self.waiting.popleft().read())
+            tokens = int(means["tokens"])
+            self.loss += means["loss"] * tokens
+            self.tokens += tokens
+            self.stops |= means["stops"] > 0
 
 
 def run_schedule(
     context: TrainContext, batches: Sequence[Batch], *, forward_only: bool
 ) -> list[torch.Tensor]:
-    """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    with _weights(context.run, forward_only):
-        return (context.schedule or run_pipeline)(context, batches, forward_only=forward_only)
+    """Run the micro-batches of a step; return what `sum_loss` packs of each, on the last stage."""
+    with _quantized_weights(context.run, forward_only):
+        run = context.schedule or run_pipeline
+        return run(context, batches, forward_only=forward_only)
 
 
-def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
-    """For how long a weight that was quantised is what it was: a captured graph knows nothing of
-    other graphs.
+def _quantized_weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
+    """Return a context that says how long a quantised copy of a weight is valid.
+
+    It is not kept between micro-batches where weights are freed in between, and where graphs are
+    captured: a graph knows nothing of the copies that other graphs made.
     """
     if run.parallel.frees_weights:
         return weights_leave()
-    stays = (
-        not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
-    )
+    captured = run.trainer.cuda_graph_impl != "none"
+    stays = not forward_only and run.parallel.fsdp == "none" and not captured
     return weights_stay() if stays else nullcontext()
 
 
@@ -371,14 +284,16 @@ def run_pipeline(
     forward_only: bool,
     forward: Forward | None = None,
 ) -> list[torch.Tensor]:
-    """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for
+    """Run `run_schedule` by megatron-core's schedules, with or without stages; `forward` replaces
     `forward_step`.
     """
     chunks = context.state.chunks
     run = context.run
     iterators = [iter(batches) for _ in chunks]
-    reports = (mcore.get_forward_backward_func() if forward else context.pipeline)(
-        forward_step_func=forward or forward_step,
+    # A function of the caller's has effects on the host, which a replayed graph would not repeat.
+    schedule = mcore.get_forward_backward_func() if forward else context.pipeline
+    reports = schedule(
+        forward_step_func=forward or partial(forward_step, context.objective),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
@@ -386,34 +301,46 @@ def run_pipeline(
         micro_batch_size=1 if run.data.packed else run.trainer.micro,
         forward_only=forward_only,
     )
-    return [report["loss"] for report in reports]
+    return [report["metrics"] for report in reports]
 
 
-def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """Return one micro-batch through one chunk of the model."""
+def forward_step(
+    objective: Objective, iterator: Iterator[Batch], model: Any
+) -> tuple[torch.Tensor, Any]:
+    """Run the next micro-batch through a chunk of the model; return its output and its loss
+    function.
+    """
     begin_phase("forward")
     batch = next(iterator)
-    # a stage in between has none of them
+    # An intermediate pipeline stage has neither tokens nor labels.
     tokens, places, labels, mask = (
         batch.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask")
     )
-    packed = packed_params(batch.get("cu_seqlens"))
-    if packed is not None:
-        packed.max_seqlen_q = packed.max_seqlen_kv = documents_of(batch).longest
+    packed_documents = packed_params(batch.get("cu_seqlens"))
+    if packed_documents is not None:
+        longest = documents_of(batch).longest
+        packed_documents.max_seqlen_q = longest
+        packed_documents.max_seqlen_kv = longest
     listed = (*MicroBatch.__annotations__, DOCUMENTS, TALLY)
     own = {key: value for key, value in batch.items() if key not in listed}
     with padding_is(batch.get("padding")):
         output = model(
-            tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
+            tokens,
+            places,
+            None,
+            labels=labels,
+            loss_mask=mask,
+            packed_seq_params=packed_documents,
+            **own,
         )
-    return output, partial(sum_loss, mask, batch.get("loss_counts"))
+    return output, partial(sum_loss, objective, batch)
 
 
 def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
-    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]);
-    None for None.
+    """Return megatron-core's description of packed documents that start at `cu_seqlens` (int32
+    [n + 1]); None for None.
 
-    The length of the longest is left out.
+    It leaves out the length of the longest, which only the host knows without a wait.
     """
     if cu_seqlens is None:
         return None
@@ -427,22 +354,13 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
 
 
 def sum_loss(
-    mask: torch.Tensor | None, counts: torch.Tensor | None, total: torch.Tensor
+    objective: Objective, batch: Batch, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by,
-    and a report.
+    """Return the loss of a micro-batch in megatron-core's per-token form: the sum, the count that
+    divides it, and a report with its packed metrics.
 
-    Gradients are divided by the count of the whole global batch at the end, so no layout weighs a
-    sample differently. `mask` [b, s] weighed the tokens of `total`, a scalar, or what
-    `mcore.language_model.told_apart` made; `counts` [b, s] add up to the count, or `mask` does. The
-    report is `[loss sum, count, predictions that count]`, behind it stand the sum of z-losses, no
-    part of the first then, and the labels with the largest logit, if they are told.
+    megatron-core calls it on the last stage only, and divides gradients by the count of the whole
+    global batch at the end.
     """
-    assert mask is not None  # megatron-core asks for losses on the last stage alone
-    count = mask.sum() if counts is None else counts.sum()
-    told = total.detach()[1:] if total.ndim else total.new_zeros(0)
-    # a pipeline frees what it sent on, which no view can be
-    total = total[0].clone() if total.ndim else total
-    loss = total.detach() - told[:1].sum()
-    report = torch.cat([torch.stack([loss, count, (mask > 0).sum().to(count)]), told])
-    return total, count.int(), {"loss": report}
+    total, count, metrics = objective.loss(output, batch)
+    return total, count.int(), {"metrics": packed(objective.metrics(), metrics)}

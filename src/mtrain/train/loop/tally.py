@@ -1,6 +1,4 @@
-"""What a micro-batch counts: its predictions, and the tokens of its documents without what pads
-them.
-"""
+"""Counts of a micro-batch: its predictions, and the tokens of its documents without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from mtrain.data.batch import FURTHER
 from mtrain.plan.count import flops_of_token
 
 TALLY = "tally"
-"""Of a micro-batch on the host: its `Tally`, which every part of the sequence has whole."""
+"""Key of a micro-batch on the host: its `Tally`, which context parallelism does not split."""
 
 
 def may_pad(run: RunConfig) -> bool:
@@ -32,27 +30,30 @@ def may_pad(run: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Tally:
-    """The counts of a micro-batch before the context is shared out."""
+    """The counts of a micro-batch before context parallelism splits it."""
 
     losses: float
-    """What the sum of losses is divided by."""
+    """Divisor of the sum of losses."""
     further: tuple[float, ...]
-    """The same of each token that is predicted after the next one."""
+    """Divisors for each token that is predicted after the next one."""
     rows: int
     """Samples, or rows of packed ones."""
-    found: np.ndarray | None
+    tokens: np.ndarray | None
     """Tokens of each document, or of each row, int64; None: every row is a whole sample."""
 
     def lengths(self, length: int) -> np.ndarray:
         """Return tokens of each document, or of each row, where a whole sample has `length`; int64,
         none is 0.
         """
-        return np.full(self.rows, length, np.int64) if self.found is None else self.found
+        return np.full(self.rows, length, np.int64) if self.tokens is None else self.tokens
 
 
 def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
-    """That of a micro-batch whose packed documents begin at `bounds`; None: it is not packed."""
+    """Return the counts of a micro-batch whose packed documents begin at `bounds`; None: it is not
+    packed.
+    """
     counts = batch.get("loss_counts", batch["loss_mask"])
+    # no depths without multi-token prediction: an array without columns has no sums
     further = batch[FURTHER].flatten(0, 1).numpy() if FURTHER in batch else np.zeros((1, 0))
     depths = further.astype(np.float64).sum(axis=0).round()
     losses = counts.numpy().astype(np.float64).sum()
@@ -65,14 +66,16 @@ def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarr
     padding = batch.get("padding")
     there = None if padding is None else ~padding.numpy()
     if bounds is not None:
+        # One pass over the tokens: the prefix sum at a document's bounds gives its tokens.
         flat = np.ones(bounds[-1], np.int64) if there is None else there.reshape(-1)
         before = np.concatenate([[0], flat.cumsum()])
-        found = before[bounds[1:]] - before[bounds[:-1]]
+        tokens = before[bounds[1:]] - before[bounds[:-1]]
     elif there is not None:
-        found = there.sum(axis=1)
+        tokens = there.sum(axis=1)
     else:
         return None
-    return np.asarray(found[found > 0], np.int64)
+    # A document of padding only has no tokens, and no FLOPs.
+    return np.asarray(tokens[tokens > 0], np.int64)
 
 
 class Flops:
@@ -89,6 +92,7 @@ class Flops:
         lengths = np.concatenate(
             [np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)]
         )
+        # FLOPs depend on the length only, and a step has few different lengths.
         sizes, many = np.unique(lengths, return_counts=True)
         tokens = sizes * many
         causal, full = (

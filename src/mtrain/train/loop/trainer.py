@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import MtrainError, Preempted, TrainingError, warn
-from mtrain.train.hooks.base import Hook
+from mtrain.errors import MtrainError, Preempted, TrainingError
+from mtrain.train.hooks.base import Hook, HookList
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.readings import AHEAD, reduce_report, sync_checks
-from mtrain.train.loop.step import Launched, StepResult, TrainContext, launch_step, train_step
+from mtrain.train.loop.result import Launched, StepResult, step_record
+from mtrain.train.loop.step import launch_step, train_step
 
 FIRST_STEPS = 3
 """Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile
@@ -19,11 +21,11 @@ kernels.
 MOST_BEHIND = 256
 """Steps after which results are read in any case: each holds a few events of the device."""
 AGREE_S = 5.0
-"""How long a rank whose hook failed waits to learn whether it failed on every rank."""
+"""Seconds that a rank whose hook failed waits to learn whether it failed on every rank."""
 
 
 class Trainer:
-    """Steps until `trainer.train_iters`, or until any rank was asked to stop
+    """Steps until `trainer.train_iters`, or until any rank gets a request to stop
     (`trainer.stop_signals`).
 
     The host runs ahead of the device. It reads the results of steps every `log.interval` steps, and
@@ -33,9 +35,8 @@ class Trainer:
 
     def __init__(self, context: TrainContext, hooks: Sequence[Hook]) -> None:
         self.context = context
-        self.hooks = hooks
-        self.failed: list[Hook] = []
-        """Hooks that the run goes on without."""
+        self.hooks = HookList(hooks)
+        context.hooks = self.hooks
         self.between_steps = False
         self.launched: list[Launched | StepResult] = []
         """Steps whose results were not read yet."""
@@ -49,35 +50,37 @@ class Trainer:
             Preempted: stopped on request, after the hooks have saved.
             Exception: whatever a step, or a hook that communicates, failed with.
         """
-        self.context.stop.listen(self.context.run.trainer.stop_signals)
+        context = self.context
+        context.stop.listen(context.run.trainer.stop_signals)
         with ExitStack() as stack:
-            stack.callback(self.context.close)
-            for hook in reversed(self.hooks):
-                stack.callback(self._call, hook, "close")
+            # First in, last out: hooks may read samples until they are closed.
+            stack.callback(context.close)
+            for hook in reversed(self.hooks.hooks):
+                stack.callback(self.hooks.call_one, hook, "close", context)
             try:
                 stopped = self._steps()
             except BaseException as error:
                 saveable = self._failed_everywhere(error)
-                for hook in self.hooks:
-                    self._call(hook, "on_error", self.context, error, saveable=saveable)
+                self.hooks.call("on_error", context, error, saveable=saveable)
                 raise
         if stopped:
-            step = self.context.state.step
-            goal = self.context.run.trainer.steps
+            step = context.state.step
+            goal = context.run.trainer.steps
             raise Preempted(f"stopped on request after step {step} of {goal}")
 
     def _steps(self) -> bool:
-        """Return all steps with their hooks; whether it was a stop that ended them."""
+        """Run all steps with their hooks; return whether a stop ended them."""
         context = self.context
         state = self.context.state
         goal = self.context.run.trainer.steps
         self.between_steps = True
         context.by_time.begin()
-        for hook in self.hooks:
-            self._call(hook, "start", context)
+        self.hooks.load_state_dict(state.hooks)
+        self.hooks.call("start", context)
         make = launch_step if context.world.device.runs_ahead else train_step
         made = 0
-        stopped = self._asked() or context.stops
+        # A request that came while the run was assembled, or in an evaluation of `start`.
+        stopped = self._stop_requested() or context.stops
         while state.step < goal and not stopped:
             self.between_steps = False
             mode = context.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
@@ -88,12 +91,12 @@ class Trainer:
             known = self.launched if waits else self.launched[:-AHEAD]
             context.stops = any(step.stop for step in known)
             context.by_time.now = due_after(known)
-            between = self._works_between()  # hooks clear what was due
+            # Read it before `_report`: hooks clear what was due once they have done it.
+            between = self._works_between()
             if waits or context.stops or between:
-                self._tell()
-            stopped = context.stops or (between and self._asked())
-        for hook in self.hooks:
-            self._call(hook, "finish", context)
+                self._report()
+            stopped = context.stops or (between and self._stop_requested())
+        self.hooks.call("finish", context)
         return stopped and state.step < goal
 
     def _waits(self) -> bool:
@@ -107,29 +110,30 @@ class Trainer:
             or step % run.log.interval == 0
         ):
             return True
+        # Steps hold events of the device: a long log interval would hold thousands of them.
         if len(self.launched) == MOST_BEHIND:
             return True
-        return self._works_between() or any(hook.waits_for(context, step) for hook in self.hooks)
+        return self._works_between() or self.hooks.waits_for(context, step)
 
     def _works_between(self) -> bool:
         """Return whether the run evaluates or saves after this step, which may take long."""
         run = self.context.run
         step = self.context.state.step
-        every = run.trainer.eval_interval, run.checkpoint.save_interval
+        every = (run.trainer.eval_interval, run.checkpoint.save_interval)
         return bool(self.context.by_time.now) or any(steps and step % steps == 0 for steps in every)
 
-    def _asked(self) -> bool:
-        """Return whether a rank was asked to stop, the same on every rank; all ranks call it
+    def _stop_requested(self) -> bool:
+        """Return whether any rank got a request to stop, the same on every rank; all ranks call it
         together.
         """
         context = self.context
-        return context.state.step < context.run.trainer.steps and bool(
-            reduce_report(context.world, (), context.stop_requested).stops
-        )
+        if context.state.step >= context.run.trainer.steps:
+            return False
+        metrics = reduce_report(context.world, context.table, (), context.stop_requested)
+        return metrics["stops"] > 0
 
-    def _tell(self) -> None:
-        """Wait for the device, and tell the hooks about the steps before the first one that went
-        wrong.
+    def _report(self) -> None:
+        """Wait for the device, and report to the hooks the steps before the first one that failed.
 
         Raises:
             TrainingError: see `fit`.
@@ -148,63 +152,39 @@ class Trainer:
             whole.append(result)
         self.between_steps = fault is None
         for result in whole:
-            for hook in self.hooks:
-                self._call(hook, "after_step", self.context, result)
+            report_step(self.context, result)
         if fault is not None:
             raise fault
-
-    def _call(self, hook: Hook, moment: str, *args: object, **kwargs: object) -> None:
-        """One moment of one hook; see `Hook.collective` for its errors."""
-        last = moment in ("on_error", "close")
-        if hook in self.failed and not last:
-            return
-        try:
-            getattr(hook, moment)(*args, **kwargs)
-        except Exception as error:
-            if not last and (hook.collective or isinstance(error, MtrainError)):
-                raise
-            if hook not in self.failed:
-                self.failed.append(hook)
-                self._warn(hook, moment, error)
-
-    def _warn(self, hook: Hook, moment: str, error: Exception) -> None:
-        """Say once, on the first rank that it happens to, what a run goes on without."""
-        name = type(hook).__name__
-        first = True
-        with suppress(Exception):  # without a store each rank says it
-            first = self.context.world.store.add(f"hook/{name}", 1) == 1
-        if first:
-            where = f"rank {self.context.world.rank}, after step {self.context.state.step}"
-            goes_on = "" if moment in ("on_error", "close") else "; the run goes on without it"
-            warn(f"{name} failed ({where}): {reason(error)}{goes_on}")
 
     def _failed_everywhere(self, error: BaseException) -> bool:
         """Return whether every rank is between the same two steps with an error of a hook, and the
         state is worth saving.
         """
-        if (
-            not self.between_steps
-            or not isinstance(error, Exception)
-            or isinstance(error, MtrainError)
-        ):
+        if not self.between_steps or not isinstance(error, Exception):
+            return False
+        # An error of mtrain's own (damage, a stop) says that the state should not be saved.
+        if isinstance(error, MtrainError):
             return False
         return self.context.world.all_reach(f"failed/{self.context.state.step}", AGREE_S)
 
 
+def report_step(context: TrainContext, result: StepResult) -> None:
+    """Report a step to the hooks of a run: its metrics are logged before anything is saved, so a
+    resumed run misses no line.
+    """
+    record = step_record(context.run, context.world.size, result)
+    for measure in context.measures:
+        record |= measure(context, result)
+    context.hooks.log(context, result.step, record)
+    context.hooks.call("after_step", context, result)
+
+
 def due_after(steps: Iterable[Launched | StepResult]) -> int:
-    """Return what is due after steps, of which any may have been the first that asked for it."""
+    """Return what is due after steps, of which any may have been the first to request it."""
     due = 0
     for step in steps:
         due |= step.due
     return due
-
-
-def reason(error: BaseException) -> str:
-    """Return an error in one line: its kind, where that says more than its text, and the text."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MtrainError):
-        return text
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def check_finite(result: StepResult) -> None:

@@ -1,6 +1,4 @@
-"""What every module of a model takes and gives in a step, and the gradients of both, kept for
-comparison.
-"""
+"""Inputs and outputs of every module in a step, and their gradients, recorded for comparison."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from mtrain.config.resolve.batches import size_after
 from mtrain.mcore.layers.context import context_positions
 from mtrain.mcore.state.local_params import unwrap
 from mtrain.mcore.state.shard_specs import shard_specs_of
-from mtrain.train.loop.step import TrainContext
+from mtrain.train.loop.context import TrainContext
 
 EVENTS = "events_{:05d}.json"
 ARRAYS = "arrays_{:05d}.f32"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 _SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
-"""What computes nothing; what holds a list of layers has another border on every stage."""
+"""Modules that compute nothing; a list of layers has another border on every stage."""
 _ROWS = "mtrain_feature_rows"
 """Noted on a tensor: which features of the whole tensor its last axis holds."""
 
@@ -53,7 +51,9 @@ class Recorder:
 
     def keep(self, event: dict[str, Any], values: torch.Tensor) -> None:
         """Keep the values of an event."""
+        # fp32 whatever the format: the comparison is of the numbers, not of their storage.
         own = values.detach().float().cpu().contiguous().numpy()
+        # A copy: the memory may be reused by the next operation.
         self.arrays.append(own.ravel().copy())
         self.events.append({**event, "shape": list(own.shape), "step": self.context.state.step + 1})
 
@@ -78,7 +78,7 @@ class _Chunk:
         self.start = 0
         self.places: torch.Tensor | None = None
         """Place of each token [b, s] of the micro-batch among those of the step, -1 of padding and
-        ends of documents that are run alone; None: no forward is under way.
+        ends of documents that are run one by one; None: no forward is running.
         """
         self.calls: dict[str, int] = {}
         self.rows = _feature_rows(root)
@@ -107,6 +107,7 @@ class _Chunk:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         context = self.recorder.context
+        # A new step: count micro-batches from its first one.
         if self.step != context.state.step:
             self.step = context.state.step
             self.number = 0
@@ -142,6 +143,7 @@ class _Chunk:
 
     def _watch(self, module: Any, name: str, path: str) -> None:
         if _EXPERTS.search(path):
+            # Experts receive tokens in an order of their own: only sums over rows are comparable.
             if hasattr(module, "num_gemms"):
                 module.register_forward_hook(self._experts(name))
             return
@@ -166,6 +168,7 @@ class _Chunk:
             rows = self.rows.get(path)
             several = isinstance(output, tuple)
             outputs = output if several else (output,)
+            # A gradient that other ranks still add to differs from the whole one.
             complete = not getattr(module, "gives_partial_gradients", False)
             kept = [
                 self._pass(x, key, f"output {i}", name, rows if i == 0 else None, backward=complete)
@@ -234,6 +237,8 @@ class _Chunk:
         if not (x.requires_grad and torch.is_grad_enabled()) or not backward or not x.dim():
             return x
         owner = self.places
+        # A copy with a hook of its own: the tensor itself may have other uses, whose gradients add
+        # up.
         marked = _Mark.apply(
             x, lambda g: self.recorder.keep({**event, "way": "backward"}, _by_token(g, owner))
         )
@@ -259,12 +264,12 @@ class _Chunk:
             if tokens * world.grid.tp != whole:
                 return None
             own = own[:, world.coords["tp"] * tokens :][:, :tokens]
-        found: list[int] = own.t().flatten().tolist()
-        return found
+        token_places: list[int] = own.t().flatten().tolist()
+        return token_places
 
 
 def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None:
-    """How the leading axes of a tensor count tokens, and how many tokens of a sequence it has."""
+    """Return how the leading axes of a tensor count tokens, and its tokens of a sequence."""
     batch, length = places.shape
     shape = x.shape
 
@@ -281,9 +286,7 @@ def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None
 
 
 def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor with one leading axis that counts tokens, those of a sequence's place
-    behind each other.
-    """
+    """Return the tensor with one leading axis that counts tokens, sequence position first."""
     x = x.detach()
     if not x.dim():
         return x
@@ -296,7 +299,7 @@ def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """A copy of a tensor whose gradient is told to `tell`: only that of what uses the copy."""
+    """A copy of a tensor that reports its gradient to `tell`: only that of uses of the copy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tell: Any) -> torch.Tensor:
@@ -323,10 +326,10 @@ def global_names(root: Any) -> dict[str, str]:
 
 
 def _feature_rows(root: Any) -> dict[str, list[int]]:
-    """Which features of the whole output a layer's output has, where its weight is a part by rows:
-    the halves of a gated MLP do not lie behind each other.
+    """Return the features of the whole output that a layer's output has, for weights that are
+    sharded by rows: the two halves of a gated MLP are not contiguous.
     """
-    found = {}
+    rows_of = {}
     for name, specs in shard_specs_of(root).items():
         path, _, last = name.rpartition(".")
         if last != "weight" or any(len(spec.shape) - spec.lead != 2 for spec in specs):
@@ -336,12 +339,12 @@ def _feature_rows(root: Any) -> dict[str, list[int]]:
             first = spec.offset[spec.lead]
             rows += range(first, first + spec.shape[spec.lead])
         if len(specs) > 1 or len(rows) < specs[0].global_shape[specs[0].lead]:
-            found[path] = rows
-    return found
+            rows_of[path] = rows
+    return rows_of
 
 
 def read(folder: Path) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
-    """What each rank kept: its facts, and the values of each event."""
+    """Yield what each rank recorded: its facts, and the values of each event."""
     for path in sorted(folder.glob("events_*.json")):
         facts = json.loads(path.read_text())
         shapes = [event["shape"] for event in facts["events"]]

@@ -23,7 +23,7 @@ _NOTHING = {
     "empty_like",
     "new_empty_strided",
 }
-"""They compute nothing."""
+"""Operations that compute nothing."""
 
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 
@@ -49,7 +49,7 @@ class Operations:
         tensors: list[Tensor],
         out: Any,
     ) -> None:
-        """One operation more; views are none."""
+        """Count an operation, unless it is a view."""
         skipped = self._skipped.get(func)
         if skipped is None:
             skipped = self._skipped[func] = (
@@ -59,11 +59,13 @@ class Operations:
             return
         place = self._modules.get(module)
         if place is None:
+            # Layers of a model are alike: their operations are one row of the table.
             place = self._modules[module] = _INDEX.sub("*", module)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = phase, place, func._overloadpacket._qualified_op_name, shapes, _dtype(tensors, out)
         count = self._counts.get(key, 0)
         self._counts[key] = count + 1
+        # The formula of an operation runs once for each kind of arguments.
         if not count:
             self._flops[key] = _flops(func, args, kwargs, out)
 
@@ -84,7 +86,7 @@ class Operations:
         return sorted(rows, key=lambda row: -row["flops"] * row["times"])
 
     def flops(self) -> int:
-        """Of all of them."""
+        """Return the FLOPs of all operations."""
         return sum(self._flops[key] * count for key, count in self._counts.items())
 
 
@@ -95,9 +97,11 @@ def _dtype(tensors: list[Tensor], out: Any) -> str:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = func._overloadpacket
+    # torch has no formula for the attention of a CPU, nor for ours.
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         return _attention(args[0], args[1], args[2])
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        # backward: five GEMMs in place of two, as scores are computed again
         return _attention(args[1], args[2], args[3]) * 5 // 2
     if packet._qualified_op_name == "mtrain::attention":
         return _attention(args[0], args[1], args[2])
@@ -108,7 +112,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of attention to every key: an addition and a multiplication for each pair in both
-    products.
+    """Return the FLOPs of attention to every key: an addition and a multiplication for each pair in
+    both GEMMs.
     """
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

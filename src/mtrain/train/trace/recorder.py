@@ -1,6 +1,4 @@
-"""Every storage's life and every operation of what runs inside, of tensors that have shapes and no
-memory.
-"""
+"""A recorder of every storage and every operation of a program on tensors without memory."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ MOST_REAL = 1 << 22
 
 @dataclass(frozen=True)
 class Place:
-    """What is being done."""
+    """The module that runs, and for which micro-batch."""
 
     phase: str
     """forward, backward, optimizer, or empty between them."""
@@ -64,12 +62,12 @@ class Segment:
     peak: int = 0
     after: int = 0
     module: str = ""
-    """Where the peak was."""
+    """Module of the peak."""
 
 
 @dataclass
 class _Life:
-    """Of a storage."""
+    """The lifetime of a storage."""
 
     storage: weakref.ref[Any]
     bytes: int
@@ -80,7 +78,7 @@ class _Life:
 
 @dataclass
 class Peak:
-    """Where the most bytes were alive."""
+    """The moment at which the most bytes were alive."""
 
     bytes: int = 0
     parts: dict[str, int] = field(default_factory=dict)
@@ -90,7 +88,7 @@ class Peak:
 class Recorder(TorchDispatchMode):
     """Counts bytes by part.
 
-    What is made of small numbers alone is computed; everything else has a shape only.
+    Results of small numbers only are computed; everything else has just a shape.
     """
 
     def __init__(self) -> None:
@@ -114,23 +112,23 @@ class Recorder(TorchDispatchMode):
         self._marks: tuple[list[int], list[tuple[str, int, int]]] = ([], [])
         self._quiet = False
         self.on_host = False
-        """What is made is in host memory."""
+        """New storages are in host memory."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Shapes instead of memory, for everything inside."""
+        """Record everything inside, with shapes instead of memory."""
         with ExitStack() as stack:
             stack.enter_context(self._fake)
             stack.enter_context(self)
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave).remove)
             stack.enter_context(self._resizes())
-            stack.enter_context(_alone())
+            stack.enter_context(_single_rank())
             yield
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves is counted as activations, or as recomputed."""
+        """Count what autograd saves as activations, or as recomputed."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
@@ -141,15 +139,15 @@ class Recorder(TorchDispatchMode):
                 self._names[id(module)] = ".".join(w for w in name.split(".") if w != "module")
 
     def declare(self, part: str, tensors: list[Tensor]) -> None:
-        """These are of a part, whatever becomes of them."""
+        """Assign tensors to a part for the rest of their life."""
         for tensor in tensors:
             life = self._seen(getattr(tensor, "_local_tensor", tensor))
             if life is not None and life.part in ("temporary", "other"):
                 self._move(life, part)
 
     def settle(self) -> None:
-        """What is alive and has no part was there before the step; the peak and the operations
-        begin anew.
+        """Count storages without a part as `other`, which existed before the step; reset the peak
+        and the operations.
         """
         for life in self.live.values():
             if life.part == "temporary":
@@ -251,7 +249,7 @@ class Recorder(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        """The nodes that autograd makes from here on are of this module."""
+        """Attribute the nodes that autograd makes from here on to this module."""
         again = torch._C._current_graph_task_id() != -1
         at = self._last_backward[1:] if again else self.at
         numbers, places = self._marks
@@ -295,7 +293,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _resizes(self) -> Iterator[None]:
-        """A storage may be emptied and filled again without an operation."""
+        """Record that a storage is emptied and filled again, which no operation shows."""
         real = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -343,8 +341,8 @@ class _Saved:
             self.recorder._move(life, "temporary")
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    for one in found:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for one in values:
         if isinstance(one, Tensor):
             yield one
         elif isinstance(one, list | tuple):
@@ -352,8 +350,8 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _collective(func: Any, args: Any) -> Any:
-    """What a call of a process group gives: the tensors that it would have filled, and work that is
-    done.
+    """Return the result of a call of a process group: the tensors that it would have filled, and
+    finished work.
     """
     outs = [
         FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
@@ -362,15 +360,15 @@ def _collective(func: Any, args: Any) -> Any:
 
 
 def _answer(tensor: Tensor) -> Any:
-    """Return the number that nobody knows: norms are 0, so nothing is clipped and no update
+    """Return a stand-in for an unknown number: norms are 0, so nothing is clipped and no update
     skipped; counts are 1.
     """
     return 0.0 if tensor.dtype.is_floating_point else tensor.dtype is torch.bool or 1
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """What a rank asks of generators and of other ranks, where neither is there.
+def _single_rank() -> Iterator[None]:
+    """Replace generators and other ranks, which do not exist in a trace.
 
     States of generators are numbers, which megatron-core's trackers hand back and forth; objects of
     all ranks are alike. A parameter of another format keeps its attributes, as one with memory
@@ -388,8 +386,8 @@ def _alone() -> Iterator[None]:
         with _disable_current_modes():
             put(state)
 
-    def gather(found: list[Any], own: Any, group: Any = None) -> None:
-        found[:] = [own] * len(found)
+    def gather(objects: list[Any], own: Any, group: Any = None) -> None:
+        objects[:] = [own] * len(objects)
 
     def with_attributes(self: Any, *args: Any, **more: Any) -> Any:
         before = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}

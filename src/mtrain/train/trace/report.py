@@ -1,4 +1,4 @@
-"""A traced step as data, beside the plan of the same kernels."""
+"""A traced step as data, next to the plan of the same kernels."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 SAVED = ("activations", "loss", "recompute")
 """Parts of the plan that autograd keeps."""
 WORKING = ("working", "communication")
-"""Parts of the plan that nobody keeps."""
+"""Parts of the plan that are transient memory."""
 
 
-def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
-    """Of the run that was asked for; bytes where nothing else is said."""
+def trace_report(requested: RunConfig, traced: Traced) -> dict[str, Any]:
+    """Return the report of a trace, for the run that the user requested; sizes are bytes."""
+    # The traced run has portable kernels: its plan has them too, so the two can be compared.
     run = traced.run
     seen = traced.recorder
     step = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
     planned = planned_parts(stage_memories(run)[traced.stage])
-    found = traced_parts(seen.peak.parts)
+    seen_parts = traced_parts(seen.peak.parts)
     return {
         "model": run.model.name,
         "format": run.precision.format,
-        "asked": asked.precision.words,
+        "asked": requested.precision.words,
         "layout": RankGrid.of(run).sizes,
         "rank": traced.rank,
         "stage": traced.stage,
@@ -41,7 +42,7 @@ def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
         "most_saved": seen.kept,
         "host": seen.sizes[HOST],
         "plan": {"bytes": sum(planned.values()), "parts": planned},
-        "difference_percent": _differences(planned, found),
+        "difference_percent": _differences(planned, seen_parts),
         "timeline": [
             {
                 **{
@@ -55,12 +56,12 @@ def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
         ],
         "flops": seen.operations.flops(),
         "operations": seen.operations.table(),
-        "notes": _notes(asked, run),
+        "notes": _notes(requested, run),
     }
 
 
 def planned_parts(stage: StageMemory) -> dict[str, int]:
-    """What the plan says of the tensors of a program; neither device nor allocator is in it."""
+    """Return the planned bytes of a program's tensors, without device and allocator."""
     parts = stage.parts
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
     return {
@@ -71,7 +72,7 @@ def planned_parts(stage: StageMemory) -> dict[str, int]:
 
 
 def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Return the same of a trace."""
+    """Return the traced bytes of the same parts."""
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
     return {
         **states,
@@ -80,15 +81,18 @@ def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def _differences(planned: Mapping[str, int], found: Mapping[str, int]) -> dict[str, float | None]:
-    """Of the plan from the trace, in percent."""
-    totals = {"peak": (sum(planned.values()), sum(found.values()))}
-    pairs = totals | {name: (planned[name], found[name]) for name in planned}
+def _differences(
+    planned: Mapping[str, int], seen_parts: Mapping[str, int]
+) -> dict[str, float | None]:
+    """Return the differences of the plan from the trace, in percent."""
+    totals = {"peak": (sum(planned.values()), sum(seen_parts.values()))}
+    # The peaks themselves may be in different moments; parts are compared one by one.
+    pairs = totals | {name: (planned[name], seen_parts[name]) for name in planned}
     return {name: round(100 * (a / b - 1), 3) if b else None for name, (a, b) in pairs.items()}
 
 
-def _notes(asked: RunConfig, run: RunConfig) -> list[str]:
-    words = Rank.of(asked).words
+def _notes(requested: RunConfig, run: RunConfig) -> list[str]:
+    words = Rank.of(requested).words
     traced = Rank.of(run).words
     others = [f"{op} {word}" for op, word in words.items() if traced[op] != word]
     notes = []
@@ -97,11 +101,12 @@ def _notes(asked: RunConfig, run: RunConfig) -> list[str]:
             f"traced and planned with the portable kernels; the run itself has {', '.join(others)},"
             " of which `plan` without --trace says what they keep"
         )
-    if asked.precision.quantized is not None:
+    # Portable kernels are traced without quantisation.
+    if requested.precision.quantized is not None:
         notes.append(
-            f"products in {asked.precision.quantized} are traced in {run.precision.format}"
+            f"products in {requested.precision.quantized} are traced in {run.precision.format}"
         )
-    if asked.on_any_device() != asked:
+    if requested.on_any_device() != requested:
         notes.append(
             "CUDA graphs, and copies of activations to host memory, are no part of a trace"
         )

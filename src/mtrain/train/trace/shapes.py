@@ -1,6 +1,6 @@
-"""What an operation gives on tensors that have shapes alone, found once for each kind of arguments.
+"""Results of operations on tensors without memory, found once for each kind of arguments.
 
-`FakeTensorMode` asks the operation itself; the same operation on the same shapes gives the same
+`FakeTensorMode` runs the operation each time; the same operation on the same shapes gives the same
 shapes.
 """
 
@@ -28,7 +28,7 @@ class Shapes:
         self._how: dict[Any, Callable[[Any, Any, Any], Any] | None] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` gives; all tensors among its arguments have shapes alone."""
+        """Return the result of `func`, whose tensor arguments have shapes but no memory."""
         if func not in self._how:
             self._how[func] = self._chosen(func)
         how = self._how[func]
@@ -36,6 +36,7 @@ class Shapes:
 
     def _chosen(self, func: Any) -> Callable[[Any, Any, Any], Any] | None:
         by_values = any(tag in func.tags for tag in _BY_VALUES)
+        # Results that depend on values, and operations that resize, are never remembered.
         if by_values or func.namespace != "aten" or func._opname in _RESIZE:
             return None
         if func.is_view or func is torch.ops.aten._unsafe_view.default:
@@ -46,7 +47,7 @@ class Shapes:
         device = args[0].fake_device
         with in_kernel_invocation_manager(self._mode):
             out = func(*args, **kwargs)
-        if isinstance(out, FakeTensor):  # the argument itself: it was already what was asked for
+        if isinstance(out, FakeTensor):  # the argument itself, which already had this shape
             return out
         if isinstance(out, Tensor):
             return FakeTensor(self._mode, out, device)
@@ -71,8 +72,8 @@ class Shapes:
         return out
 
     def _learned(self, func: Any, out: Any, read: set[int]) -> _Made | None:
-        """How its results are made, of an operation that reads some storages; None: not by shapes
-        alone.
+        """Return a function that makes the results of an operation, which read some storages, from
+        shapes; None if shapes do not determine them.
         """
         returns = func._schema.returns
         written = [one.alias_info is not None for one in func._schema.arguments]
@@ -95,7 +96,9 @@ class Shapes:
         return lambda args, kwargs: kind(make(*fact) for fact in facts)
 
     def _written(self, func: Any) -> _Made | None:
-        """What writes into an argument gives that, or nothing."""
+        """Return the function of an operation that writes into an argument and returns it or
+        nothing.
+        """
         schema = func._schema
         if not schema.returns:
             return lambda args, kwargs: None
@@ -115,7 +118,7 @@ class Shapes:
 
 
 def _plain(out: Any) -> bool:
-    """Return a tensor of its own, which its shape and strides say all of."""
+    """Return whether a tensor has storage of its own that shape and strides determine."""
     if (
         not isinstance(out, FakeTensor)
         or out.storage_offset()
@@ -129,9 +132,9 @@ def _plain(out: Any) -> bool:
     )
 
 
-def _storages(found: Any) -> set[int]:
+def _storages(values: Any) -> set[int]:
     every: set[int] = set()
-    for one in found:
+    for one in values:
         if isinstance(one, Tensor):
             every.add(one.untyped_storage()._cdata)
         elif isinstance(one, list | tuple):
@@ -139,11 +142,11 @@ def _storages(found: Any) -> set[int]:
     return every
 
 
-def _kind(found: Any) -> Iterator[Any]:
-    """What of arguments decides about shapes; numbers with their types, which decide about that of
-    a result.
+def _kind(values: Any) -> Iterator[Any]:
+    """Yield what of the arguments determines the shapes of the result; numbers with their types,
+    which determine its type.
     """
-    for one in found:
+    for one in values:
         if isinstance(one, Tensor):
             yield one.shape, one.stride(), one.dtype, one.storage_offset(), one.device
         elif isinstance(one, list | tuple):

@@ -1,8 +1,7 @@
-"""One step of one rank without its memory: the program that trains, on tensors that have shapes
-alone.
+"""One step of one rank without its memory: the training program on tensors that only have shapes.
 
-Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a world that
-is not there. What a recorder sees is what the program does: no formula is in it.
+Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a fake world.
+The recorder observes the program itself: no formula is involved.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from mtrain.world.fake_world import silent_world
 
 @dataclass(frozen=True)
 class Traced:
-    """What a step of a rank was seen to do."""
+    """The recorded step of a rank."""
 
     run: RunConfig
     """As it was traced."""
     rank: int
     stage: int
     microbatches: int
-    """Of the step: so many that more would change nothing at the peak."""
+    """Micro-batches of the step: enough that more would not raise the peak."""
     recorder: Recorder
 
 
@@ -82,6 +81,7 @@ def microbatches(run: RunConfig, stage: int) -> int:
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
     if p.hybrid_context_parallel:
         return every  # which documents a rank runs is decided among all of a step
+    # 1F1B: pp - stage micro-batches are in flight; one more shows that the peak is reached.
     if p.vpp == 1:
         return min(every, p.pp - stage + 1)
     group = p.microbatch_group_size_per_vp_stage or p.pp
@@ -96,7 +96,7 @@ def microbatches(run: RunConfig, stage: int) -> int:
 
 
 def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
-    """What is there before a step: weights, gradients, what the optimizer keeps."""
+    """Declare what exists before a step: weights, gradients, the optimizer's state."""
     states: list[torch.Tensor] = []
     for group in (group for chunk in context.state.chunks for group in flat_buffers(chunk)):
         for (
@@ -109,6 +109,7 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
     for inner in inner_optimizers(context.state.optimizer):
+        # Main weights are parameters of the optimizer, moments are its state.
         states += [weight for group in inner.param_groups for weight in group["params"]]
         states += [
             t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
@@ -123,7 +124,7 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
 
 
 def _watch_host(recorder: Recorder, context: steps.TrainContext) -> None:
-    """What an optimizer in host memory makes is there."""
+    """Count storages that an optimizer in host memory makes as host memory."""
 
     def on_host(value: bool) -> Callable[..., None]:
         return lambda *_: setattr(recorder, "on_host", value)
@@ -146,7 +147,10 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
             run_documents(context, batches, forward_only=False, around=around)
         else:
             steps.run_pipeline(
-                context, batches, forward_only=False, forward=around(steps.forward_step)
+                context,
+                batches,
+                forward_only=False,
+                forward=around(partial(steps.forward_step, context.objective)),
             )
     recorder.phase = "optimizer"
     recorder.at = (-1, 0)
@@ -173,16 +177,16 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
 @contextmanager
 def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
-    """A weight that comes back from a hook of autograd has lost its attributes, where the gradient
-    is added.
+    """Give weights their attributes back where gradients are added: a hook of autograd returns them
+    without.
     """
-    found = {
+    weights = {
         _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()
     }
     real = linear._add_in_place
 
     def add_in_place(weight: Any, dy: Any, x: Any) -> Any:
-        return real(found[_place(weight)], dy, x)
+        return real(weights[_place(weight)], dy, x)
 
     with mock.patch.object(linear, "_add_in_place", add_in_place):
         yield

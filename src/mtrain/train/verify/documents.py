@@ -1,5 +1,5 @@
-"""Documents of packed samples: told apart, run alone as what a packed run has to equal, and looked
-at one by one.
+"""Documents of packed samples: split, run one by one as the reference of a packed run, and observed
+one by one.
 """
 
 from __future__ import annotations
@@ -15,46 +15,37 @@ import torch
 
 from mtrain.data.batch import FURTHER, GlobalBatches
 from mtrain.mcore import api as mcore
-from mtrain.train.loop.prefetch import WHOLE, documents_of
-from mtrain.train.loop.step import Batch, TrainContext, forward_step
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.prefetch import documents
+from mtrain.train.loop.step import Batch, forward_step
 
 MOST_OBSERVED = 3
-
-
-def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Return the documents of packed samples, each as `[1, length]` tensors."""
-    found = []
-    for batch in batches:
-        rows = {key: value for key, value in batch.items() if key not in WHOLE}
-        for start, stop in itertools.pairwise(documents_of(batch).bounds):
-            found.append({key: value[:, start:stop] for key, value in rows.items()})
-    return found
 
 
 def run_alone(
     context: TrainContext, batches: Sequence[Batch], *, forward_only: bool, ends: Sequence[int] = ()
 ) -> list[torch.Tensor]:
-    """`run_schedule` of every document as a sequence of its own, on one rank: nothing of packing is
-    used.
+    """Run every document as a sequence of its own, on one rank, without any packing; see
+    `run_schedule`.
 
     `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no
-    loss at its end, whatever the packed batches say of it.
+    loss at its end, whatever the packed batches contain.
     """
-    found = [part for whole in documents(batches) for part in _parted(whole, ends)]
+    parts = [part for whole in documents(batches) for part in _parted(whole, ends)]
     reports = mcore.get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(found),
+        forward_step_func=partial(forward_step, context.objective),
+        data_iterator=iter(parts),
         model=context.state.chunks[0],
-        num_microbatches=len(found),
+        num_microbatches=len(parts),
         seq_length=context.run.data.length,
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return [report["loss"] for report in reports]
+    return [report["metrics"] for report in reports]
 
 
 def alone(ends: Sequence[int]) -> partial[list[torch.Tensor]]:
-    """`run_alone` as the schedule of a run."""
+    """Return `run_alone` as the schedule of a run."""
     return partial(run_alone, ends=ends)
 
 
@@ -65,8 +56,10 @@ def _parted(
     ending = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype))
     mask = whole["loss_mask"].masked_fill(ending, 0.0)
     cuts = (ending[0].nonzero().flatten() + 1).tolist()
+    # Two bounds may coincide where a document ends with the sequence.
     for start, stop in itertools.pairwise(sorted({0, *cuts, tokens.shape[1]})):
         part = {key: value[:, start:stop] for key, value in whole.items()}
+        # from 0, as in a sequence of its own
         positions = torch.arange(stop - start).unsqueeze(0)
         if FURTHER in part:
             part[FURTHER] = _inside(part[FURTHER])
@@ -74,7 +67,7 @@ def _parted(
 
 
 def _inside(further: torch.Tensor) -> torch.Tensor:
-    """What counts of further tokens [1, length, depths] without predictions of what comes behind
+    """Return the weights of further tokens [1, length, depths] without predictions of tokens after
     the document.
     """
     length, depths = further.shape[1:]
@@ -98,6 +91,7 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
     """Return a few documents of the first `size` samples that have a loss, the longer half, the
     same on every rank.
     """
+    # As on one rank with one micro-batch: places of tokens must not depend on the layout.
     whole = GlobalBatches(data.samples, size, size, 0, 1, data.form, data.limit).microbatches(0)[0]
     bounds = whole["cu_seqlens"].tolist()
     length = whole["tokens"].shape[1] // size
@@ -107,6 +101,7 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
         for number, (start, stop) in pairs
         if bool(whole["loss_mask"][:, start:stop].any())
     ]
+    # Short documents have gradients of rounding errors: the longer half shows more.
     lengths = sorted(document.stop - document.start for document in counted)
     counted = [
         document
@@ -120,8 +115,8 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
 
 
 def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
-    """This rank's micro-batches of the first step, in which the loss of one document
-    alone counts.
+    """Return this rank's micro-batches of the first step, in which only the loss of one document
+    counts.
     """
     batches = data.microbatches(0, size)
     numbers = data.numbers(0, size)

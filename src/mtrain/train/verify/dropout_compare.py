@@ -16,12 +16,12 @@ from mtrain.config.schema.run import RunConfig
 
 MASKS = "masks_{:05d}.json"
 HEADS = 4
-"""Axes of attention's probabilities, of which tensor-parallel ranks have other heads."""
+"""Axes of attention's probabilities; tensor-parallel ranks have different heads of them."""
 
 
 def wrong_masks(folder: Path, run: RunConfig) -> list[tuple[str, str]]:
-    """Return modules whose dropout is alike on ranks where it must not be, or not where it must,
-    each with what is wrong.
+    """Return modules whose dropout is equal on ranks where it must differ, or differs where it must
+    be equal, each with a description.
     """
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("masks_*.json"))]
     return [
@@ -37,6 +37,7 @@ def _of_two(a: dict[str, Any], b: dict[str, Any], p: ParallelConfig) -> Iterator
     who = f"ranks {a['rank']} and {b['rank']} ({', '.join(others)})"
     one = a["masks"]
     two = b["masks"]
+    # Its ranks run different documents, so their masks cannot be paired to the end.
     uneven = p.hybrid_context_parallel and "dp" in others  # ranks with other numbers of documents
     if len(one) != len(two) and not uneven:
         ends = itertools.zip_longest(one, two)
@@ -47,6 +48,8 @@ def _of_two(a: dict[str, Any], b: dict[str, Any], p: ParallelConfig) -> Iterator
         )
         return
     for x, y in zip(one, two, strict=not uneven):
+        # Without sequence parallelism, tensor-parallel ranks hold whole copies outside of
+        # attention.
         copies = (
             others == ["tp"] and x["axes"] < HEADS and not x["split"] and not p.sequence_parallel
         )

@@ -26,9 +26,7 @@ Inside = tuple[str, bool]
 
 
 def observe_masks(run: RunConfig, folder: Path) -> None:
-    """Train one step of `run` on this rank, and leave in `folder` what each dropout of
-    it dropped.
-    """
+    """Train one step of `run` on this rank, and write the mask of each dropout to `folder`."""
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
         inside: list[Inside] = []
@@ -43,7 +41,7 @@ def observe_masks(run: RunConfig, folder: Path) -> None:
 
 
 def _follow(module: Any, name: str, inside: list[Inside]) -> None:
-    """Keep the names of the modules that run in `inside`, the innermost last."""
+    """Keep the names of the running modules in `inside`, the innermost last."""
     here = name, isinstance(module, RowLinear)
     module.register_forward_pre_hook(lambda *_: inside.append(here))
     module.register_forward_hook(lambda *_: [inside.pop(), None][1])
@@ -51,24 +49,24 @@ def _follow(module: Any, name: str, inside: list[Inside]) -> None:
 
 @contextmanager
 def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
-    """What torch's dropout draws: the module, whether its input is split by features, the axes, and
-    a hash of what is dropped; of attention's, a hash of the generator's state before it.
+    """Record what torch's dropout draws: the module, whether its input is split by features, the
+    axes, and a hash of the mask; for attention, a hash of the generator's state before it.
     """
-    found: list[dict[str, Any]] = []
+    masks: list[dict[str, Any]] = []
     real = F.dropout
     attend = F.scaled_dot_product_attention
 
     def keep(axes: int, drawn: torch.Tensor) -> None:
         digest = hashlib.sha256(drawn.cpu().contiguous().numpy().tobytes()).hexdigest()
         module, split = inside[-1] if inside else ("", False)
-        found.append({"module": module, "split": split, "axes": axes, "drawn": digest})
+        masks.append({"module": module, "split": split, "axes": axes, "drawn": digest})
 
     def dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
         if not training or not p:
             return real(input, p, training, inplace)
-        kept = real(torch.ones_like(input), p)  # what an input has of zeros is nobody's dropout
+        kept = real(torch.ones_like(input), p)  # zeros of the input are not dropped elements
         keep(kept.dim(), kept == 0)
         return input * kept
 
@@ -81,7 +79,7 @@ def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
         *args: Any,
         **more: Any,
     ) -> torch.Tensor:
-        if dropout_p:  # its mask is not to be seen
+        if dropout_p:  # its mask never leaves the kernel
             keep(HEADS, torch.get_rng_state())
         return attend(query, key, value, attn_mask, dropout_p, *args, **more)
 
@@ -89,7 +87,7 @@ def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
     F.dropout = dropout
     F.scaled_dot_product_attention = attention
     try:
-        yield found
+        yield masks
     finally:
         F.dropout = real
         F.scaled_dot_product_attention = attend

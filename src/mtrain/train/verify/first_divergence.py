@@ -1,6 +1,4 @@
-"""Where a layout first computes something else than one rank, step by step: modules, gradients,
-norm, weights.
-"""
+"""The first divergence of a layout from one rank: modules, gradients, norm or weights of a step."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ NORM = "norm"
 UPDATE = "update"
 RESUME = "resume"
 LATER = 1e-3
-"""What passes modules may differ by in later steps, where weights are no longer bitwise alike."""
+"""Relative tolerance of modules in later steps, where weights are no longer bitwise equal."""
 LAYERS = ("decoder.layers.", "encoder.layers.", "mtp.layers.")
 MANY = 0.9
-"""The share of all weights from which on it is no longer a module's."""
+"""The share of all weights above which no single module is blamed."""
 Entry = tuple[dict[str, Any], dict[str, Any], np.ndarray]
-"""Facts of a rank, an event of its, and its values."""
+"""Facts of a rank, one of its events, and the values of that event."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Difference:
 
 
 class Recorded:
-    """What all ranks of a run kept, put together."""
+    """The tensors that all ranks of a run recorded, put together."""
 
     def __init__(self, folder: Path) -> None:
         self.order: list[Passed] = []
@@ -84,8 +82,8 @@ class Recorded:
         return sorted({passed.step for passed in self.order})
 
     def in_order(self, step: int, way: str) -> list[Passed]:
-        """What passes borders in a step, in the order of execution on one rank: backward is
-        forward, reversed.
+        """Return the tensors that pass borders in a step, in the order of execution on one rank:
+        backward is forward, reversed.
         """
         forward = [passed for passed in self.order if passed.step == step and passed.way == FORWARD]
         if way == FORWARD:
@@ -98,7 +96,7 @@ def first(
     one: Recorded, many: Recorded, step: int, way: str, tolerance: float
 ) -> Difference | None:
     """Return the first difference of a step, forward or backward, above a relative error of a
-    token; None: there is none.
+    token; None if nothing differs.
 
     `one` is a run on one rank; its order is the order of execution.
     """
@@ -122,7 +120,7 @@ def errors(one: Recorded, many: Recorded) -> Iterator[tuple[Passed, float]]:
 
 
 def _blamed(here: Passed, before: Passed | None) -> tuple[str, str]:
-    """Whose code makes the difference, and the sentence that says so."""
+    """Return the module whose code makes the difference, and a sentence about it."""
     own = here.module
     outward = here.side.startswith("output" if here.way == FORWARD else "input")
     noun = here.side if here.way == FORWARD else f"gradient of its {here.side}"
@@ -162,8 +160,8 @@ def difference(one: list[Entry], many: list[Entry]) -> float:
         kept = (places < len(known)) & known[np.minimum(places, len(known) - 1)]
         values = values[kept]
         cut = cut[kept]
-        found = np.square(values - cut).reshape(len(values), -1).sum(1)
-        error = float(np.sqrt(found.max())) if len(found) else 0.0
+        squares = np.square(values - cut).reshape(len(values), -1).sum(1)
+        error = float(np.sqrt(squares.max())) if len(squares) else 0.0
         worst = max(worst, error / max(scale, 1e-30)) if np.isfinite(error) else float("inf")
     return worst
 
@@ -215,6 +213,7 @@ def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
     """
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
+    # Ranks of expert tensor parallelism hold different features: their sums cannot be added.
     if len(width) != 1 or (
         facts["sizes"]["etp"] > 1 and event["key"].endswith("fc1") and event["side"] != "input 0"
     ):
@@ -229,6 +228,7 @@ def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
 def _of_whole(one: np.ndarray | None, many: np.ndarray | None) -> float:
     if one is None or many is None or one.shape != many.shape:
         return 0.0
+    # A token's error is measured against the size of an average token, not of its own.
     scale = float(np.linalg.norm(one)) / max(1, len(one)) ** 0.5
     worst = float(np.sqrt(np.square(one - many).sum(-1).max()))
     return worst / max(scale, 1e-30) if np.isfinite(worst) else float("inf")
@@ -239,11 +239,11 @@ def _of_scalars(one: list[Entry], many: list[Entry]) -> float:
     own.
     """
     expected = sum(float(values) for _, _, values in one)
-    found: dict[int, float] = {}
+    sums: dict[int, float] = {}
     for facts, _, values in many:
         rank = facts["coords"]["tp"]
-        found[rank] = found.get(rank, 0.0) + float(values)
-    worst = max(abs(value - expected) for value in found.values())
+        sums[rank] = sums.get(rank, 0.0) + float(values)
+    worst = max(abs(value - expected) for value in sums.values())
     return worst / max(abs(expected), 1e-30) if np.isfinite(worst) else float("inf")
 
 
@@ -261,36 +261,40 @@ class Bounds:
 
 
 def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | None:
-    """Return the first difference between what `prove.observe` traced of one rank and of a layout;
-    None: none is found.
+    """Return the first difference between what `prove.observe` traced of one rank and of a layout,
+    or None.
 
     In each step: forward by modules, backward by modules, the gradient as the optimizer finds it,
     its norm, and the weights after the update; after a resume, what was read back, bitwise.
     """
     expected = Recorded(one)
-    found = Recorded(many)
+    recorded = Recorded(many)
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     for step in range(1, steps + 1):
         if step == steps // 2 + 1 and (many / RESTORED).exists():
             seen = _in_restored(many, step)
             if seen is not None:
                 return seen
+        # Later steps compare weights that rounding has already made different.
         loose = 1 if step == 1 else max(1.0, LATER / bounds.module)
-        seen = first(expected, found, step, FORWARD, bounds.module * loose)
+        seen = first(expected, recorded, step, FORWARD, bounds.module * loose)
         if seen is not None:
             return seen
+        # All modules agree here, so the report itself is wrong.
         error = relative(a[step - 1]["loss"], b[step - 1]["loss"])
         if error > bounds.loss * loose:
             return Difference("reported loss", "no module's output differs", FORWARD, step, error)
-        seen = first(expected, found, step, BACKWARD, bounds.module * loose)
+        seen = first(expected, recorded, step, BACKWARD, bounds.module * loose)
         if seen is not None:
             return seen
+        # Modules may agree while ranks add their gradients up wrongly.
         gradients = [
             _weights(folder / f"gradients_{step}" / folder_name(0)) for folder in (one, many)
         ]
         seen = _in_weights(gradients[0], gradients[1], bounds.gradient * loose, GRADIENT, step)
         if seen is not None:
             return seen
+        # After the gradient: if that is equal, a wrong norm is the norm's own fault.
         norms = a[step - 1]["grad_norm"], b[step - 1]["grad_norm"]
         if relative(*norms) > bounds.norm * loose:
             return _in_norm(gradients[0], norms[0], norms[1], step)
@@ -302,7 +306,7 @@ def first_divergence(one: Path, many: Path, steps: int, bounds: Bounds) -> Diffe
 
 
 def _in_restored(many: Path, step: int) -> Difference | None:
-    """What a resume read back otherwise than it was saved."""
+    """Return the first tensor or fact that a resume did not read back as it was saved."""
     saved, restored = (
         store.Checkpoint.open(many / name / folder_name(step - 1)) for name in (MIDDLE, RESTORED)
     )
@@ -310,6 +314,7 @@ def _in_restored(many: Path, step: int) -> Difference | None:
         if not torch.equal(saved.whole(key), restored.whole(key)):
             what = f"{key} is not what was saved at step {step - 1}"
             return Difference(f"{RESUME} {_module(key)}", what, RESUME, step, math.inf)
+    # Not tensors, but a resume depends on them.
     for fact in ("optimizer_step", "schedule_steps", "consumed_samples", "loss_scale"):
         a = saved.state[fact]
         b = restored.state[fact]
@@ -328,18 +333,18 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return weights of a checkpoint by module and layer:
     `decoder.layers.3.mlp.linear_fc1.weight`.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for key, value in whole_tensors(checkpoint).items():
         name = key.removeprefix(MODEL)
         row = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
         if not is_weight(key):
             continue
         if row is None or name.removeprefix(row)[:1].isdigit():
-            found[name] = value
+            weights[name] = value
         else:
             rest = name.removeprefix(row)
-            found |= {f"{row}{layer}.{rest}": part for layer, part in enumerate(value)}
-    return found
+            weights |= {f"{row}{layer}.{rest}": part for layer, part in enumerate(value)}
+    return weights
 
 
 def _in_weights(
@@ -349,9 +354,7 @@ def _in_weights(
     way: str,
     step: int,
 ) -> Difference | None:
-    """Return the weight whose gradient, or that itself, is furthest off, and how many
-    others are.
-    """
+    """Return the weight that is furthest off, or whose gradient is, and how many others are."""
     odd = sorted(one.keys() ^ many.keys())
     if odd:
         return Difference(_module(odd[0]), f"{odd[0]} is on one side only", way, step, math.inf)
@@ -360,6 +363,7 @@ def _in_weights(
     if not off:
         return None
     worst = max(off, key=lambda key: off[key])
+    # The same factor in all of them names the bug: a sum over too many ranks, or too few.
     factors = {round(_factor(one[key], many[key]), 3) for key in off if float(one[key].norm())}
     what = "the gradient" if way == GRADIENT else "the weight after the update"
     if len(factors) == 1 and way == GRADIENT:
@@ -367,6 +371,7 @@ def _in_weights(
     else:
         scaled = " differs"
     reason = ", what passes the modules does not" if way == GRADIENT else ", its gradient does not"
+    # A wrong learning rate or scale is in every weight.
     if len(off) > MANY * len(one):
         return Difference(
             "every weight",
@@ -387,21 +392,22 @@ def _in_weights(
 def _in_norm(
     gradients: Mapping[str, torch.Tensor], one: float, many: float | None, step: int
 ) -> Difference:
-    """Which gradients a wrong norm counts otherwise than once, if one kind of weight
-    explains it.
+    """Return the kind of weight whose gradients a wrong norm does not count once, if one kind
+    explains the difference.
     """
     if many is None:
         return Difference("gradient norm", "it is no number", NORM, step, math.inf)
     squares: dict[str, float] = {}
     for key, value in gradients.items():
+        # The norm squared is a sum over kinds: try whether one kind was added 0, 2 or 4 times.
         squares[_kind(key)] = squares.get(_kind(key), 0.0) + float(value.double().square().sum())
     excess = many**2 - one**2
-    found = (
+    guesses = (
         (abs(excess - times * square) / abs(excess), times, kind)
         for kind, square in squares.items()
         for times in (-1, 1, 3)
     )
-    off, times, kind = min(found)
+    off, times, kind = min(guesses)
     error = relative(one, many)
     if off < 1e-3:
         return Difference(

@@ -1,4 +1,4 @@
-"""What a layout computes, written down so that another layout can be compared with it."""
+"""A record of what a layout computes, for comparison with another layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
 from mtrain.mcore.state import sharding
 from mtrain.train.assemble import assemble, splits_of
+from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import to_device
-from mtrain.train.loop.step import TrainContext, gradients, reduce_report, train_step
+from mtrain.train.loop.step import gradients, reduce_report, train_step
 from mtrain.train.trace.activations import Recorder
 from mtrain.train.verify import documents
 from mtrain.world.init import World, joined
@@ -30,7 +31,7 @@ STEPS = "steps.json"
 DOCUMENTS = "documents.json"
 MIDDLE = "middle"
 RESTORED = "restored"
-"""Folders of the checkpoint that a run goes on from, and of what it is once that is read."""
+"""Folders of the checkpoint that a run resumes from, and of its state once that is read."""
 
 
 def observe(
@@ -44,11 +45,11 @@ def observe(
     """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step,
     the whole gradient that the first update was made from, and the weights after the last.
 
-    Of packed samples also the loss and the gradient of a few documents alone. With `by_document`
+    Of packed samples also the loss and the gradient of a few single documents. With `by_document`
     nothing is packed: one rank runs each document as a sequence of its own. With `resumed` the
     second half of the steps is made by what was built anew and read back from a checkpoint. With
-    `traced`, what every module takes and gives is kept, and the gradient and the weights of every
-    step, for `train.locate`; documents are not looked at alone.
+    `traced`, the inputs and outputs of every module are kept, and the gradient and the weights of
+    every step, for `first_divergence`; single documents are not observed.
     """
     with joined(run) as world:
         splits = splits_of(run)
@@ -58,6 +59,7 @@ def observe(
         record_gradients(context, folder / "gradients")
         results = []
         for made in range(run.trainer.steps):
+            # Half of the steps before, half after: errors of a resume show in the second half.
             if resumed and made and made == run.trainer.steps // 2:
                 context = _resumed(context, folder / MIDDLE, splits, by_document)
                 if recorder is not None:
@@ -87,9 +89,7 @@ def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) 
 def _resumed(
     context: TrainContext, folder: Path, splits: Splits, by_document: bool
 ) -> TrainContext:
-    """Return the run as it goes on in parts that are built anew and read back what it
-    saves here.
-    """
+    """Save the run, build everything anew, and return it restored from that checkpoint."""
     run = context.run
     world = context.world
     path = ckpt_state.save(folder, run, world, context.state, {})
@@ -100,9 +100,7 @@ def _resumed(
 
 
 def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
-    """Where some documents of the first global batch are, and their losses; their gradients are
-    saved.
-    """
+    """Return places and losses of some documents of the first batch; save their gradients."""
     data = context.train_data
     size = size_after(context.batch_sizes, 0)
     out = []
@@ -110,9 +108,10 @@ def _documents(context: TrainContext, folder: Path) -> list[dict[str, Any]]:
         batches = [
             to_device(batch, context.world) for batch in documents.only(document, data, size)
         ]
-        means = reduce_report(context.world, gradients(context, batches), False)
+        reports = gradients(context, batches)
+        means = reduce_report(context.world, context.table, reports, False)
         save_gradients(context, folder / f"document_{document.number}")
-        out.append({**asdict(document), "loss": means.loss, "tokens": means.tokens})
+        out.append({**asdict(document), "loss": means["loss"], "tokens": int(means["tokens"])})
     return out
 
 
@@ -130,7 +129,8 @@ def record_gradients(context: TrainContext, folder: Path) -> None:
 
 
 def save_gradients(context: TrainContext, folder: Path) -> None:
-    """Save the gradients that are there, as a checkpoint of step 0."""
+    """Save the current gradients as a checkpoint of step 0."""
+    # In the format of checkpoints, which assembles tensors of any layout.
     ranks = ckpt_state.meeting_of(context.world, context.run)
     shards = sharding.gradient_shards(context.state.chunks, context.state.optimizer)
     store.save(folder, 0, shards, {}, {}, "", ranks)
@@ -160,11 +160,11 @@ class Row:
 def compare(
     one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
 ) -> list[Row]:
-    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights
-    after the last.
+    """Compare what `observe` wrote for two layouts: losses, norm and gradients of the first step,
+    weights after the last.
 
-    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that
-    has no size of its own after a few steps.
+    With `zero_centered` norms, the factor is compared, which is the weight plus 1: the weight
+    itself is almost zero after a few steps.
     """
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     losses = {
@@ -196,9 +196,9 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
         same = all(x[key] == y[key] for key in ("number", "start", "stop", "tokens"))
         losses[where] = relative(x["loss"], y["loss"]) if same else float("inf")
         inside = f"document_{x['number']}/{folder_name(0)}"
-        # a token that attends to itself alone gives norms of queries a gradient of rounding
-        found = _of_tensors(one / inside, many / inside, small=SMALL)
-        errors |= {f"{where}: {key}": error for key, error in found.items()}
+        # a token that attends only to itself gives norms of queries a gradient of rounding errors
+        differences = _of_tensors(one / inside, many / inside, small=SMALL)
+        errors |= {f"{where}: {key}": error for key, error in differences.items()}
     if not losses:
         return []
     return [
@@ -223,10 +223,12 @@ def _of_tensors(
         }
         for folder in (one, many)
     )
+    # A weight that one side lacks cannot be compared: infinite.
     if left.keys() != right.keys():
         odd = sorted(left.keys() ^ right.keys())
         return {f"only on one side: {', '.join(odd[:3])}": float("inf")}
     factors = {key for key in left if offset and "norm" in key and "bias" not in key}
+    # A tensor that is almost zero would be compared by its rounding errors.
     least = small * math.sqrt(sum(float(value.double().square().sum()) for value in left.values()))
     return {
         key: _distance(value, right[key], 1.0 if key in factors else 0.0, least)
@@ -242,7 +244,7 @@ def is_weight(key: str) -> bool:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return the difference of two numbers as a part of the first; infinite where one is none."""
+    """Return the difference of two numbers over the first; infinite if one is not a number."""
     if a is None or b is None:  # not a number
         return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)

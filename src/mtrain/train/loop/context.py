@@ -1,0 +1,149 @@
+"""The parts of a training run on one rank, shared by its steps and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from mtrain.ckpt.state import TrainState
+from mtrain.config.resolve.batches import Stage, samples_of, size_after, stages
+from mtrain.config.schema.run import RunConfig
+from mtrain.data.batch import GlobalBatches
+from mtrain.mcore import api as mcore
+from mtrain.mcore.adapter.cuda_graphs import whole_steps
+from mtrain.train.loop.interruptions import ByTime, StopRequest
+from mtrain.train.loop.prefetch import BatchPrefetcher, Needs, Place, Ring, needs_of
+from mtrain.train.loop.readings import Board, MetricTable
+from mtrain.train.loop.result import StepResult
+from mtrain.train.loop.tally import Flops, may_pad
+from mtrain.train.objectives import Objective, objective_of
+from mtrain.world.init import World
+
+Measure = Callable[["TrainContext", StepResult], dict[str, float]]
+
+
+class Moments:
+    """The moments of a run at which hooks act: no hooks, unless a trainer sets them."""
+
+    def call(self, moment: str, context: TrainContext, *args: object, **kwargs: object) -> None:
+        """Call a moment of every hook, in order."""
+
+    def log(self, context: TrainContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Give the metrics of a step, or of an evaluation after it, to every hook."""
+        self.call("log", context, step, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the hooks that have one, by name."""
+        return {}
+
+
+@dataclass
+class TrainContext:
+    """The model, data and state of a run on this rank, and what its steps share."""
+
+    run: RunConfig
+    world: World
+    state: TrainState
+    train_data: GlobalBatches
+    valid_data: GlobalBatches | None
+    schedule: Callable[..., list[torch.Tensor]] | None = None
+    """A function that runs the micro-batches of a step, with the arguments of `run_schedule`; None:
+    the pipeline of `run_pipeline`.
+    """
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Requests to stop that this rank got."""
+    stops: bool = False
+    """All ranks know of a request to stop: the run ends here."""
+    hooks: Moments = field(default_factory=Moments)
+    """Set by the trainer."""
+    measures: list[Measure] = field(default_factory=list)
+    """Functions that add to the record of a step; hooks append theirs in `start`."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Return whether this rank got a request to stop."""
+        return self.stop.requested
+
+    @cached_property
+    def by_time(self) -> ByTime:
+        """Return the clock of what happens every so many minutes."""
+        return ByTime(self.run)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """Return what the run minimises."""
+        return objective_of(self.run)
+
+    @cached_property
+    def table(self) -> MetricTable:
+        """Return the metrics that ranks add up in each step."""
+        return MetricTable(self.objective.metrics())
+
+    @cached_property
+    def board(self) -> Board:
+        """Return the host memory that the numbers of steps are copied to."""
+        # one number more than metrics: the norm of a gradient that the host did not wait for
+        return Board(self.world.device, len(self.table) + 1)
+
+    @cached_property
+    def valid_ring(self) -> Ring | None:
+        """Return the host memory that samples of evaluations are copied from."""
+        return Ring.of(self.world.device, self.run.data.prefetch)
+
+    @cached_property
+    def batch_sizes(self) -> tuple[Stage, ...]:
+        """Return samples per step, from the samples that are consumed."""
+        return stages(self.run)
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Return the counter of the model FLOPs of documents."""
+        return Flops(self.run)
+
+    def needs(self, data: GlobalBatches) -> Needs:
+        """Return the parts of samples that the stages of this rank read."""
+        return needs_of(self.run, self.state.chunks, padded=data.pads or may_pad(self.run))
+
+    @cached_property
+    def prefetcher(self) -> BatchPrefetcher:
+        """Return the prefetcher of the training samples."""
+        plan = self.batch_sizes
+        end = samples_of(plan, self.run.trainer.steps)
+        prefetch = self.run.data.prefetch
+        ring = Ring.of(self.world.device, prefetch)
+        following = partial(next_step, plan, end)
+        # Intermediate stages read almost nothing: their thread would wake for no data.
+        needs = self.needs(self.train_data)
+        return BatchPrefetcher(self.train_data, self.world, needs, following, prefetch, ring)
+
+    @cached_property
+    def pipeline(self) -> Callable[..., Any]:
+        """Return megatron-core's schedule of micro-batches, captured as one CUDA graph if the run
+        asks for whole steps.
+        """
+        schedule = mcore.get_forward_backward_func()
+        steps = self.run.trainer.cuda_graph_warmup_steps
+        if self.run.trainer.cuda_graph_impl == "full_iteration" and steps is not None:
+            return whole_steps(schedule, steps)
+        return schedule  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        """Begin to read samples for the next step."""
+        consumed = self.state.consumed_samples
+        if self.state.step < self.run.trainer.steps:
+            self.prefetcher.expect(consumed, size_after(self.batch_sizes, consumed))
+
+    def close(self) -> None:
+        """End the thread that prefetches samples, if it was started."""
+        if "prefetcher" in self.__dict__:
+            self.prefetcher.close()
+
+
+def next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
+    """Return the step after the one at `place`, or None if that was the last before `end`."""
+    consumed = sum(place)
+    return (consumed, size_after(plan, consumed)) if consumed < end else None

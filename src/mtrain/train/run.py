@@ -1,0 +1,221 @@
+"""A run on one rank, from its configuration to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from mtrain import units
+from mtrain.assembly.kernel_variants import use_measured
+from mtrain.assembly.model import build_model
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.store import Checkpoint
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.schema.run import RunConfig
+from mtrain.data import Splits, same_data
+from mtrain.errors import BadEnvironment, CorruptData
+from mtrain.models.registry import probed
+from mtrain.plan.count import adapter_parameters, parameters
+from mtrain.train.assemble import assemble, named_tokenizer, splits_of
+from mtrain.train.hooks import optional
+from mtrain.train.hooks.base import Hook
+from mtrain.train.hooks.checkpoints import Checkpoints
+from mtrain.train.hooks.evaluation import Evaluation
+from mtrain.train.hooks.graphs import Graphs
+from mtrain.train.hooks.memory import Memory
+from mtrain.train.hooks.metrics import Metrics
+from mtrain.train.hooks.planned import Planned
+from mtrain.train.hooks.profile import Profile
+from mtrain.train.hooks.progress import Progress
+from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
+from mtrain.train.hooks.tokenizer import KeepTokenizer
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.interruptions import StopRequest
+from mtrain.train.loop.trainer import Trainer
+from mtrain.world.init import World, joined
+from mtrain.world.rank_env import End
+from mtrain.world.stacks import ERRORS
+from mtrain.world.watchdog import watching
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The folder that a run writes to, and the checkpoints that it begins with."""
+
+    folder: Path
+    checkpoint: Path | None = None
+    weights: Path | None = None
+    """The checkpoint from which a new run takes only the weights."""
+    cpu_matmul: str | None = None
+    """`kernels.cpu_matmul`, if it is decided together with the paths."""
+
+
+def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
+    """Train on this rank: join the others, assemble, resume, fit, and show the result.
+
+    `locate` returns the paths, the same on every rank; `end` ends this process where it hangs.
+
+    Returns:
+        Whether the ranks ended together. Otherwise only the text sample failed, and the process has
+        to end at once: it still holds groups of ranks that are gone.
+
+    Raises:
+        MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
+    """
+    stop = StopRequest()
+    stop.listen(run.trainer.stop_signals)
+    try:
+        with joined(run) as world:
+            paths = locate(world)
+            if paths.cpu_matmul is not None:
+                kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
+                run = run.model_copy(update={"kernels": kernels})
+            use_measured(run, world)
+            splits = splits_of(run, paths.checkpoint or paths.weights)
+            errors = paths.folder / ERRORS
+            with watching(run, world, errors, end):
+                context = assemble(run, world, splits)
+                context.stop = stop
+                progress = Progress(run, speaks=world.is_rank0)
+                _begin(context, splits, paths, progress)
+                trainer = Trainer(context, run_hooks(run, splits, paths, progress))
+                _introduce(context, splits, progress)
+                trainer.fit()
+            # The run is saved: a rank that hangs from here on ends without an error.
+            with watching(run, world, errors, end_after_run):
+                trainer.hooks.call("after_run", context)
+    except RanksApart:
+        return False
+    return True
+
+
+def run_hooks(run: RunConfig, splits: Splits, paths: Paths, progress: Progress) -> list[Hook]:
+    """Return the hooks of a run, in the order in which each moment calls them."""
+    folder = paths.folder
+    metrics = Metrics(folder)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, progress, splits.describe())
+    # Whatever may end a run comes after the checkpoints, so it loses no step.
+    hooks: list[Hook] = [
+        KeepTokenizer(folder, splits, named_tokenizer(run, paths.checkpoint or paths.weights)),
+        metrics,
+        progress,
+        checkpoints,
+        Evaluation(metrics, progress, splits.unigram_entropy_nats),
+        Memory(folder),
+        Planned(folder, progress),
+        Sample(splits, checkpoints, paths.checkpoint, progress),
+        *optional.enabled(run, folder),
+    ]
+    if run.trainer.profile_step:
+        # first, so that the trace has the work of no other hook
+        hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))
+    if run.trainer.cuda_graph_impl == "transformer_engine":
+        hooks.append(Graphs(run))
+    return hooks
+
+
+def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
+    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as
+    plain numbers; the model's family may put something among them, an image for one.
+
+    Only on one rank.
+
+    Raises:
+        CorruptData: the checkpoint is not what was written.
+    """
+    with joined(run) as world:
+        (chunk,) = build_model(run, world, wrap=False)
+        ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), [chunk])
+        chunk.eval()
+        ids, more, _ = probed(run.model, ids)
+        with torch.no_grad():
+            rows = chunk(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), None, **more)
+        rows[0, :, : run.model.vocab_size].float().numpy().tofile(out)
+
+
+def _begin(context: TrainContext, splits: Splits, paths: Paths, progress: Progress) -> None:
+    """Load what the run begins with, and begin to read its first samples."""
+    if paths.checkpoint is not None:
+        _resume(context, paths.checkpoint, splits, progress)
+    elif paths.weights is not None:
+
+        def load_weights(checkpoint: Checkpoint) -> None:
+            ckpt_state.load_weights(checkpoint, context.state)
+
+        _load(context, paths.weights, load_weights)
+        progress.note(f"weights from {paths.weights}")
+    context.begin()
+
+
+def _resume(context: TrainContext, path: Path, splits: Splits, progress: Progress) -> None:
+    """Restore a checkpoint's state.
+
+    Each rank verifies what it reads; damage that one of them finds ends all of them.
+    """
+    run = context.run
+    state = context.state
+
+    def restore(checkpoint: Checkpoint) -> bool:
+        saved = checkpoint.state.get("data")
+        if saved is not None and not run.checkpoint.accept_changes:
+            same_data(saved, splits.describe())
+        return ckpt_state.load(checkpoint, context.world, state, seed=run.trainer.seed)
+
+    checkpoint, restored = _load(context, path, restore)
+    progress.note(f"resumed from {path}: step {state.step}, {state.consumed_samples} samples used")
+    if not restored:
+        why = "the ranks of this older checkpoint all drew alike"
+        if checkpoint.state["grid"] != context.world.grid.sizes:
+            why = "the layout changed"
+        progress.note(f"{why}: random generators start from the seed and the step")
+
+
+def _load(
+    context: TrainContext, path: Path, restore: Callable[[Checkpoint], T]
+) -> tuple[Checkpoint, T | None]:
+    """Open a checkpoint and restore from it; damage that one rank finds ends all of them."""
+    damage = ""
+    done = None
+    checkpoint = Checkpoint(path, {})
+    try:
+        checkpoint = ckpt_state.opened(path, context.run, context.world)
+        done = restore(checkpoint)
+    except (CorruptData, BadEnvironment) as error:
+        damage = f"{type(error).__name__}\n{error}"
+    # Over the store: a rank may wait here for longer than a collective would.
+    kind, *lines = ckpt_state.meeting_of(context.world, context.run).barrier(damage).split("\n")
+    if kind:
+        shared = BadEnvironment(*lines) if kind == BadEnvironment.__name__ else CorruptData(*lines)
+        shared.shared = True
+        raise shared
+    return checkpoint, done
+
+
+def _introduce(context: TrainContext, splits: Splits, progress: Progress) -> None:
+    """Print what is about to be trained."""
+    run = context.run
+    world = context.world
+    samples = run.trainer.micro * world.grid.dp
+    counts = sorted({size // samples for _, size in context.batch_sizes})
+    batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    trained = sum(adapter_parameters(run))
+    adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
+    progress.note(
+        f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid}"
+        f" on {world.size} {world.device.name} ranks, {run.precision.words}, {batch} micro-batches"
+        " per step"
+    )
+    for remark in splits.remarks():
+        progress.note(remark)
+    tokens = splits.describe().get("tokens")
+    if tokens is not None and splits.unigram_entropy_nats is not None:
+        progress.note(
+            f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f}"
+            " nats"
+        )
