@@ -1,4 +1,4 @@
-"""What mtrain asks of a device, and nothing more."""
+"""The interface that mtrain needs of a device."""
 
 from __future__ import annotations
 

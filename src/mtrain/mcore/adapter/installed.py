@@ -1,4 +1,4 @@
-"""What the megatron adapter was installed for in this process."""
+"""The state of the adapter in this process: its device and its patches."""
 
 from __future__ import annotations
 

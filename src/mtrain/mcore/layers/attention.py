@@ -332,7 +332,7 @@ def _goes_on(query: Tensor, key: Tensor) -> bool:
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Where packed sequences start and end in the batch, padding included; None if they are not
+    """Return the offsets of packed sequences in the batch, padding included; None if they are not
     packed.
     """
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":

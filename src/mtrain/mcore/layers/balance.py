@@ -1,5 +1,4 @@
-"""What routers of experts count, and their losses, over the tokens that are there: padding has no
-part in them.
+"""Token counts of routers and their losses, over real tokens only: padding takes no part.
 
 A step is divided once by its predictions (or samples), so a loss here is a sum over tokens: that of
 a micro-batch times its tokens. With `ROUTER_LOSS_SHARE` it ends as the average over all tokens of

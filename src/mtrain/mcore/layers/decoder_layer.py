@@ -18,8 +18,8 @@ from mtrain.mcore.layers.residual import ResidualNorm, added_by, one_graph
 
 @dataclass
 class DecoderLayerSubmodules(TransformerLayerSubmodules):
-    """Those of megatron-core, and the norms of what attention and MLP add to the residual stream,
-    or of the sum.
+    """Submodules of megatron-core's layer, with norms of what attention and MLP add to the residual
+    stream, or of the sum.
     """
 
     post_self_attn_layernorm: Any = IdentityOp

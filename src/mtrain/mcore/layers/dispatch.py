@@ -197,9 +197,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self.exchanges and self.local == 1 and not self._pads
 
     def _owners(self, rows: int) -> Tensor:
-        """Of each received row its expert among this rank's; of padding, one more than
-        there are.
-        """
+        """Return the local expert of each received row; padding gets one more than the last expert."""
         if self._pads:
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()
@@ -236,7 +234,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return out if self.shared_experts is None else out + self.shared_experts.get_output()
 
     def _summed(self, x: Tensor, group: Any, sizes: list[int] | None = None) -> Tensor:
-        """This rank's part of the sum over ranks, made in the dtype of the weights."""
+        """Reduce-scatter in the dtype of the weights, and return this rank's part."""
         wide = reduce_scatter_to_sequence_parallel_region(
             x.to(self._wide), group=group, input_split_sizes=sizes
         )

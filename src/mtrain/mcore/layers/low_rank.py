@@ -55,7 +55,7 @@ NORM_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the adapters of a model are."""
+    """The hyperparameters of all adapters of a model."""
 
     rank: int
     scale: float
@@ -66,8 +66,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parts:
-    """Of how many layers of Hugging Face's a layer is made, and, of several, which one each row of
-    its weight is.
+    """The Hugging Face layers that one fused layer holds: how many, and which one each row of the
+    weight belongs to.
     """
 
     count: int
@@ -205,7 +205,7 @@ class _LowRank:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """That of the layer, and where its adapter lies."""
+        """Return the shards of the layer and of its adapter."""
         metadata = metadata or {}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.sharded:
@@ -354,7 +354,7 @@ class _LowRankExperts:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """That of the layer, and where the adapters lie among those of all experts."""
+        """Return the shards of the layer and of its adapters among those of all experts."""
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         held |= self.sharded_by_expert(
             (A, B), {A: 1, B: 0}, prefix, sharded_offsets, metadata or {}

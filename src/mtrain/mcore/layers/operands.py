@@ -29,7 +29,7 @@ LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"
 
 
 class Feeds(NamedTuple):
-    """For which linear layers a norm quantises."""
+    """The linear layers that a norm quantises for."""
 
     recipe: Recipe
     """What they multiply in."""
@@ -40,7 +40,8 @@ class Feeds(NamedTuple):
 
 
 def taken(x: Tensor) -> Operand | None:
-    """What a norm made of its result `x`, if it did, for the next of the linear layers behind.
+    """Return the operand that a norm made of its result `x`, if it did, for the next of the layers
+    that read it.
 
     When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for
     row.
@@ -116,8 +117,8 @@ def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def greatest(groups: list[Any]) -> Any:
-    """What makes the greatest value of a part that of all ranks of these groups, or None where each
-    has one rank.
+    """Return a function that reduces a maximum over the ranks of these groups; None where each
+    group has one rank.
     """
     several = [group for group in groups if group.size() > 1]
     if not several:
@@ -140,8 +141,8 @@ def may_gather(operand: Operand | None, recipe: Recipe) -> bool:
 
 
 def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
-    """What stands for `x` [s / ranks, ...] of all ranks in a graph, without numbers, and the
-    operand of all.
+    """Return a stand-in for `x` [s / ranks, ...] of all ranks in the graph, without numbers, and
+    the gathered operand.
 
     Forward and backward send eight bits an element and the scales.
     """

@@ -170,7 +170,7 @@ class BertModel(SummedLosses, LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before sent, for megatron-core's schedules: a tensor, or a list of one."""
+        """Keep the previous stage's output for the next forward: a tensor, or a list of one."""
         self.encoder.set_input_tensor(
             input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         )
@@ -221,8 +221,8 @@ class BertModel(SummedLosses, LanguageModule):
         return total
 
     def next_sentence_logits(self, hidden: Tensor) -> Tensor:
-        """Of the encoder's [s, b, h], or this rank's part: fp32 [b, 2], from what is pooled of the
-        first token.
+        """Return fp32 [b, 2] from the pooled first token of the encoder's [s, b, h], or of this
+        rank's part.
         """
         assert self.pooler is not None
         assert self.next_sentence is not None

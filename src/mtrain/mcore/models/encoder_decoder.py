@@ -136,14 +136,14 @@ class EncoderDecoder(SummedLosses, T5Model):
     def _read(
         self, tokens: Tensor, positions: RelativePositions, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What a stack reads, and the biases of its attention."""
+        """Return the input of a stack and the biases of its attention."""
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         biases = positions.biases(tokens.shape[1], self.tp_group, hidden)
         again = self._recomputes and self.training and torch.is_grad_enabled()
         return computed_again(embedded, biases) if again else (embedded, biases)
 
     def _dropped(self, hidden: Tensor) -> Tensor:
-        """What a stack gives, behind the dropout of its final norm."""
+        """Apply dropout to the output of a stack, after its final norm."""
         p = self.config.hidden_dropout if self.training else 0.0
         if not p:
             return hidden

@@ -70,7 +70,7 @@ class PatternLayer(DecoderLayer):
         )
 
     def number(self, layer_number: int) -> int:
-        """That of a layer among the layers of the model, from its number in the stack."""
+        """Return the layer's number in the model, from its number in the stack."""
         return layer_number
 
 
@@ -207,7 +207,7 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @vp_stage.setter
     def vp_stage(self, value: int | None) -> None:
-        """It is known from the start."""
+        """Return the virtual stage, which is fixed at construction."""
 
     def forward(
         self,
@@ -243,7 +243,7 @@ def _before_the_output_layer(model: Any) -> Iterator[None]:
 
 
 def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) -> dict[str, Any]:
-    """What the model of this release is told of a pattern and of the layers of each (virtual)
+    """Return the arguments for this release's model: the pattern, and the layers of each (virtual)
     stage.
     """
     if UNIFIED:

@@ -45,7 +45,7 @@ class OutputLayer(ColumnLinear):
     scale: float | None = None
 
     def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
-        """With gradients megatron-core's own product: its loss of all logits writes over them."""
+        """Use megatron-core's product where gradients are on: its loss overwrites the logits."""
         kind = ColumnParallelLinear if torch.is_grad_enabled() else ColumnLinear
         return kind._forward_impl(self, *args, **more)  # type: ignore[no-any-return]
 
@@ -119,8 +119,8 @@ class OutputLayer(ColumnLinear):
 
 @dataclass(frozen=True)
 class Told:
-    """What of the losses is asked for beside cross entropy, and the most logits that are there at
-    once.
+    """The options of the losses: auxiliary outputs next to cross entropy, and the most logits in
+    memory at once.
     """
 
     z_loss: float = 0.0
@@ -163,8 +163,7 @@ def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Te
 
 
 class SummedLosses:
-    """Of a language model of megatron-core: the sum of its losses over the first `loss_vocab_size`
-    ids.
+    """A mixin of language models: the sum of their losses over the first `loss_vocab_size` ids.
 
     `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
     `mtrain_kernels.linear_cross_entropy`.
@@ -243,8 +242,8 @@ class SummedLosses:
         detached: bool = False,
         told: Told | None = None,
     ) -> Tensor:
-        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times
-        `mask` [b, s].
+        """Return the sum of each token's loss times `mask` [b, s], for the output layer's input [s,
+        b, h] or this rank's part.
 
         `detached`: the weight of the output layer learns nothing from it. `told` stands for
             `self.told`.

@@ -96,12 +96,12 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             param.main_grad.mul_(scaling_factor)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: FSDP2 has reduced the gradients when the backward pass ends."""
+        """Do nothing: FSDP2 has reduced the gradients when the backward pass ends."""
 
 
 def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """What is gathered and freed at once, inner ones first, and whether it is of experts that other
-    ranks hold.
+    """List the modules that are gathered and freed at once, inner ones first, and whether each
+    holds experts that are sharded over other ranks.
     """
     tied = any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
     for module in model.modules():

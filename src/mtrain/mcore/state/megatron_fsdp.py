@@ -62,8 +62,8 @@ def communication_elements(model: torch.nn.Module) -> int:
 
 
 def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """What megatron-core's FSDP keeps of each group of parameters of a chunk; nothing of another
-    chunk.
+    """Return the flat buffers of megatron-core's FSDP for each group of parameters of a chunk;
+    empty for other chunks.
     """
     kept = {
         "weights": "model_weight_buffer",

@@ -1,5 +1,5 @@
-"""Which class megatron-core builds its optimizers of: torch's, TransformerEngine's, or
-one of ours.
+"""The class that megatron-core builds its optimizers of: torch's, TransformerEngine's, or one of
+ours.
 """
 
 from __future__ import annotations
