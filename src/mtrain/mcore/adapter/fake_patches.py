@@ -1,4 +1,4 @@
-"""Patches for tensors without memory: megatron-core reads values or frees memory in a few places."""
+"""Patches for tensors without memory, whose values megatron-core reads in a few places."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _routed_by_shapes() -> Iterator[None]:
 
 
 def _tracked() -> dict[str, Any]:
-    """Return the dictionary in which routers record losses; since 0.19 the function returns a copy."""
+    """Return the dictionary in which routers record losses; 0.19's function returns a copy."""
     if release.at_least(0, 19):
         return (
             importlib.import_module("megatron.core.transformer.moe.moe_logging")

@@ -40,7 +40,7 @@ class Context:
         return self.inner.size() if self.inner else 1
 
     def head_slice(self, heads: int) -> slice:
-        """Return the slice of this tensor-parallel rank's heads that are here after the exchange."""
+        """Return the slice of this tensor-parallel rank's heads that the exchange leaves here."""
         share = heads // self.inner_size
         first = (self.inner.rank() if self.inner else 0) * share
         return slice(first, first + share)

@@ -197,7 +197,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self.exchanges and self.local == 1 and not self._pads
 
     def _owners(self, rows: int) -> Tensor:
-        """Return the local expert of each received row; padding gets one more than the last expert."""
+        """Return the local expert of each received row; padding gets one past the last expert."""
         if self._pads:
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()

@@ -244,7 +244,7 @@ def _pieces(
 
 
 def _rounds(matrices: Sequence[Matrix], ranks: int) -> Iterator[list[Matrix]]:
-    """Group matrices so that no rank has more than `ROUND` whole elements at a time, or one matrix."""
+    """Group matrices: a rank has at most `ROUND` whole elements at a time, or one matrix."""
     some = list[Matrix]()
     held = [0] * ranks
     for matrix in matrices:
