@@ -131,9 +131,7 @@ class Event:
         recorded.
         """
         if self._at_s is None or end._at_s is None:
-            raise RuntimeError(
-                "both events must be recorded before the time between them is asked for"
-            )
+            raise RuntimeError("both events must be recorded before the time between them is read")
         return (end._at_s - self._at_s) * 1e3
 
 

@@ -53,7 +53,7 @@ def fake_patches() -> Iterator[None]:
         return x.repeat(group.size(), *[1] * (x.ndim - 1))
 
     def shapes(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():  # what a whole sharded tensor would be is asked, not made
+        with _disable_current_modes():  # the whole sharded tensor is described, not made
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
@@ -88,7 +88,7 @@ def _routed_by_shapes() -> Iterator[None]:
     real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
     def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
-        # it goes on until numbers change no more, which those of shapes alone never do
+        # it goes on until numbers change no more, which shapes without numbers never do
         return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
 
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class CoreAttention(MegatronModule):
             if self.config.perform_initialization:
                 self.config.init_method(self.softmax_offset)
         else:
-            raise ValueError(f"softmax_type {kind!r} is none of vanilla, off-by-one, learnable")
+            raise ValueError(f"softmax_type {kind!r} is not vanilla, off-by-one or learnable")
 
     def forward(
         self,
@@ -326,7 +326,7 @@ class CoreAttention(MegatronModule):
 
 def _goes_on(query: Tensor, key: Tensor) -> bool:
     """Return whether several tokens follow those of a cache: megatron-core then says no mask, as is
-    right for one alone.
+    right for a single one.
     """
     return 1 < query.shape[0] < key.shape[0]
 

@@ -22,7 +22,7 @@ class Cache(StaticInferenceContext):
     Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank,
     head size], MLA those that it makes of the compressed ones. A layer of linear attention or of
     Mamba-2 keeps a state in `states`, by its number and the tokens that were read. `last_only`:
-    what is read has no padding, and the logits are those of the last token alone.
+    what is read has no padding, and the logits are those of the last token only.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:

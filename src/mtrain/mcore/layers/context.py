@@ -32,7 +32,7 @@ class Context:
         elif self.kind == "a2a+p2p":
             self.inner, self.outer = parallel_state.get_hierarchical_context_parallel_groups()
         elif self.kind != "all_gather":
-            raise ValueError(f"cp_comm_type {self.kind!r} is none of all_gather, p2p, a2a, a2a+p2p")
+            raise ValueError(f"cp_comm_type {self.kind!r} is not all_gather, p2p, a2a or a2a+p2p")
 
     @property
     def inner_size(self) -> int:

@@ -36,7 +36,7 @@ class DecoderLayer(TransformerLayer):
     made by the norm that reads them where that can do it.
     """
 
-    is_moe_layer = False  # 0.16.1 asks before it says so, where an MLP is captured alone
+    is_moe_layer = False  # 0.16.1 asks before it says so, where only an MLP is captured
     _mlp_reads_the_sum = True
     """Whether the MLP reads what attention has been added to."""
 

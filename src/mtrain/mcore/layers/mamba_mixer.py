@@ -215,7 +215,8 @@ class Mamba2Mixer(MegatronModule):
         """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
         this rank or of its part of them: [s, b, channels of heads].
         """
-        own, (weight, bias, dt_bias, a_log, d) = self._exchange or self, self._weights()
+        own = self._exchange or self
+        weight, bias, dt_bias, a_log, d = self._weights()
         before = State.of(context, self.layer_number)
         x = xbc.permute(1, 2, 0)
         times = xbc.shape[0]

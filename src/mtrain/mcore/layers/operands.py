@@ -2,7 +2,7 @@
 quantises them.
 
 A norm hands its operand over on the tensor that it gives, which holds the same numbers in full.
-Where that tensor does not reach the linear layer as it is, as when an MLP alone is computed again,
+Where that tensor does not reach the linear layer as it is, as when only an MLP is computed again,
 the layer quantises it, to the same bits.
 """
 
@@ -34,7 +34,7 @@ class Feeds(NamedTuple):
     recipe: Recipe
     """What they multiply in."""
     groups: list[Any]
-    """Of ranks that have parts of the tokens, beside context parallelism."""
+    """The ranks that have parts of the tokens, apart from context parallelism."""
     readers: int
     """How many they are."""
 
@@ -63,7 +63,7 @@ def feed(layer: Any) -> None:
     layers behind them.
 
     That is where these take operands (`takes_operands`) and the kernels are Triton's. What a norm
-    alone makes again stays as it is.
+    makes again by itself stays as it is.
     """
     attention = layer.self_attention
     if not layer.recompute_input_layernorm:
@@ -153,9 +153,9 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     def transposed(*kept: Tensor | None) -> tuple[Tensor, Tensor]:
         data, scale = again(*kept)
-        return _side_by_side(data, group, ranks), scale if one else _side_by_side(
-            scale, group, ranks
-        )
+        if not one:
+            scale = _side_by_side(scale, group, ranks)
+        return _side_by_side(data, group, ranks), scale
 
     scale = operand.scale if one else _all(operand.scale, group)
     whole = operand._replace(data=_all(operand.data, group), scale=scale, transposed=transposed)

@@ -148,7 +148,8 @@ class _NormAcrossHeads(Norm):
         """Return the normalised heads, in their shape and dtype; for None the weight."""
         if x is None:
             return self.weight
-        ranks, (n, d) = self._tp.size(), x.shape[-2:]
+        ranks = self._tp.size()
+        n, d = x.shape[-2:]
         if ranks == 1:
             return super().forward(x.flatten(-2)).view_as(x)
         copies = n * ranks // self.heads

@@ -134,11 +134,12 @@ def with_dropout(linear: type) -> type:
             p = self.config.hidden_dropout if self.training else 0.0
             if p:
                 # under sequence parallelism the whole block runs in the tracker's state already
-                with (
-                    nullcontext()
-                    if self.config.sequence_parallel
-                    else get_cuda_rng_tracker().fork()
-                ):
+                # under sequence parallelism the whole block runs in the tracker's state already
+                if self.config.sequence_parallel:
+                    state = nullcontext()
+                else:
+                    state = get_cuda_rng_tracker().fork()
+                with state:
                     input_ = F.dropout(input_, p)
             return super().forward(input_, *args, **more)
 

@@ -158,7 +158,7 @@ def _in_turn(like: Tensor, topk: int) -> Tensor:
 
 
 def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
+    """Return weights and map [t, e] of real tokens only: the balance is theirs."""
     weights = torch.zeros_like(logits)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     rows = tokens.nonzero().flatten()

@@ -142,7 +142,8 @@ def _parts(index: Index, heads: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they
     may see, [s, t].
     """
-    (s, b, h, _), t = index.q.shape, index.k.shape[0]
+    s, b, h, _ = index.q.shape
+    t = index.k.shape[0]
     size = max(1, MOST_SCORES // (b * max(h, heads) * t))
     at = torch.arange(t, device=index.k.device)
     for first in range(0, s, size):

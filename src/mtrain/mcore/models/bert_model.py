@@ -190,7 +190,7 @@ class BertModel(SummedLosses, LanguageModule):
         """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
         of a stage that is not the last its hidden states [s, b, h].
 
-        `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B
+        `token_types` [b, s] are 0 by default; `next_sentence` [b] is 1 where sentence B
         does not follow.
 
         Raises:

@@ -30,7 +30,7 @@ class EncoderDecoder(SummedLosses, T5Model):
 
     What megatron-core's has not: an output layer without bias, whose logits are of `logit_scale`
     times what the decoder gives; biases by distance that are added up in fp32 and made for a rank's
-    own heads alone; dropout behind the final norms and inside of the MLPs; padding that is hidden
+    own heads only; dropout behind the final norms and inside of the MLPs; padding that is hidden
     from attention by one mask [b, t]; losses as `SummedLosses` makes them.
     """
 
@@ -111,8 +111,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         [b, s, vocabulary / tp].
 
         `tokens` [b, s] are the decoder's. The encoder reads `encoder_tokens` [b, t], where
-        `encoder_mask` [b, t] is not False, or the decoder's where there are none. Positions follow
-        from the order alone.
+        `encoder_mask` [b, t] is not False, or the decoder's without any. Positions follow
+        from the order only.
 
         Raises:
             ValueError: packed documents, or a mask of the decoder's.

@@ -66,7 +66,7 @@ class OutputLayer(ColumnLinear):
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With something `told` apart the sum is that of
-        `told_apart`. With `labels` alone there are logits and, in the place of a bias, whether each
+        `told_apart`. With only `labels` there are logits and, in the place of a bias, whether each
         label has the largest one [b, s]: of what is not capped yet, which makes equals of large
         ones.
         """
@@ -84,6 +84,7 @@ class OutputLayer(ColumnLinear):
             hidden, weight = _with_bias(hidden, weight, self.bias)
         told = Told() if told is None else told
         token_weights = token_weights.t().flatten()
+        fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
         found = linear_cross_entropy(
             hidden,
             weight,
@@ -96,9 +97,7 @@ class OutputLayer(ColumnLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
-            gradient=add_scaled
-            if self.gradient_accumulation_fusion and adds_to_main_grad(weight)
-            else None,
+            gradient=add_scaled if fuses else None,
             impl=impl,
         )
         if told:
@@ -172,7 +171,7 @@ class SummedLosses:
     loss: str
     loss_vocab_size: int
     told = Told()
-    """What is told apart; with anything, the sum is that of `told_apart`."""
+    """Auxiliary outputs; with any of them, the sum is that of `told_apart`."""
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""
@@ -305,8 +304,8 @@ class LanguageModel(SummedLosses, GPTModel):
     gradient as a sum too, weighted by `further_masks` and the share of its own count: megatron-core
     0.16.1 divides it by the tokens of the main loss, and 0.19 by those of a micro-batch, so that
     another micro-batch size is another gradient. Every loss is over the first `loss_vocab_size`
-    ids; logits that are asked for without labels have all of the padded vocabulary. `features` are
-    what `complete` takes beside the loss.
+    ids; logits without labels have all of the padded vocabulary. `features` are
+    the arguments of `complete` apart from the loss.
     """
 
     def __init__(
@@ -371,15 +370,15 @@ class LanguageModel(SummedLosses, GPTModel):
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
         """Return the hidden states of the stack and, behind them, those of each MTP layer."""
         names = (
-            *(
-                "input_ids",
-                "position_ids",
-                "attention_mask",
-                "inference_params",
-                "rotary_pos_emb",
-                "rotary_pos_cos",
-            ),
-            *("rotary_pos_sin", "packed_seq_params", "sequence_len_offset"),
+            "input_ids",
+            "position_ids",
+            "attention_mask",
+            "inference_params",
+            "rotary_pos_emb",
+            "rotary_pos_cos",
+            "rotary_pos_sin",
+            "packed_seq_params",
+            "sequence_len_offset",
         )
         given = {name: context.get(name) for name in names} | (
             context.get("extra_block_kwargs") or {}

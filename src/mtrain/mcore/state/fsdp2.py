@@ -27,8 +27,8 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
       every gradient is dp * cp times too small (a norm of half with dp 2). And `scale_gradients`
       was empty: nothing divided by the tokens.
     - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that;
-      FSDP2 alone adds them up in the dtype of the weights. A weight's `main_grad` is its gradient
-      from the start, and may be wider than the weight: FSDP2 adds to it, and no hook runs beside
+      FSDP2 adds them up in the dtype of the weights. A weight's `main_grad` is its gradient
+      from the start, and may be wider than the weight: FSDP2 adds to it, and no hook runs next to
       it.
     - While one layer computes, the next one is gathered, in the forward and the backward. Where
       whole layers are run again in the backward, only the backward does so: their second forward

@@ -85,7 +85,7 @@ def _reset(reset: Callable[..., None], **_: Any) -> None:
 
 
 def _forget(parameter: Any) -> None:
-    """Take a parameter's memory: megatron-core loses one that keeps its own beside a weight that
+    """Take a parameter's memory: megatron-core loses one that keeps its own next to a weight that
     has none.
     """
     empty = torch.nn.Parameter(

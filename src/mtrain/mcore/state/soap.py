@@ -53,7 +53,7 @@ class ParallelSoap(WholeMatrices, Soap):
         return self._rows.get(id(param))
 
     def owned(self) -> Iterator[Owned]:
-        """Yield the matrices whose factors are here, with zero factors where there are none yet."""
+        """Yield the matrices whose factors are here; new factors are zero."""
         for place, group in enumerate(self.param_groups):
             if not group.get("matrix"):
                 continue
