@@ -236,8 +236,8 @@ def build(packages: Path, site: Path, jobs: int) -> None:
 
 
 def _expanded(word: str) -> list[str]:
-    """Return a pattern of a wheel that an earlier command made; the word itself where
-    it is none.
+    """Return a pattern of a wheel that an earlier command made; the word itself if
+    it is no pattern.
     """
     if "*" not in word:
         return [word]

@@ -8,7 +8,7 @@ enough. Stages come in the order of their worth, and each has to end when its sh
 spent; time that one leaves goes to the next, and what did not fit is a result that says so. Units
 of parity and of `gpu_runs.yaml` run side by side. Every result is a line of JSON in
 OUT/results.jsonl as soon as it is there, so a call that is cut off loses nothing, and the next one
-goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put figures beside the plan and
+goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put figures next to the plan and
 the goal.
 """
 

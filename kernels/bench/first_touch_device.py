@@ -26,7 +26,7 @@ def poisoned() -> bool:
 
 
 def device_here() -> Any:
-    """Return the GPU of this process, or the CPU where there is none."""
+    """Return the GPU of this process, or the CPU without a GPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

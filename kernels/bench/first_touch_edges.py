@@ -1,4 +1,4 @@
-"""Numbers that no random input has, for code that runs on a card alone: not a number, infinity,
+"""Numbers that no random input has, for code that only a card runs: not a number, infinity,
 subnormals, ties.
 
 Conversions of the GPU's own, reciprocals without subnormal numbers and divisions without a slow way
@@ -54,7 +54,7 @@ def every_exponent(device: Any) -> Tensor:
     """Return fp32 [512, 128] of random mantissas, a row for each exponent twice.
 
     The second time the greatest is a little above 7/4 of a power of two: its scale has a mantissa
-    of ones alone, which a division gets right last.
+    of ones only, which a division gets right last.
     """
     torch.manual_seed(0)
     bits = torch.randint(-(1 << 31), 1 << 31, (512, COLUMNS), device=device, dtype=torch.int64)
@@ -79,7 +79,7 @@ def functions_kernel(
     x_ptr, y_ptr, size, slope, WHAT: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
     HALF_WORD: tl.constexpr
 ):  # fmt: skip
-    """One function of a tile of numbers, in fp32."""
+    """Apply one function to a tile of numbers, in fp32."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)
@@ -116,7 +116,7 @@ def applied(what: str, x: Tensor, slope: float = 1.0) -> Tensor:
 
 
 def functions(device: Any) -> dict[str, str]:
-    """What each function gives that is not what its definition gives: empty if nothing."""
+    """Return where each function differs from its definition: empty if nowhere."""
     x = numbers(device)
     words = torch.full((x.numel(),), HALF_WORD, device=device)
     exact = {

@@ -3,7 +3,7 @@ by function.
 
 Three steps of one run in this process, behind some that warm up. The first is timed where layers
 begin and end, forward and backward; the second counts what is launched there; the third is profiled
-by cProfile, with the backward in the thread that calls it. Each alone, for each slows the host.
+by cProfile, with the backward in the thread that calls it. One at a time, for each slows the host.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def host(walk: Walk, folder: Path) -> Units:
 
 @dataclass
 class Marks:
-    """When layers begin and end in a step: (what, layer, seconds, launched so far), in
-    their order.
+    """The begins and ends of layers in a step: (what, layer, seconds, launched so far), in their
+    order.
     """
 
     launched: Callable[[], int]
@@ -177,8 +177,8 @@ def functions_of(profile: cProfile.Profile, steps: int = 1) -> list[dict[str, An
 
 
 def module_of(path: str) -> str:
-    """Return the module that a file is, by the folder of packages that it lies in; "builtins" where
-    it is none.
+    """Return the module that a file is, by the folder of packages that it lies in; "builtins" for
+    other files.
     """
     if path.startswith("~") or path.startswith("<"):
         return "builtins" if path.startswith("~") else path

@@ -26,7 +26,7 @@ def _ops(walk: Walk) -> list[str]:
 
 
 def parity(walk: Walk, folder: Path) -> Units:
-    """Return every case of every op beside its definition in fp64, at odd sizes and a model's, and
+    """Return every case of every op with its definition in fp64, at odd sizes and a model's, and
     `first_touch_edges`.
     """
     from mtrain_kernels.registry import MODELS, Model, ops

@@ -1,5 +1,5 @@
 """The lines of results.jsonl, the plan of a call's time, and what the stages of `first_touch.py`
-are told.
+are given.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Results:
     """The lines of OUT/results.jsonl: `stage`, `unit`, and `result`, `error` or `skipped`; a unit
     is done once.
 
-    Several processes append to it. A line with `late` was skipped for want of time alone, so the
+    Several processes append to it. A line with `late` was skipped for want of time only, so the
     next call does it.
     """
 
@@ -146,7 +146,7 @@ class Results:
         self.path.write_text("".join(kept))
 
     def add(self, stage: str, unit: str, **said: Any) -> None:
-        """One more line, on disk when this returns."""
+        """Append one line, on disk when this returns."""
         before = b""
         if self.path.exists() and self.path.stat().st_size:  # a line that was cut off ends here
             with self.path.open("rb") as file:
@@ -174,7 +174,7 @@ def workers_of(stage: Stage, dry: bool) -> int:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return a data file beside the programs."""
+    """Return a data file next to the programs."""
     import yaml
 
     return yaml.safe_load(path.read_text())

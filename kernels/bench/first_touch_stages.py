@@ -44,7 +44,7 @@ def environment(walk: Walk, folder: Path) -> Units:
 
 
 def _written_commit() -> str:
-    """Return the commit of a copied tree, from a file COMMIT beside `launch.py`; empty without the
+    """Return the commit of a copied tree, from a file COMMIT next to `launch.py`; empty without the
     file.
 
     It comes before what git says: a copy may lie inside of another repository.

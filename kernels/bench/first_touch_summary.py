@@ -1,4 +1,4 @@
-"""The results of `first_touch.py` as summary.json and as a page of text: each figure beside its
+"""The results of `first_touch.py` as summary.json and as a page of text: each figure next to its
 plan and its goal.
 """
 
@@ -23,7 +23,7 @@ Summary = dict[str, Any]
 
 
 def write(results: Results, walk: Walk, command: str) -> int:
-    """Write summary.json and page.txt beside the results; returns how many units went wrong."""
+    """Write summary.json and page.txt next to the results; returns how many units went wrong."""
     made = summary(results, walk, command)
     (results.folder / "summary.json").write_text(json.dumps(made, indent=1) + "\n")
     (results.folder / "page.txt").write_text(page(made))
@@ -77,7 +77,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
 
 
 def _notes(made: Summary) -> list[str]:
-    """Return the sentences that a page has beside its tables."""
+    """Return the sentences of a page next to its tables."""
     notes = []
     begun = made["gate"].get("launch.py", {}).get("first_step_s")
     if begun is not None:
@@ -100,7 +100,7 @@ def _is_wrong(result: Any) -> bool:
 
 
 def _parity(lines: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each op how many units passed and failed, and what failed."""
+    """Count for each op the units that passed and failed, and list the failures."""
     found: dict[str, dict[str, Any]] = {}
     for unit, line in lines.items():
         if "skipped" in line or unit == WHOLE:
@@ -146,7 +146,7 @@ def _outcomes(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ops(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """For each case the rows of the bench, by contender."""
+    """Group the rows of the bench by case and contender."""
     return {
         unit: {row["contender"]: row for row in line["result"]["rows"]}
         for unit, line in lines.items()
@@ -301,7 +301,7 @@ def _parity_in_words(made: Summary) -> list[str]:
 
 
 def _table_of_trainings(made: Summary) -> list[str]:
-    """Return each training beside its plan, and how busy the device was."""
+    """Return each training with its plan, and how busy the device was."""
     rows = [
         f"{'training':<32} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'step s':>8} {'planned':>8}"
         f" {'busy':>5}"

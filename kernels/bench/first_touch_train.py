@@ -1,4 +1,4 @@
-"""Stages of `first_touch.py` about whole models: training, transformers beside it, and where a
+"""Stages of `first_touch.py` about whole models: training, transformers next to it, and where a
 step's time goes.
 """
 
@@ -271,7 +271,7 @@ def gaps_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Busy share, longest gaps and longest kernels of a torch.profiler trace; times in
     microseconds.
 
-    Of kernels and copies on a GPU; where there are none, of what the host computed.
+    Of kernels and copies on a GPU; without them, of what the host computed.
     """
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     on_gpu = [

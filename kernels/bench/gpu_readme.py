@@ -91,7 +91,7 @@ def _place(folder: Path, summary: Summary) -> str:
 
 
 def _headline(summary: Summary) -> str:
-    """Return a few sentences: what passed, how fast bf16 trains beside transformers, how many goals
+    """Return a few sentences: what passed, the rate of bf16 next to transformers, how many goals
     are reached.
     """
     runs = summary["runs"]

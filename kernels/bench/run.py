@@ -1,4 +1,4 @@
-"""Measures every op beside what else computes it, against what the device can copy and multiply.
+"""Measures every op next to other implementations, against what the device can copy and multiply.
 
     python kernels/bench/run.py [op ...] [--shapes llama3_8b,llama3_70b] [--device cuda] [--json
     bench.json]
@@ -147,7 +147,7 @@ def ceilings_of(cost: Cost, setting: Setting) -> dict[str, float]:
 
 
 def contenders(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """Who computes the case, each as a function that sets it up and returns the call."""
+    """Return the contenders of a case, each as a function that sets it up and returns the call."""
     return {
         "eager": lambda: lambda: case.call(inputs, "reference"),
         "auto": lambda: lambda: case.call(inputs, "auto"),
@@ -173,7 +173,7 @@ def use_measured(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all measurements share; `contenders` are those to measure, all if empty."""
+    """The settings that all measurements share; `contenders` are those to measure, all if empty."""
 
     clock: Clock
     dtype: torch.dtype
@@ -219,7 +219,9 @@ OURS = {"eager": "reference", "auto": "auto", "triton": "triton", "compile": "re
 """Contenders that are called with the inputs themselves, so that all can be compared, and as which
 implementation.
 """
-PIECE = 1 << 28  # elements that are compared at a time: fp64 of more has no room beside the tensors
+PIECE = (
+    1 << 28
+)  # elements that are compared at a time: fp64 of more has no room next to the tensors
 
 
 def last_line(error: BaseException) -> str:
@@ -235,7 +237,7 @@ def last_line(error: BaseException) -> str:
 def _compared(
     case: Case, name: str, call: Callable[[], Any], inputs: dict[str, Any]
 ) -> list[Tensor]:
-    """What a contender is compared by; nothing of one that has inputs of its own."""
+    """Return the values that a contender is compared by; empty if it has inputs of its own."""
     if case.checked is not None:
         return (
             _tensors(case.checked(inputs, OURS[name])) if name in OURS and name != "compile" else []
@@ -290,7 +292,7 @@ def _time(row: Row, case: Case, model: Model, call: Callable[[], Any], setting: 
 
 
 def _leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """What the outputs depend on: the inputs, or what a rival made of them."""
+    """Return the tensors that the outputs depend on: the inputs, or what a rival made of them."""
     found = []
     seen = set()
     queue = [out.grad_fn for out in outputs]
@@ -341,7 +343,7 @@ def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def surroundings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What a number means nothing without: device, versions, commit, command."""
+    """Return the context that a number needs: device, versions, commit, command."""
     versions = {"python": platform.python_version()}
     for name in (
         "torch",

@@ -56,8 +56,8 @@ def admitted() -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def missing(generation: int | None, ops: Iterable[str]) -> list[str]:
-    """Return those of the ops that no committed result admits for a generation of GPUs; all where
-    it is None.
+    """Return those of the ops that no committed result admits for a generation of GPUs; all without
+    a generation.
     """
     there = admitted().get(generation, {}) if generation is not None else {}
     return [op for op in ops if op not in there]

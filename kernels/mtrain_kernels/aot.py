@@ -65,7 +65,7 @@ class Row:
     variant: int = 0
 
     def faults(self) -> list[str]:
-        """What is wrong with the binary, in words; empty if nothing is."""
+        """List the faults of the binary as sentences; empty without faults."""
         where = f"{self.op} {self.kernel} sm_{self.arch} ({self.model})"
         found = []
         if self.spill_bytes > SPILLS.get((self.kernel, self.arch), 0):
@@ -79,7 +79,7 @@ class Row:
 
 
 class _Driver:
-    """Says that the current device is a GPU of one compute capability; nothing else is asked when
+    """Says that the current device is a GPU of one compute capability; nothing else matters when
     only compiling.
     """
 

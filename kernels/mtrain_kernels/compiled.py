@@ -34,8 +34,8 @@ def compile_apart(
     names: Iterable[str] = (),
     processes: int = 2,
 ) -> Any:
-    """What `mtrain_kernels.aot --json` says of ops (all) in another process, with the Triton in a
-    folder if given.
+    """Return the output of `mtrain_kernels.aot --json` for ops (all) in another process, with the
+    Triton in a folder if given.
     """
     paths = [str(ROOT), *([str(triton)] if triton else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -57,7 +57,7 @@ def compile_apart(
 
 
 def name_of(row: Row) -> str:
-    """Under which name a row is recorded."""
+    """Return the name that a row is recorded under."""
     return f"{row.op}/{row.kernel}.{row.variant}/{row.model}/sm_{row.arch}"
 
 
@@ -68,7 +68,7 @@ def narrow(row: Row) -> float:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """What is recorded of a row."""
+    """Return the recorded figures of a row."""
     return {
         "registers": row.registers,
         "spilled": row.spill_bytes,
@@ -80,8 +80,8 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def worse(rows: Iterable[Row], version: str) -> list[str]:
-    """What is worse than the record of this version of Triton, in words; nothing for a version
-    without a record.
+    """List what is worse than the record of this version of Triton; empty for a version without a
+    record.
     """
     record = json.loads(RECORD.read_text()).get(version)
     found = []

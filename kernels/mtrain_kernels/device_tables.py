@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _READ_BY_GRAPHS: list[Tensor] = []
-"""What CUDA graphs copy from and read each time that they run; nobody says when the last one is
+"""What CUDA graphs copy from and read each time that they run; no signal tells when the last one is
 gone.
 """
 

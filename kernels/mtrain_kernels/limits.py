@@ -1,4 +1,4 @@
-"""What each op must move and multiply, and the least time for it on an H200; `python -m
+"""The bytes and FLOPs that each op needs at least, and its least time on an H200; `python -m
 mtrain_kernels.limits`.
 """
 

@@ -1,8 +1,8 @@
 """The product of a linear layer on a CPU in fp32: by the BLAS that torch was built with, or by
 oneDNN.
 
-torch gives fp32 products to its BLAS, mostly MKL, which takes its wide kernels on some makers'
-processors alone: on others oneDNN has twice its rate. Which one is faster is measured where it
+torch gives fp32 products to its BLAS, mostly MKL, which takes its wide kernels only on some makers'
+processors: on others oneDNN has twice its rate. Which one is faster is measured where it
 runs; see `faster`. Half precision goes to oneDNN anyway. What is summed, and in which precision, is
 the same.
 """

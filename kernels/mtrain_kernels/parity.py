@@ -79,7 +79,7 @@ def check_format(
 
     `check` forgives an error of some roundings wherever it comes from, and its inputs have few
     rows: it does not see what is added up or widened too late in half precision. Here an element
-    may be off by `roundings` times half a unit in its last place. Beside that, one rounding leaves
+    may be off by `roundings` times half a unit in its last place. Besides, one rounding leaves
     the noise of fp32 of the tensor's root mean square; several are roundings inside of a sum, and
     leave as many of it. `reference` is evaluated in fp64 on the same inputs. Raises
     `AssertionError` naming the tensor.

@@ -110,7 +110,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must do at least: `bytes` read and written in device memory, `flops` in matrix
+    """The least work of a call: `bytes` read and written in device memory, `flops` in matrix
     products.
     """
 

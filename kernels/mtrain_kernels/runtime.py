@@ -1,6 +1,4 @@
-"""What a Triton kernel needs around it: is Triton there, is it interpreted, rounding, grids and
-rows.
-"""
+"""The surroundings of a Triton kernel: availability, interpreter, rounding, grids and rows."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ if HAS_TRITON:
 
     @triton.constexpr_function
     def converts_fp8():
-        """Whether kernels are compiled for a GPU that converts to and from FP8 itself."""
+        """Return whether kernels are compiled for a GPU that converts to and from FP8 itself."""
         return not INTERPRETED and cuda_capability_geq(8, 9)
 
     @triton.constexpr_function
     def converts_fp4():
-        """Whether kernels are compiled for a GPU that converts to and from FP4 itself."""
+        """Return whether kernels are compiled for a GPU that converts to and from FP4 itself."""
         return not INTERPRETED and cuda_capability_geq(10, 0)
 
     @triton.jit
@@ -52,7 +50,7 @@ if HAS_TRITON:
 
     @triton.jit
     def rounded(x, dtype: tl.constexpr):
-        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16, as one alone takes the slow
+        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16: a single one takes the slow
         unit on sm_90.
         """
         if not INTERPRETED and dtype == tl.bfloat16:

@@ -1,7 +1,7 @@
-"""What a compiled kernel does, read from its instructions: how wide it reads and writes, and what
-keeps it busy.
+"""An analysis of a compiled kernel's instructions: how wide it reads and writes, and what keeps it
+busy.
 
-An estimate from instructions alone, for one tile: the body of the loops that touch global memory,
+An estimate from instructions only, for one tile: the body of the loops that touch global memory,
 or the whole kernel where no loop does. Issue cycles are those of the busiest unit of a
 multiprocessor, every instruction counted once with the throughput that the CUDA C++ Programming
 Guide gives its kind; branches that are not taken are counted, too, waiting is not. Memory cycles
@@ -33,7 +33,7 @@ MATRIX = re.compile(r"HMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA")
 
 # Lanes that a unit finishes in a cycle (CUDA C++ Programming Guide, "Arithmetic Instructions"): all
 # that is issued; sums and products of fp32, of which a pair on sm_100 is two; logic, comparison and
-# sums of integers; products of integers, which have a pipe of their own beside those, half of the
+# sums of integers; products of integers, which have a pipe of their own next to those, half of the
 # fp32 lanes (Nsight Compute, "Pipelines": ALU, FMAHeavy); special functions, of which conversions
 # of a single number are one, as is the check before a division, which waits for its result as they
 # do; reductions of a warp; memory and shuffles, 128 bytes.

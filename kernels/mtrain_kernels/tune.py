@@ -202,7 +202,7 @@ def _times(
     call: Callable[[], object],
     seconds: Seconds,
 ) -> dict[str, float]:
-    """How long a call takes with each tile that the device can launch.
+    """Time a call with each tile that the device can launch.
 
     Raises what the last one did if none can.
     """
@@ -223,7 +223,7 @@ def _times(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure on the first GPU; the exit code is 1 where there is none that Triton serves."""
+    """Measure on the first GPU; the exit code is 1 where Triton serves no GPU."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.tune", description=__doc__)
     parser.add_argument("--model", choices=list(MODELS), help="sizes of a layer")
     parser.add_argument("--rows", type=int, help="copies of tokens that the experts of a rank get")

@@ -1,5 +1,5 @@
-"""What was measured to be fastest on a device: a file for each, read by all, written by who
-measures.
+"""Tiles measured to be fastest on a device: a file for each device, which the tuner writes and all
+read.
 
 A kernel that has a table of variants asks `recorded` for the one to take. Nothing is measured while
 a model trains: `python -m mtrain_kernels.tune` measures, and writes the file. So a run takes the
@@ -56,7 +56,7 @@ def file_of(device: torch.device) -> Path:
 
 
 def read(path: Path) -> Record:
-    """What a file holds; nothing where there is none.
+    """Read a file of measurements; empty if the file does not exist.
 
     Raises `ValueError` where it is no such file.
     """
@@ -82,7 +82,9 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
         json.dump(known, file, indent=1, sort_keys=True)
-    os.chmod(file.name, 0o644)  # a temporary file is its maker's alone, and a folder may be for all
+    os.chmod(
+        file.name, 0o644
+    )  # only its maker can read a temporary file, and a folder may be for all
     os.replace(file.name, path)
 
 

@@ -90,7 +90,6 @@ def test_aot_recorded_kernels_do_not_spill() -> None:
         "norm",
         "optimizer",
         "quantize",
-        "softmax",
     )
     for kernels in record.values():
         for name, numbers in kernels.items():
@@ -173,7 +172,7 @@ def test_aot_rows_of_one_op_are_replaced_only() -> None:
         compiled.table(
             [Row(op, "tiny", "kernel", 90, 4, registers, 0, 0, {128: 4}, 1, 2) for op in ops]
         )
-        for ops, registers in ((("norm", "rope", "softmax"), 60), (("rope",), 50))
+        for ops, registers in ((("norm", "rope", "ssd"), 60), (("rope",), 50))
     )
     lines = compiled.merged(before, now, ["rope"]).splitlines()
     assert lines[:3] + lines[4:] == before.splitlines()[:3] + before.splitlines()[4:]

@@ -35,8 +35,6 @@ from mtrain_kernels.norm import reference as norm_reference
 from mtrain_kernels.parity import check_format
 from mtrain_kernels.rope import op as rope
 from mtrain_kernels.rope import reference as rope_reference
-from mtrain_kernels.softmax import op as softmax
-from mtrain_kernels.softmax import reference as softmax_reference
 from mtrain_kernels.ssd import op as ssd
 from mtrain_kernels.ssd import reference as ssd_reference
 from torch import Tensor
@@ -147,13 +145,6 @@ CASES: dict[str, Case] = {
         {"x": X, "residual": X, "weight": W, "bias": W},
         options=EPS,
         roundings=3,
-    ),
-    "softmax: with a sink": _of(
-        softmax,
-        softmax_reference,
-        "softmax",
-        {"x": (1, 2, ROWS // 2, 24), "sink": (2,)},
-        options={"scale": 0.3},
     ),
     **{
         f"activation: {kind}": _of(

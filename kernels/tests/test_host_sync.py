@@ -28,7 +28,6 @@ from mtrain_kernels.optimizer.soap import Soap, new_factors
 from mtrain_kernels.quantize import op as quantize
 from mtrain_kernels.registry import MODELS, Op, ops
 from mtrain_kernels.rope.op import rope
-from mtrain_kernels.softmax.op import softmax
 from mtrain_kernels.ssd.op import ssd
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,9 +217,6 @@ def sequences() -> Iterator[Any]:
     seen = Seen(table=table(numbers(40), numbers(40), (8, 0), edges))
     yield partial_attention(
         *(x.transpose(1, 2) for x in (q, k, k)), seen=seen, sink=leaf(2), softcap=5.0
-    )
-    yield softmax(
-        leaf(1, 2, 8, 8), mask=numbers(8, 8, dtype=torch.bool), sink=leaf(2), impl="triton"
     )
 
 

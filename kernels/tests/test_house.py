@@ -100,3 +100,40 @@ def test_house_triton_is_imported_only_by_kernels() -> None:
             assert not any("triton" in name.split(".") for name in names), (
                 f"{path}:{node.lineno}: import triton inside the function that launches"
             )
+
+
+def _imported(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules of this package that a file imports when it is imported itself."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mtrain_kernels"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names | {str(node.module)}) & modules
+    return found
+
+
+def _in_cycles(imports: dict[str, set[str]]) -> set[str]:
+    """Return the names that import each other, or are imported by such: none can come first."""
+    left = dict(imports)
+    while free := {name for name, needed in left.items() if not (needed - {name}) & left.keys()}:
+        for name in free:
+            del left[name]
+    return set(left)
+
+
+def test_modules_and_ops_import_each_other_in_one_direction() -> None:
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "mtrain_kernels").rglob("*.py")
+    }
+    modules = {name: _imported(path, set(paths)) for name, path in paths.items()}
+    assert not _in_cycles(modules), f"import in a cycle: {sorted(_in_cycles(modules))}"
+    folders: dict[str, set[str]] = {}
+    for name, needed in modules.items():
+        tops = {".".join(each.split(".")[:2]) for each in needed} - {"mtrain_kernels"}
+        folders.setdefault(".".join(name.split(".")[:2]), set()).update(tops)
+    assert not _in_cycles(folders), f"import in a cycle: {sorted(_in_cycles(folders))}"
+
+
+def test_a_cycle_of_imports_is_found() -> None:
+    assert _in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}

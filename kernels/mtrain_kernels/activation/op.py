@@ -49,7 +49,7 @@ def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto")
 def activation_gradients(
     dy: Tensor, x: Tensor, kind: str, *, weight: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `x` [..., f'] and of its `weight` [...], where it has one; see
+    """Return the gradients of `x` [..., f'] and of its `weight` [...], if it has one; see
     `activation_gradient`.
     """
     reference.require(x, kind, weight)
@@ -67,7 +67,7 @@ def activation_gradients(
 
 def _obstacle(*tensors: Tensor | None) -> str | None:
     wrong = {str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::activation", mutates_args=())
@@ -95,9 +95,8 @@ def _activation_backward(
 
 @_activation_backward.register_fake
 def _(dy, x, weight, kind, alpha, limit):
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(
-        weight.shape
-    )
+    d_weight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), d_weight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,7 +17,7 @@ WARPS = 8
 
 @triton.jit
 def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
-    """The activation of a gate (or of x, squared_relu) and its derivative, in fp32."""
+    """Return the activation of a gate (or of x, squared_relu) and its derivative, in fp32."""
     if KIND == "squared_relu":
         positive = tl.where(x < 0, 0.0, x)
         value = positive * positive
@@ -46,7 +46,7 @@ def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
 
 @triton.jit
 def _up(u, limit, CLAMPED: tl.constexpr):
-    """What multiplies the activated gate."""
+    """Return the factor of the activated gate."""
     if CLAMPED:
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + 1
     return u
@@ -68,7 +68,7 @@ def forward_kernel(
     GATE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """One tile of the result, `width` being the width of the result."""
+    """Compute one tile of the result, which is `width` wide."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)

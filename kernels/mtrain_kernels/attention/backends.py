@@ -1,4 +1,4 @@
-"""Who can compute attention, by what rules, and how each is called."""
+"""Backends of attention: the rules of each, and how it is called."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HAS_VARLEN = _has_windows()
 
 
 class Call(NamedTuple):
-    """What a call of attention asks for, without its data; rules look at this alone.
+    """The description of a call of attention, without its data; rules read nothing else.
 
     `capability` is that of the GPU, (0, 0) elsewhere. `window` is (left, right), negative for no
     limit, with causality written into it. `packed` says that sequences lie one behind the other in
@@ -95,7 +95,7 @@ def describe(
 
 
 def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:
-    """What every fused kernel of a GPU wants."""
+    """Yield what a call asks that no fused kernel of a GPU has."""
     if call.device != "cuda":
         yield f"runs on CUDA only, the tensors are on {call.device}"
     elif call.capability < oldest:
@@ -336,7 +336,7 @@ def by_flash3(
     longest: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention by FlashAttention-3, whose versions return the output alone or with the logarithms
+    """Attend by FlashAttention-3, whose versions return the output, or it and the logarithms
     of the sums.
     """
     from flash_attn_interface import flash_attn_func, flash_attn_varlen_func

@@ -37,7 +37,7 @@ def _queries_over_keys(
     EVEN_E: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What key tiles in [low, high) add to the gradient of queries."""
+    """Return the share of key tiles in [low, high) in the gradient of queries."""
     for j in range(low, high, N):
         k = _rows(k_ptr, j, k_stride, t, d, N, 0, D, not MASKED, EVEN)
         v = _rows(v_ptr, j, v_stride, t, e, N, 0, E, not MASKED, EVEN_E)
@@ -71,7 +71,7 @@ def queries_kernel(
     EVEN: tl.constexpr, EVEN_E: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries, and of each the part of its logits' gradients that they all share
+    """Compute the gradient of queries, and the term of their logits' gradients that all keys share
     (`delta`).
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
@@ -136,7 +136,7 @@ def keys_kernel(
     EVEN: tl.constexpr, EVEN_E: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values, over all query heads that share them."""
+    """Compute the gradients of keys and values, over all query heads that share them."""
     start = tl.program_id(0) * N
     groups = heads // share
     b = tl.program_id(1) // groups

@@ -40,7 +40,7 @@ def partial_attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to these keys alone, of any number, and the logarithm of the softmax's
+    """Attention of queries to only these keys, of any number, and the logarithm of the softmax's
     denominator.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; which keys a query

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call takes (`chosen`), why (`reason`), and what speaks against those before
+    """The backend that a call takes (`chosen`), why (`reason`), and the obstacles of those before
     it (`rejected`).
     """
 
@@ -118,8 +118,8 @@ def explain(
     max_seqlen: int | None = None,
     impl: str = "auto",
 ) -> Explanation:
-    """Which backend `attention` takes for the same arguments, and the reason for each one it passes
-    over.
+    """Return the backend that `attention` takes for the same arguments, and the reason for each one
+    it passes over.
 
     Raises what `attention` would raise.
     """
@@ -148,7 +148,7 @@ def _call(
     limits = (left, 0 if causal else right)
     if mask is not None and (limits != (-1, -1) or cu_seqlens is not None):
         raise ValueError(
-            "a mask says all that is seen: give no window and no packed sequences beside it"
+            "a mask says all that is seen: give no window and no packed sequences with it"
         )
     if (limits != (-1, -1) or cu_seqlens is not None) and q.shape[2] != k.shape[2]:
         raise ValueError(
@@ -184,7 +184,7 @@ def _call(
 
 
 def _too_many(q: Tensor) -> tuple[str, ...]:
-    """What speaks against the Triton kernels for so many rows and heads: they are the second axis
+    """Return why the Triton kernels cannot take so many rows and heads, which are the second axis
     of a grid.
     """
     heads = q.shape[0] * q.shape[1]
@@ -202,8 +202,8 @@ def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, s
 
 
 def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
-    """What torch itself says against its fused kernels for these tensors, in a call that they know
-    without a mask.
+    """Return torch's own reasons against its fused kernels for these tensors, in a call that they
+    know without a mask.
     """
     if call.device != "cuda" or not call.dense or call.sink or torch.compiler.is_compiling():
         return ()
@@ -310,8 +310,8 @@ def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _cost(products: float, passes: int) -> Any:
-    """So many of the two products of a forward pass, causal, and so many passes over q, k, v and
-    the output.
+    """Return the cost of `products` causal products of a forward pass, and `passes` over q, k, v
+    and the output.
     """
 
     def cost(m: Model) -> Cost:
@@ -324,7 +324,7 @@ def _cost(products: float, passes: int) -> Any:
 
 
 def _capped_cost(products: float, passes: int) -> Any:
-    """That of the pairs of `_make_capped` that are seen."""
+    """Return the cost of the pairs of `_make_capped` that are seen."""
 
     def cost(m: Model) -> Cost:
         t = m.tokens

@@ -24,7 +24,7 @@ def partial_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over these keys alone, and the logarithm of the softmax's denominator.
+    """Softmax attention over only these keys, and the logarithm of the softmax's denominator.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; `mask` [s, t] is
     True where a query sees a key; `scale` and `softcap` are as in `reference.attention`. Returns

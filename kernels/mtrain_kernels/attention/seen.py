@@ -1,6 +1,4 @@
-"""Which keys a query sees, as an interval of them: what fused attention visits, and nothing beside
-it.
-"""
+"""The keys that a query sees, as an interval: fused attention visits no others."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Seen:
-    """Query i sees the keys [i + shift - left, i + shift + right]; a negative limit is none.
+    """Query i sees the keys [i + shift - left, i + shift + right]; a negative limit is no limit.
 
     `table` [2 s + 2 t] int32 says it instead: the first key of each of s queries, the one behind
     its last, then the first query that sees each of t keys and the one behind the last.
@@ -35,8 +33,8 @@ class Seen:
 
     @classmethod
     def of(cls, tokens: int, window: tuple[int, int], cu_seqlens: Tensor | None) -> Seen:
-        """What as many queries as keys see: `window` is (left, right), `cu_seqlens` as
-        in `table`.
+        """Describe what as many queries as keys see: `window` is (left, right), `cu_seqlens` as in
+        `table`.
         """
         if cu_seqlens is None:
             return cls(*window)
@@ -77,7 +75,7 @@ def table(
 def _interval(
     at: Tensor, others: Tensor, before: int, after: int, edges: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of each position the first of the others within reach, and the one behind the last."""
+    """Return the first of the others within reach of each position, and the one after the last."""
     first = at - before if before >= 0 else torch.full_like(at, torch.iinfo(torch.int32).min)
     last = at + after if after >= 0 else torch.full_like(at, torch.iinfo(torch.int32).max)
     if edges is not None:

@@ -1,5 +1,5 @@
-"""How many queries and keys the kernels of fused attention take at once, and how a head's width is
-cut.
+"""Tiles of fused attention: how many queries and keys a kernel takes at once, and how a head's
+width is cut.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Widths:
 
     @classmethod
     def of(cls, size: int, value_size: int) -> Widths:
-        """Of heads of `size` with values of `value_size`; a tensor core takes no fewer than 16
-        columns.
-        """
+        """Cut heads of `size` with values of `value_size` into parts of 16 columns or more."""
         first = max(16, power_of_two(size + 1) // 2)
         rest = max(0, size - first)
         second = max(16, power_of_two(rest)) if rest else 0
@@ -51,7 +49,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """What it is called in a record."""
+        """Return the tile's name in a record."""
         return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}"
 
 
@@ -104,9 +102,9 @@ def candidates(pass_: str, q: Tensor, v: Tensor) -> tuple[Tile, ...]:
 
 
 def tile_for(pass_: str, q: Tensor, v: Tensor, windowed: bool) -> Tile:
-    """What was measured for this class of calls, or the first of the table.
+    """Return the tile measured for this class of calls, or the first of the table.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    The choice depends on the device, the dtype, the sizes and the recorded measurements, not
     on timing.
     """
     found = candidates(pass_, q, v)
@@ -115,8 +113,8 @@ def tile_for(pass_: str, q: Tensor, v: Tensor, windowed: bool) -> Tile:
 
 
 def shape_class(q: Tensor, v: Tensor, windowed: bool) -> str:
-    """What calls are tuned together: widths of a head exactly, queries by powers of two, with or
-    without a window.
+    """Return the class of calls that are tuned together: widths of a head exactly, queries by
+    powers of two, with or without a window.
     """
     sizes = f"d{q.shape[-1]} e{v.shape[-1]} s{power_of_two(q.shape[2])}"
     return f"{str(q.dtype).removeprefix('torch.')} {sizes}{' window' if windowed else ''}"

@@ -3,7 +3,7 @@ not visited.
 
 What a query sees is an interval of keys: [i + shift - left, i + shift + right], or what a table
 says. So is what sees a key. A row of queries so has a run of key tiles that it sees whole, which
-need no mask, and few beside it.
+need no mask, and few next to it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _store(
 
 @triton.jit
 def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
-    """Of each of [size] rows the first of `others` that it has to do with, and the one behind the
+    """Return the first of `others` that each of [size] rows interacts with, and the one after the
     last.
     """
     inside = at < size
@@ -114,8 +114,8 @@ def _over_keys(
     EVEN_E: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What key tiles in [low, high) add to the softmax of the queries `q`, whose second part `q2`
-    has D2 columns.
+    """Add key tiles in [low, high) to the softmax of the queries `q`, whose second part `q2` has D2
+    columns.
     """
     for j in range(low, high, N):
         k = _rows(k_ptr, j, k_stride, t, d, N, 0, D, not MASKED, EVEN)
@@ -214,7 +214,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def constants(q: Tensor, v: Tensor, seen: Seen, softcap: float, tile: Tile) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Return the constants that the kernels are compiled for."""
     widths = Widths.of(q.shape[-1], v.shape[-1])
     return {
         "TABLE": seen.table is not None,

@@ -40,7 +40,7 @@ def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if weight.shape[1] > WIDEST:
         return f"a width of {weight.shape[1]} is more than {WIDEST}"
     wrong = [str(t.dtype) for t in (x, weight, bias) if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::causal_conv1d", mutates_args=())

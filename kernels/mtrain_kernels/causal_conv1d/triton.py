@@ -36,7 +36,7 @@ def _runs(x, D: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _joined(x, D: tl.constexpr, R: tl.constexpr):
-    """What `_runs` cut, [D, 8 R]."""
+    """Join the runs that `_runs` cut, [D, 8 R]."""
     even = tl.reshape(tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6])), (D, R, 4))
     odd = tl.reshape(tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])), (D, R, 4))
     return tl.reshape(tl.join(even, odd), (D, 8 * R))
@@ -44,14 +44,14 @@ def _joined(x, D: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, row, time, live, times, D: tl.constexpr, R: tl.constexpr):
-    """The runs at `time`, zero before the beginning and behind the end."""
+    """Load the runs at `time`, zero before the beginning and after the end."""
     x = tl.load(x_ptr + row + time, mask=live & (time >= 0) & (time < times), other=0)
     return _runs(tl.broadcast_to(x, (D, 8 * R)), D, R)
 
 
 @triton.jit
 def _tap(x, segments, at: tl.constexpr, j: tl.constexpr, SEGMENTED: tl.constexpr):
-    """The values j times before those at place `at`, zero in another segment."""
+    """Return the values j times before those at place `at`, zero in another segment."""
     value = x[at - j].to(tl.float32)
     if SEGMENTED and j > 0:
         value = tl.where(segments[at - j] == segments[at], value, 0.0)
@@ -62,7 +62,7 @@ def _tap(x, segments, at: tl.constexpr, j: tl.constexpr, SEGMENTED: tl.constexpr
 def _sum(
     x, segments, weights, bias, at: tl.constexpr, WIDTH: tl.constexpr, SEGMENTED: tl.constexpr
 ):
-    """What comes out at place `at` before the activation."""
+    """Return the output at place `at` before the activation."""
     z = bias + weights[0] * _tap(x, segments, at, 0, SEGMENTED)
     for j in tl.static_range(1, WIDTH):
         z += weights[j] * _tap(x, segments, at, j, SEGMENTED)
@@ -71,15 +71,15 @@ def _sum(
 
 @triton.jit
 def _slope(z):
-    """The derivative of SiLU."""
+    """Return the derivative of SiLU."""
     s = sigmoid(z)
     return s * (1 + z * (1 - s))
 
 
 @triton.jit
 def _tile_of(times, channels, D: tl.constexpr, T: tl.constexpr):
-    """This program's sequence, block of times, channels [D, 1], first of their rows, and times [1,
-    T].
+    """Return this program's sequence, block of times, channels [D, 1], first of their rows, and
+    times [1, T].
     """
     blocks_t = tl.cdiv(times, T)
     blocks_d = tl.cdiv(channels, D)
@@ -92,7 +92,7 @@ def _tile_of(times, channels, D: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _parameters(weight_ptr, bias_ptr, channel, live, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """The weights of the taps, the latest first, and the bias, each [D, 1]."""
+    """Load the weights of the taps, the latest first, and the bias, each [D, 1]."""
     weights = ()
     for j in tl.static_range(WIDTH):
         w = tl.load(weight_ptr + channel * WIDTH + (WIDTH - 1 - j), mask=live, other=0.0).to(

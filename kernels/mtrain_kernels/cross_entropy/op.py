@@ -61,7 +61,7 @@ def cross_entropy(
 def obstacle(*tensors: Tensor) -> str | None:
     """Return why the Triton kernels do not take these tensors, or None."""
     wrong = {str(t.dtype) for t in tensors if t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
 
 
 def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:

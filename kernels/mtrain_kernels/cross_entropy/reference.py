@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """What the loss of a token is made of, for a vocabulary of `vocab` in all; columns behind it
-    are padding.
+    """The terms of a token's loss, for a vocabulary of `vocab` in all; columns after it are
+    padding.
 
     `label_smoothing` e in [0, 1), `z_loss` z >= 0, `soft_cap` c >= 0 (0: none), and the label
     `ignore_index` whose tokens count nothing: `loss = lse - (1 - e) x_y - e mean(x) + z lse^2` on
@@ -71,8 +71,8 @@ def weighed_sum(x: Tensor, first: int, class_weights: Tensor | None) -> Tensor:
 
 
 def first_place(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Of each row the largest logit that is held here, and where its first column is beside the
-    label: [2, t].
+    """Return the largest local logit of each row, and its first column relative to the label: [2,
+    t].
 
     The second is 1 at the label, -1 where all columns that are held here come before the label,
     else 0: where the largest logits of several parts are equal, the sum of it over them is 1 if and
@@ -86,7 +86,7 @@ def first_place(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
 
 def label_weights(labels: Tensor, class_weights: Tensor | None, terms: Terms) -> Tensor | None:
-    """What each label's class weighs [t]: 0 where it is outside of the vocabulary; None without
+    """Return the class weight of each label [t]: 0 outside of the vocabulary; None without
     `class_weights`.
     """
     if class_weights is None:
@@ -154,7 +154,7 @@ def logits_gradient(
 def shares(
     lse: Tensor, labels: Tensor, terms: Terms, class_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the probabilities of a row and its label's one are multiplied by in the gradient of the
+    """Return the factors of a row's probabilities and of its label's one in the gradient of the
     loss: [t] both.
     """
     e = terms.label_smoothing
@@ -169,7 +169,7 @@ def shares(
 
 
 def smoothed(x: Tensor, first: int, terms: Terms, class_weights: Tensor | None) -> Tensor | float:
-    """What label smoothing takes from the gradient of each column of `x` [t, v_local]."""
+    """Return the share of label smoothing in the gradient of each column of `x` [t, v_local]."""
     share = terms.label_smoothing / terms.vocab
     if class_weights is None:
         return share

@@ -85,8 +85,8 @@ def statistics_kernel(
     COLUMNS: tl.constexpr,
     SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: a running maximum and sum of exponentials of each thread, brought
-    together at the end.
+    """Reduce one row per program: each thread keeps a running maximum and sum of exponentials,
+    merged at the end.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -139,7 +139,7 @@ def gradient_kernel(
     COLUMNS: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, Z_LOSS: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """A part of one row per program; `out_ptr` may be `logits_ptr`.
+    """Compute a part of one row per program; `out_ptr` may be `logits_ptr`.
 
     Ignored rows become zeros, whatever they hold.
     """

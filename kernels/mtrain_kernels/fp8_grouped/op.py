@@ -55,7 +55,7 @@ def grouped_fp8(
     `x` [r, k], `weight`, `counts` [g] and `main_grads` are those of `grouped_gemm`, and so is the
     result [r, n]. Each group has scales of its own, powers of two: see `fp8_grouped.reference`.
     With `swiglu`, the implementation of that activation, x is [r, 2 k], gate and up side by side,
-    and the activation, times `share` [r], is made on the way into FP8. What is kept of x is its
+    and the activation, times `share` [r], is made on the way into FP8. Autograd keeps of x its
     operand, transposed; with `again` that is made in the backward, of gate and up.
 
     `impl` is `reference`, `triton` or `auto`. Raises `ValueError` for an unknown recipe and where
@@ -163,7 +163,7 @@ class _Grouped(torch.autograd.Function):
 def _weight_gradients(
     operands: tuple[Any, ...], weights: tuple[int, torch.Size, torch.dtype], options: _Options
 ) -> Sequence[Tensor]:
-    """Those of so many weights of a shape and a dtype; or memory that nobody wrote, where they go
+    """Return gradients for `number` weights of a shape and a dtype; uninitialised memory if they go
     to buffers.
     """
     number, shape, dtype = weights

@@ -109,13 +109,17 @@ def _(x, share, ends, amax, format, one, straight, transposed, swiglu, backend):
     blocks = blocks_of(rows, count)
     code = torch.uint8
     scale = torch.float32
+    if one:
+        shape: tuple[int, ...] = (count,)
+        t_shape: tuple[int, ...] = (0,)  # both forms have the tensor's one scale
+    else:
+        shape = (rows, ceil_div(width, BLOCK)) if straight else (0, 0)
+        t_shape = (width, blocks) if transposed else (0, 0)
     return (
         x.new_empty((rows, width) if straight else (0, 0), dtype=code),
-        x.new_empty(
-            count if one else (rows, ceil_div(width, BLOCK)) if straight else (0, 0), dtype=scale
-        ),
+        x.new_empty(shape, dtype=scale),
         x.new_empty((width, blocks * BLOCK) if transposed else (0, 0), dtype=code),
-        x.new_empty(0 if one else (width, blocks) if transposed else (0, 0), dtype=scale),
+        x.new_empty(t_shape, dtype=scale),
         x.new_empty(count if one and amax is None else 0, dtype=scale),
     )
 

@@ -24,7 +24,7 @@ from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, rounded
 
 @triton.jit
 def _rows_of_block(ends_ptr, rows, SIDE: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
-    """Of a block its group, its first row and the end of its group; a block of nobody ends before
+    """Return a block's group, its first row and the end of its group; an unused block ends before
     it begins.
     """
     base, ends, upto, _ = _bounds(ends_ptr, rows, SIDE, GROUPS, G)
@@ -42,7 +42,7 @@ def _rows_of_block(ends_ptr, rows, SIDE: tl.constexpr, GROUPS: tl.constexpr, G: 
 def _rows_tile(
     x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """A tile in fp32, of the activation times the rows' shares where they have some, rounded as
+    """Load a tile in fp32, of the activation times the rows' shares if there are any, rounded as
     `activation` does.
     """
     if not SHARED:
@@ -63,8 +63,8 @@ def rows_amax_kernel(
     G: tl.constexpr,
     SWIGLU: tl.constexpr, SHARED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The greatest finite absolute value of each group's rows; the order of tiles changes no bit of
-    it.
+    """Reduce the greatest finite absolute value of each group's rows; the order of tiles changes no
+    bit of it.
     """
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
     row = first + tl.arange(0, SIDE)
@@ -83,8 +83,8 @@ def quantize_rows_kernel(
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one group's rows: as they lie, and transposed into a block of their own, zeros
-    behind them.
+    """Quantise a tile of one group's rows: as they lie, and transposed into a block of their own,
+    zeros after them.
     """
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
     if TURNED:
@@ -138,7 +138,7 @@ def weights_amax_kernel(
     w_ptr, offsets_ptr, amax_ptr, n, k, step, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
     SIDE: tl.constexpr
 ):  # fmt: skip
-    """The greatest finite absolute value of each group's weight."""
+    """Reduce the greatest finite absolute value of each group's weight."""
     down = tl.cdiv(n, SIDE)
     group = tl.program_id(0) // down
     row = tl.program_id(0) % down * SIDE + tl.arange(0, SIDE)
@@ -156,7 +156,9 @@ def quantize_weights_kernel(
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     GREATEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one group's weight, both ways: with its own scale, or that of the whole weight."""
+    """Quantise a tile of one group's weight, both ways: with its own scale, or that of the whole
+    weight.
+    """
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
     down = tl.cdiv(n, SIDE)
     across = tl.cdiv(k, SIDE)
@@ -197,8 +199,14 @@ def quantize_rows(
     q = x.new_empty((rows, width) if straight else (0, 0), dtype=torch.uint8)
     t = x.new_empty((width, blocks * BLOCK) if turned else (0, 0), dtype=torch.uint8)
     wide = ceil_div(width, BLOCK)
-    scale = x.new_empty(count if one else (rows, wide) if straight else (0, 0), dtype=torch.float32)
-    t_scale = x.new_empty(0 if one else (width, blocks) if turned else (0, 0), dtype=torch.float32)
+    if one:
+        shape: tuple[int, ...] = (count,)
+        t_shape: tuple[int, ...] = (0,)  # both forms have the tensor's one scale
+    else:
+        shape = (rows, wide) if straight else (0, 0)
+        t_shape = (width, blocks) if turned else (0, 0)
+    scale = x.new_empty(shape, dtype=torch.float32)
+    t_scale = x.new_empty(t_shape, dtype=torch.float32)
     if amax is None:
         found = x.new_zeros(count if one else 0, dtype=torch.float32)
     else:

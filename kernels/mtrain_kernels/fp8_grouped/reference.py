@@ -3,7 +3,7 @@ quantised by themselves.
 
 A group's rows have one scale (`tensorwise`), or one for 128 elements of a row, and transposed for
 128 rows of the group; a weight has one, or one for 128 x 128. All are powers of two: so no element
-that is far above zero is rounded otherwise because of the rows beside it, which other layouts put
+that is far above zero is rounded otherwise because of the rows next to it, which other layouts put
 together in another way.
 """
 
@@ -122,11 +122,8 @@ def rows_product(
     for g, (begin, part) in enumerate(parts(x, ends)):
         mine = slice(begin, begin + len(part))
         if len(part):
-            scales = (
-                s[g : g + 1] if s.ndim == 1 else s[mine] if s is x_scale else s[g]
-                for s in (x_scale, w_scale)
-            )
-            left, right = scales
+            left = x_scale[g : g + 1] if x_scale.ndim == 1 else x_scale[mine]
+            right = w_scale[g : g + 1] if w_scale.ndim == 1 else w_scale[g]
             y[mine] = scaled_product(part, left, w[g], right, dtype)
     return y
 
@@ -152,8 +149,8 @@ def weights_product(d: Tensor, d_scale: Tensor, x: Tensor, x_scale: Tensor, ends
 
 
 def parts(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:
-    """Of each group its first row and its rows of `x`; kernels leave out what is beyond, and so
-    does this.
+    """Return each group's first row and its rows of `x`, without rows beyond the end of `x`, as
+    kernels do.
     """
     last = [min(end, x.shape[0]) for end in ends.tolist()]
     return [

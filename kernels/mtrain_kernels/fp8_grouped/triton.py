@@ -40,7 +40,7 @@ from mtrain_kernels.runtime import (
 
 @triton.jit
 def _part(a, b):
-    """The product of two tiles alone; the interpreter knows none of FP8."""
+    """Return the product of two tiles, not accumulated; the interpreter has no product in FP8."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b)
@@ -215,7 +215,7 @@ def weights_product(
 ) -> None:
     """Launch the kernel on `d` [n, 128 b] and `x` [k, 128 b] in FP8; writes, or adds to, `into`.
 
-    That is one dense [g, n, k], which is written, or a [n, k] of each group, to which the gradients
+    It is a dense [g, n, k], which is written, or a [n, k] of each group, to which the gradients
     are added.
     """
     n = d.shape[0]

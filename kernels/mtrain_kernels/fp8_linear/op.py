@@ -39,8 +39,8 @@ Made = TypeVar("Made")
 
 
 class Recipe(NamedTuple):
-    """What has a scale, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a weight),
-    and the formats.
+    """The granularity of scales, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a
+    weight), and the formats.
 
     Scales are made of what they are for, as TransformerEngine's current and block scaling; those of
     blocks are powers of two. `forward` is the format of inputs and weights, `backward` of gradients
@@ -53,13 +53,13 @@ class Recipe(NamedTuple):
 
     @property
     def layout(self) -> str | None:
-        """Of inputs that have scales for blocks."""
+        """Return the layout of inputs that have scales for blocks."""
         return "1x128_power_of_two" if self.kind == "blockwise" else None
 
 
 class Shares(NamedTuple):
-    """Of tensors that are parts of one over several ranks: makes the greatest value [1] that of the
-    whole.
+    """Reductions of amax over the ranks that hold parts of one tensor: each returns the greatest
+    value [1] of the whole.
     """
 
     x: Share | None = None
@@ -75,10 +75,10 @@ _leave = False
 
 @contextmanager
 def weights_stay() -> Iterator[None]:
-    """While it is open no weight changes: each is quantised when it is first used, and kept both
-    ways until the end.
+    """Promise that no weight changes while this is open: each is quantised at its first use, and
+    kept both ways until the end.
 
-    That is one byte of an element for each of two directions, for all micro-batches and
+    It is a byte of an element for each of two directions, for all micro-batches and
     recomputations of a step.
     """
     global _kept
@@ -92,8 +92,8 @@ def weights_stay() -> Iterator[None]:
 
 @contextmanager
 def weights_leave() -> Iterator[None]:
-    """While it is open weights may be freed between a forward and its backward, and are there again
-    in that.
+    """Allow weights to be freed between a forward and its backward while this is open; they return
+    for the backward.
 
     Then they are quantised once more, transposed, in the backward, and until then nothing of them
     is kept.
@@ -199,8 +199,8 @@ def _weight(
 
 
 def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made]) -> Made:
-    """What `make` gives for a weight, or for several of which this is the first: made once while
-    `weights_stay`.
+    """Return what `make` gives for a weight, or for several of which this is the first: made once
+    while `weights_stay`.
     """
     if _kept is None:
         return make()
@@ -329,7 +329,7 @@ def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _instead(device: torch.device) -> str:
-    """What `auto` takes where cuBLAS does not take the operands."""
+    """Return what `auto` takes where cuBLAS does not take the operands."""
     return "triton" if OPS[0].implementations["triton"].available(device) is None else "reference"
 
 

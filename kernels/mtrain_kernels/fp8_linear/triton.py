@@ -25,8 +25,8 @@ def scaled_product_kernel(
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0: one is for
-    all.
+    """Compute a tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0:
+    one is for all.
     """
     program = tl.program_id(0)
     down = tl.cdiv(m, TILE)

@@ -1,4 +1,4 @@
-"""The gated delta rule: contract, gradients that keep the inputs alone, and the library that has
+"""The gated delta rule: contract, gradients that keep only the inputs, and the library that has
 kernels for it.
 """
 
@@ -45,7 +45,7 @@ def gated_delta_rule(
     """
     reference.require_gated_delta_rule(q, k, v, g, beta, state, segments)
     if edges is not None and (segments is None or edges.ndim != 1 or edges.is_floating_point()):
-        raise ValueError("edges are integers in a row, beside the segments that they bound")
+        raise ValueError("edges are integers in a row, given with the segments that they bound")
     if pick("gated_delta_rule", impl, v.device, _call_obstacle(v, segments)) == "fla":
         if edges is None and segments is not None:
             edges = _edges(segments[0])
@@ -152,7 +152,7 @@ def by_fla(
 
 
 def _edges(segments: Tensor) -> Tensor:
-    """Where the runs of equal marks [t] begin, and the end of the last: int64."""
+    """Return the starts of the runs of equal marks [t], and the end of the last: int64."""
     begins = torch.nonzero(segments[1:] != segments[:-1]).flatten() + 1
     ends = segments.new_tensor([segments.shape[0]], dtype=torch.int64)
     return torch.cat([torch.zeros_like(ends), begins, ends])

@@ -61,8 +61,7 @@ def gated_delta_rule(
     segments: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """What `gated_delta_rule_sequential` defines, by products of matrices over chunks of `chunk`
-    times.
+    """Compute `gated_delta_rule_sequential` by products of matrices over chunks of `chunk` times.
 
     Inside a chunk every time corrects what the earlier ones have written: a triangular system,
     solved for all chunks at once. What lies before a chunk comes through its state. Raises
@@ -118,8 +117,9 @@ def _marks(segments: Tensor | None, times: int, chunk: int) -> Tensor | None:
 
 
 def _decays(total: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of sums of log decays [..., l] in each chunk: decays between two times of it, from what lies
-    before it to each time, and from each time to its end; 0 from one segment to another.
+    """Return, of sums of log decays [..., l] in each chunk, the decays between two times of it,
+    from the chunk's beginning to each time, and from each time to its end; 0 from one segment to
+    another.
     """
     length = total.shape[-1]
     seen = torch.ones(length, length, dtype=torch.bool, device=total.device).tril()

@@ -12,7 +12,7 @@ from mtrain_kernels.runtime import on_device_of, processors
 
 @triton.jit
 def clear_kernel(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """`_clear` alone, behind a product of somebody else's."""
+    """Call `_clear` after a product of another library."""
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, SIZE)
 
 

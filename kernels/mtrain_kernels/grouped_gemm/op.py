@@ -156,7 +156,7 @@ def _pick(impl: str, device: torch.device, triton: str | None, library: str | No
 
 
 def _triton_obstacle(x: Tensor) -> str | None:
-    return None if x.dtype in DTYPES else f"{x.dtype} is none of fp32, fp16 and bf16"
+    return None if x.dtype in DTYPES else f"{x.dtype} is not fp32, fp16 or bf16"
 
 
 def _torch_obstacle(x: Tensor, weight: Weights) -> str | None:
@@ -235,8 +235,8 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _cost(products: int) -> Any:
-    """So many products of rows with the gate and up projections of all experts, each operand moved
-    once.
+    """Return the cost of `products` of rows with the gate and up projections of all experts, each
+    operand moved once.
     """
 
     def cost(m: Model) -> Cost:

@@ -1,5 +1,5 @@
-"""Where the tensors of all groups lie in memory, so that one kernel reads them without a copy
-behind each other.
+"""The addresses of all groups' tensors, so that one kernel reads them without copying them
+together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Weights that are gathered anew lie elsewhere in every step.
 
 @dataclass(frozen=True)
 class Places:
-    """Of groups' dense tensors [n, k]: the first one, and how many elements behind it
-    each begins.
+    """Addresses of groups' dense tensors [n, k]: the first one, and the element offset from it to
+    each.
     """
 
     tensors: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Places:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Places:
-        """Those of one [n, k] for each group, or of one [g, n, k].
+        """Return the places of one [n, k] for each group, or of one [g, n, k].
 
         Nothing waits for the device. A table is made when a set of tensors is first met.
         """

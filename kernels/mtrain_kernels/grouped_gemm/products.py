@@ -144,7 +144,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(
     ctx: Any, d_y: Tensor, implementation: str
 ) -> tuple[Tensor | None, list[Tensor] | list[None]]:
-    """Of x and of the weights, as far as they are asked for."""
+    """Return the gradients of x and of the weights, as far as autograd needs them."""
     x, ends, *rest = ctx.saved_tensors
     weights = rest[: len(ctx.needs_input_grad[1])]
     d_x = _grouped_dx(d_y, weights, ends, implementation) if ctx.needs_input_grad[0] else None

@@ -1,6 +1,4 @@
-"""How large the tiles of a grouped product are: a small table, of which what was measured to be
-fastest is taken.
-"""
+"""Tile sizes of a grouped product: a small table, from which the measured fastest is taken."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """What it is called in a record."""
+        """Return the tile's name in a record."""
         return (
             f"{self.rows}x{self.n}x{self.k} w{self.warps}"
             f" s{self.stages}{' tma' if self.tma else ''}"
@@ -89,7 +87,7 @@ EXACT = {
 
 def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
     """Return the tiles of the table that can run on `x`; `descriptors`: whether TMA may read what
-    lies beside it.
+    lies next to it.
     """
     tma = descriptors and capability(x.device) >= 90 and x.shape[-1] * x.element_size() % 16 == 0
     found = [tile for tile in TABLES[product] if tma or not tile.tma]
@@ -102,7 +100,7 @@ def tile_for(
     """Return the tile of a product of `TABLES`: what was measured for this class of shapes, or the
     first.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    The choice depends on the device, the dtype, the sizes and the recorded measurements, not
     on timing.
     """
     descriptors = descriptors and min(n, k) >= LEAST and (x.is_meta or x.data_ptr() % 16 == 0)
@@ -116,8 +114,8 @@ def tile_for(
 
 
 def shape_class(x: Tensor, rows: int, n: int, k: int, groups: int) -> str:
-    """What shapes are tuned together: sizes of the layer exactly, rows of a group by
-    powers of two.
+    """Return the class of shapes that are tuned together: sizes of the layer exactly, rows of a
+    group by powers of two.
     """
     return (
         f"{str(x.dtype).removeprefix('torch.')} n{n} k{k} g{groups} r{power_of_two(rows // groups)}"

@@ -19,8 +19,8 @@ CLEARED = 4096  # elements of rows of nobody that a program clears at once
 
 @triton.jit
 def _bounds(ends_ptr, rows, R: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
-    """Of each group where tile 0 of all would begin, its last row, and the tiles of R rows up to
-    its end.
+    """Return, for each group, where tile 0 of all would begin, its last row, and the tiles of R
+    rows up to its end.
 
     [G] each, and how many tiles there are in all.
     """
@@ -37,7 +37,7 @@ def _bounds(ends_ptr, rows, R: tl.constexpr, GROUPS: tl.constexpr, G: tl.constex
 
 @triton.jit
 def _place(offsets_ptr, step, group, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """How many elements behind the first group's tensor the one of `group` begins."""
+    """Return the element offset of the tensor of `group` from that of the first group."""
     if TABLE:
         at = tl.load(offsets_ptr + group)
     else:
@@ -51,8 +51,8 @@ def _tile(
     G: tl.constexpr,
     GROUPS: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, DOWNWARD: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: first row, end of its group, first column, all rows and columns, where its weight
-    is, and which.
+    """Return a tile's first row, end of its group, first column, all rows and columns, where its
+    weight is, and which.
     """
     high = tile // tiles_n
     c = tile % tiles_n * N
@@ -77,7 +77,7 @@ def _clear(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _x_tile(x, r, inner, first, i, end, k, TMA: tl.constexpr, EVEN: tl.constexpr):
-    """The tile of rows r and columns `inner`: by a descriptor, or by pointers."""
+    """Load the tile of rows r and columns `inner`: by a descriptor, or by pointers."""
     if TMA:  # rows of the next group come along; their sums are not stored
         tile = x.load([first, i])
     else:
@@ -93,7 +93,7 @@ def _w_tile(
     w, place, group, c, column, inner, i, n, k, stride_n, stride_k,
     N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The tile [K, N] of the group's weight, [n, k] or, TURNED, [k, n]."""
+    """Load the tile [K, N] of the group's weight, [n, k] or, TURNED, [k, n]."""
     if TMA:
         if TURNED:
             tile = w.load([group, i, c]).reshape(K, N)
@@ -329,7 +329,7 @@ def weights_kernel(
         column = b + tl.arange(0, K)
         total = tl.zeros([N, K], tl.float32)
         whole = start
-        if TMA:  # tiles that hold rows of this group alone
+        if TMA:  # tiles that hold only rows of this group
             whole = start + tl.maximum(end - start, 0) // R * R
             for i in range(start, whole, R):
                 total = tl.dot(d_y_ptr.load([i, c]).T, x_ptr.load([i, b]), total)

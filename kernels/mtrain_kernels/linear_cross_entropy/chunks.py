@@ -1,4 +1,4 @@
-"""How many tokens are done at a time, and by whom."""
+"""The size of a chunk of tokens, and the implementation that computes it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mtrain_kernels.runtime import ceil_div
 
 
 class Losses(NamedTuple):
-    """What `linear_cross_entropy` gives; all but the sum are for reading, without gradients.
+    """The result of `linear_cross_entropy`; only the sum has a gradient.
 
     `total` is the weighted sum of `losses` [t], and `z_losses` [t] are the part of these that is
     z-loss. `hits` [t] are 1 where the label counts and has the largest logit, the first one of

@@ -86,8 +86,8 @@ def linear_cross_entropy(
 
 
 class Gradients(NamedTuple):
-    """What one pass over the chunks gives: losses [t], and gradients [t, h] and [v_local, h] up to
-    a common factor.
+    """The result of one pass over the chunks: losses [t], and gradients [t, h] and [v_local, h] up
+    to a common factor.
 
     The gradient of the weighted sum is `scale` times `hidden`, summed over the ranks, and `scale`
     times `weight`. What was not asked for is empty. `z_losses` [t] are a part of the losses, `hits`
@@ -125,7 +125,7 @@ def chunked(
     The weights of the tokens multiply hidden states and their gradients instead of the logits'
     gradient, divided by the largest of them: masks of zeros and ones are exact, and nothing
     underflows in fp16. Rows of the weight that are padding are left out of every product, and their
-    gradient stays 0. `wide`: it is added up in fp32 and left so. `ranked`: it is told whose label
+    gradient stays 0. `wide`: it is added up in fp32 and left so. `ranked`: the hits say whose label
     has the largest logit. `plain`: products are by torch's BLAS, see `mtrain_kernels.linear`.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())

@@ -1,5 +1,4 @@
-"""Who makes the logits of a chunk and what is known of its rows: cuBLAS and a pass behind it, or
-one kernel.
+"""The choice for a chunk's logits and row statistics: cuBLAS and a pass after it, or one kernel.
 
 Counted for an H200 at 8,192 tokens of a vocabulary V = 128,256 and hidden states of 4,096 in bf16:
 a product takes 10.9 ms, and the pass of statistics reads 2.1 GB in 0.49 ms, in which
@@ -34,7 +33,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """What it is called in a record."""
+        """Return the tile's name in a record."""
         return f"{self.tokens}x{self.columns}x{self.step} w{self.warps} s{self.stages}"
 
 
@@ -64,9 +63,9 @@ def candidates(hidden: Tensor, kept: bool) -> tuple[Tile | Apart, ...]:
 
 
 def way_for(hidden: Tensor, columns: int, kept: bool) -> Tile | Apart:
-    """What was measured for this class of calls, or the first of the table.
+    """Return the way measured for this class of calls, or the first of the table.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    The choice depends on the device, the dtype, the sizes and the recorded measurements, not
     on timing.
     """
     found = candidates(hidden, kept)
@@ -75,10 +74,12 @@ def way_for(hidden: Tensor, columns: int, kept: bool) -> Tile | Apart:
 
 
 def kernel_of(kept: bool) -> str:
-    """Under which name measurements are recorded."""
+    """Return the name that measurements are recorded under."""
     return f"linear_cross_entropy.{'kept' if kept else 'alone'}"
 
 
 def shape_class(hidden: Tensor, columns: int) -> str:
-    """What calls are tuned together: the width exactly, columns by powers of two."""
+    """Return the class of calls that are tuned together: the width exactly, columns by powers of
+    two.
+    """
     return f"{str(hidden.dtype).removeprefix('torch.')} h{hidden.shape[1]} v{power_of_two(columns)}"

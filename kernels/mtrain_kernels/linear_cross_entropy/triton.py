@@ -39,7 +39,7 @@ def product_kernel(
     EVEN: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of logits, kept or not, and of each of its rows what `row_statistics` is made of.
+    """Compute a tile of logits, kept or not, and its part of the rows' `row_statistics`.
 
     Statistics are of the logits as they are rounded, kept or not. `out_ptr` is [3 or 5, tiles of
     columns, rows]: log-sum-exp, logit of the label, sum, largest logit and its first column.

@@ -72,14 +72,14 @@ class _RowWeights(torch.autograd.Function):
 
 
 def _taken(values: Tensor, places: Tensor) -> Tensor:
-    """Those of the flat `values` at `places`, zero where a place is negative."""
+    """Return the flat `values` at `places`, zero where a place is negative."""
     padded = torch.cat([values.reshape(-1), values.new_zeros(1)])
     return padded[torch.where(places < 0, values.numel(), places)]
 
 
 def _obstacle(*tensors: Tensor | None) -> str | None:
     wrong = [str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::moe_permute", mutates_args=())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """Where every copy of a token lies among rows sorted by expert.
+    """The place of every copy of a token among rows sorted by expert.
 
     `position` [t, k]: the row of token t's k-th copy, or -1 if it is dropped. `source` [r]: which
     copy, counted as t * k + j, row r holds, or -1 for a row of padding. `counts` [e]: the rows of

@@ -78,7 +78,7 @@ def combine_kernel(
     T: tl.constexpr,
     H: tl.constexpr,
 ):
-    """A token is the sum of its K rows in fp32, each times its weight."""
+    """Sum the K rows of each token in fp32, each times its weight."""
     token = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     column = tl.program_id(1) * H + tl.arange(0, H)[None, :]
     live = token < tokens

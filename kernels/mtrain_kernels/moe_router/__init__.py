@@ -1,1 +1,1 @@
-"""Which experts a token goes to, and with which weights."""
+"""Routing: the experts of each token, and their weights."""

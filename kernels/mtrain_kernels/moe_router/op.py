@@ -63,7 +63,7 @@ def _obstacle(logits: Tensor, bias: Tensor | None) -> str | None:
     if logits.shape[1] > MOST_EXPERTS:
         return f"{logits.shape[1]} experts are more than {MOST_EXPERTS}"
     wrong = [str(t.dtype) for t in (logits, bias) if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::moe_router", mutates_args=())
@@ -123,8 +123,8 @@ _router.register_autograd(_differentiate, setup_context=_save)
 
 
 def _settings(model: Model) -> dict[str, Any]:
-    """How the model routes: by groups with a bias as DeepSeek-V3 with its 256 experts, or by a
-    plain softmax.
+    """Return the routing of a model: by groups with a bias as DeepSeek-V3 with its 256 experts, or
+    by a plain softmax.
     """
     if model.experts == 256:
         return {"topk": model.top_k, "score": "sigmoid", "scale": 2.5, "groups": 8, "group_topk": 4}

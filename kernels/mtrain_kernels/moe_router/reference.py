@@ -27,7 +27,7 @@ def moe_router(
 
     `logits` [t, e]. The scores are the sigmoid of the logits, their softmax over all experts
     (`pre_softmax`), or the logits themselves, of which the chosen ones then go through a softmax.
-    Experts are chosen by score plus `expert_bias` [e]; the bias touches the choice alone. With
+    Experts are chosen by score plus `expert_bias` [e]; the bias touches only the choice. With
     `groups` > 1 the experts form that many equal runs, each worth the sum of its `group_members`
     best, and only experts of the `group_topk` best groups are chosen. Weights are the chosen
     scores, divided by their sum if `normalize` (None: for a sigmoid of several experts), times
@@ -37,7 +37,7 @@ def moe_router(
     both int64. Half input is scored in fp32. Equals go to the lower index; NaN counts as greater
     than every number, so that it shows in the weights. Without bias and groups the logits choose,
     since scores are monotone in them: no rounding of an exponential decides. Gradients reach the
-    logits through the weights alone.
+    logits through the weights only.
 
     Raises `ValueError` where sizes or names do not fit. Sources: Shazeer et al. 2017,
     arXiv:1701.06538; groups and

@@ -31,8 +31,8 @@ def _key(value, live):
 
 @triton.jit
 def _scores(x, live, SCORE: tl.constexpr):
-    """The scores of logits [tokens, places], which for a softmax behind the choice are
-    the logits.
+    """Return the scores of logits [tokens, places]; for a softmax after the choice these are the
+    logits.
     """
     if SCORE == "sigmoid":
         return sigmoid(x)

@@ -1,3 +1,3 @@
 """Newton-Schulz: a matrix with the same singular vectors and singular values near one, by products
-alone.
+only.
 """

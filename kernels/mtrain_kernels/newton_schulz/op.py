@@ -78,7 +78,7 @@ def symmetric_product(
 
 
 def _obstacle(dtype: torch.dtype) -> str | None:
-    return None if dtype in DTYPES else f"{dtype} is none of fp32, fp16 and bf16"
+    return None if dtype in DTYPES else f"{dtype} is not fp32, fp16 or bf16"
 
 
 @torch.library.custom_op("mtrain::symmetric_product", mutates_args=())

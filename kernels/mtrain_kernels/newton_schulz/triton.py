@@ -35,8 +35,8 @@ def symmetric_kernel(
     ADDED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `alpha X X^T + beta C` of one matrix, and the same tile turned on the other side of
-    the diagonal.
+    """Compute a tile of `alpha X X^T + beta C` of one matrix, and its mirror image across the
+    diagonal.
     """
     row, column = _lower(tl.program_id(0))
     matrix = tl.program_id(1).to(tl.int64)

@@ -139,7 +139,7 @@ def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
     if x.shape[-1] > WIDEST:
         return f"a row of {x.shape[-1]} elements is wider than {WIDEST}"
     wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::norm", mutates_args=())

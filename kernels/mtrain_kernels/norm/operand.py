@@ -44,10 +44,10 @@ def norm_quantized(
     multiplier: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Operand]:
-    """What was normed, the new residual (empty without `residual`), and the first as an `Operand`.
+    """Return the norm, the new residual (empty without `residual`), and the norm as an `Operand`.
 
     Inputs are those of `layer_norm_residual` (`subtract_mean`) or `rms_norm_residual`. Scales are
-    those of a `layout` of one row, or of the tensor where it is None: from the `multiplier` [1] of
+    those of a `layout` of one row, or of the tensor without it: from the `multiplier` [1] of
     delayed scaling, else from its own greatest value, which `share` makes that of the whole where
     `x` is a part. The operand's shape is [m, h], x's leading axes being one. Raises `ValueError`
     where arguments do not fit, `Unavailable` where the named implementation cannot run.

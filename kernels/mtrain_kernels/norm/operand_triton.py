@@ -1,5 +1,4 @@
-"""What a norm gave, made again tile by tile from what it kept, and quantised: with one scale, or
-transposed.
+"""The output of a norm, recomputed tile by tile and quantised: with one scale, or transposed.
 
 A program that holds whole rows sees too few of them for the blocks of a transposed operand.
 """
@@ -28,8 +27,8 @@ def operand_kernel(
     TRANSPOSE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, MANTISSA: tl.constexpr,
     EXPONENT: tl.constexpr, GREATEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile with the tensor's multiplier, or with a scale for each `GROUP` of a column, as `norm`
-    rounds it.
+    """Quantise a tile with the tensor's multiplier, or with a scale for each `GROUP` of a column,
+    as `norm` rounds it.
     """
     RUN: tl.constexpr = 8 if TRANSPOSE and GROUP > 0 else 1
     row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)

@@ -16,13 +16,13 @@ from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.quantize.triton import encode, finite, scales
 from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, processors, tile
 
-WIDE = 8192  # columns of a row that registers hold in the backward beside their sums
+WIDE = 8192  # columns of a row that registers hold in the backward with their sums
 PIECE = 4096  # columns at a time where there are more
 
 
 @triton.jit
 def _along(x, ROWS: tl.constexpr):
-    """The sum of each row, the same number for all that follows of it.
+    """Sum each row; all code that follows gets the same number.
 
     Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum
     in both. The two sums, in two orders, differ in the last bit now and then, and what is quantised
@@ -66,11 +66,11 @@ def forward_kernel(
     EXPONENT: tl.constexpr,
     GREATEST: tl.constexpr,
 ):
-    """One tile of whole rows; the sum is rounded before it is normalised, so that backward sees the
-    same numbers.
+    """Norm one tile of whole rows; the sum is rounded before it is normalised, so that backward
+    sees the same numbers.
 
     What is stored leaves quantised, too, with a scale for each `GROUP` of a row (`OPERAND`
-    "blocks") or the tensor's multiplier ("tensor"), or its greatest absolute value alone does
+    "blocks") or the tensor's multiplier ("tensor"), or its greatest absolute value only does
     ("amax").
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -145,7 +145,7 @@ def _normed(x, mean, rstd, inside, SUBTRACT_MEAN: tl.constexpr):
 
 @triton.jit
 def _scale(weight_ptr, column, width, ZERO_CENTERED: tl.constexpr):
-    """What normed columns are multiplied by."""
+    """Return the factor of normed columns."""
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     return weight + 1.0 if ZERO_CENTERED else weight
 
@@ -174,8 +174,8 @@ def backward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTOTAL: tl.constexpr, BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks over tiles and leaves fp32 sums for the weight and the bias, which torch
-    adds up.
+    """Walk over tiles; each program leaves fp32 sums for the weight and the bias, which torch adds
+    up.
 
     The next tile is on its way while one is worked on.
     """
@@ -231,8 +231,8 @@ def wide_backward_kernel(
     PIECE: tl.constexpr, PIECES: tl.constexpr, DTOTAL: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """As `backward_kernel`, a row at a time and in pieces; registers have no room for the sums of a
-    bias, too.
+    """Work as `backward_kernel`, a row at a time and in pieces; registers have no room for the sums
+    of a bias, too.
     """
     program = tl.program_id(0)
     piece = tl.arange(0, PIECE)[None, :]
@@ -296,7 +296,7 @@ def forward(
     The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`.
     With an `operand` there are three more: bytes of what is normed in `format` [rows, h], its
     scales (of "blocks" as `layout` says) and its greatest absolute value [1] (of "amax" and
-    "tensor", which has a `multiplier`); empty where there is none.
+    "tensor", which has a `multiplier`); empty without it.
     """
     width = weight.shape[0]
     source = as_rows(x, width)

@@ -34,7 +34,7 @@ class FusedAdam(torch.optim.Optimizer):
     it that a bf16 parameter has not. `use_decoupled_grad` reads `param.decoupled_grad`, which may
     have any dtype, instead of `param.grad`. Without masters `stochastic_rounding` keeps bf16
     weights and moments right on average, with numbers that depend on `seed`, step, place of the
-    parameter and element alone. The step count is an int in each parameter group, and never a
+    parameter and element only. The step count is an int in each parameter group, and never a
     tensor that parameters could share. `capturable` reads step and learning rate from the device,
     so that a CUDA graph of `step`, captured after a step without one, follows them: call `advance`
     before each replay. Parameters must be contiguous. Raises `ValueError` for what does not fit.
@@ -134,7 +134,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Stores a moment or a master in fp32 as it is kept; a remainder takes the parameter's own
         bits with it.
 
-        A master in int16 is taken as the remainder itself. What is no tensor is left alone:
+        A master in int16 is taken as the remainder itself. What is no tensor stays as it is:
         megatron-core passes its own marks, such as `padding`, along with a parameter's tensors.
         """
         if not isinstance(unscaled_state, Tensor):
@@ -197,7 +197,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self._clocks.get(place)
 
     def _update(self, group: dict[str, Any], stream: int, grad_scale: Tensor | None) -> None:
-        """A step on the parameters of one group, a launch for each combination of dtypes."""
+        """Step the parameters of one group, a launch for each combination of dtypes."""
         buckets: dict[tuple[Any, ...], list[tuple[int, Tensor, Tensor]]] = {}
         for number, param in enumerate(group["params"], stream + 1):
             if not self.state[param]:
@@ -334,13 +334,13 @@ class FusedAdam(torch.optim.Optimizer):
             [s["exp_avg"] for s in state],
             [s["exp_avg_sq"] for s in state],
             [s[MASTER] for s in state] if self.master_weights else [],
-            [s["exp_avg"] for s in scales] if self.moment_dtypes["exp_avg"] == torch.uint8 else [],
-            (
-                [s["exp_avg_sq"] for s in scales]
-                if self.moment_dtypes["exp_avg_sq"] == torch.uint8
-                else []
-            ),
+            self._scales_of("exp_avg", scales),
+            self._scales_of("exp_avg_sq", scales),
         )
+
+    def _scales_of(self, moment: str, scales: list[dict[str, Tensor]]) -> list[Tensor]:
+        # only eight bits have scales, and an empty list tells the kernel so
+        return [s[moment] for s in scales] if self.moment_dtypes[moment] == torch.uint8 else []
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         step, (beta1, beta2) = group["step"], group["betas"]

@@ -133,7 +133,7 @@ class Muon(FusedAdam):
         return [out[place] for place in range(len(matrices))]
 
     def _stacked(self, matrices: Tensor, qkv_rows: tuple[int, ...] | None) -> Tensor:
-        """Of matrices [number, rows, columns]."""
+        """Stack matrices as [number, rows, columns]."""
         if qkv_rows is None:
             return self._scaled(matrices)
         heads = matrices.unflatten(1, (-1, sum(qkv_rows)))

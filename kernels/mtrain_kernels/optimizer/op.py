@@ -27,7 +27,7 @@ def adamw_(
     clock: Tensor | None = None,
     impl: str = "auto",
 ) -> None:
-    """One step of AdamW on every tensor of `lists`, in place and in one launch; see
+    """Take one step of AdamW on every tensor of `lists`, in place and in one launch; see
     `reference.adamw_`.
 
     `streams` name the tensors to the random numbers of stochastic rounding (their places in the
@@ -305,8 +305,8 @@ def _drawn(lists: Lists) -> Lists:
 
 
 def _checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
-    """By how much a step changes weights, and mean sizes of moments in blocks, where a rounding
-    that tips is little.
+    """Return how much a step changes weights, and mean sizes of moments in blocks, where one
+    flipped rounding counts little.
 
     Weights change by moments that are not yet rounded, and decay enough to be seen.
     """

@@ -64,7 +64,7 @@ def adamw_(
     clock: Tensor | None,
     hyper: Hyper,
 ) -> None:
-    """One step of Adam with weight decay in fp32, in place, whatever the tensors are kept in.
+    """Take one step of Adam with weight decay in fp32, in place, whatever the tensors' formats are.
 
     `g = grad grad_scale`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`; `p -= lr
     weight_decay p`; `p = p - lr / bias1 m / (sqrt(v) / sqrt(bias2) + eps)`. `streams` name the
@@ -160,7 +160,5 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a `norm` are multiplied by so that it does not exceed `max_norm`; at most
-    1.
-    """
+    """Return the factor that keeps gradients of a `norm` within `max_norm`; at most 1."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,5 +1,5 @@
-"""How the optimizer's numbers are stored in fewer bits: split masters, stochastic rounding,
-eight-bit moments.
+"""Formats of fewer bits for the optimizer's state: split masters, stochastic rounding, eight-bit
+moments.
 
 All of it in plain torch, as the definition that the kernels are held against.
 """

@@ -36,7 +36,7 @@ class Soap(FusedAdam):
     `precondition_frequency` of those that follow one power iteration with a QR decomposition. The
     average `exp_avg` is kept as gradients are, and `exp_avg_sq` in the bases, where Adam divides; a
     side of more than `max_precond_dim` has no basis. As with its authors, the first step makes
-    bases and moves no matrix, so that no gradient is rotated by what was made of it alone. The
+    bases and moves no matrix, so that no gradient is rotated by what was made of only it. The
     decay of weights comes before the update. Matrices have no masters here: give fp32 parameters,
     and a gradient of each in every step. All else is as in `FusedAdam`. Source: Vyas et al. 2024,
     arXiv 2409.11321.
@@ -138,9 +138,9 @@ class Soap(FusedAdam):
             factors[f"gram_{side}"].lerp_(product, 1 - self.shampoo_beta)
 
     def _begin(self, factors: Factors, grad: Tensor) -> None:
-        """The eigenvectors of both products: singular vectors of the gradient.
+        """Return the eigenvectors of both products: singular vectors of the gradient.
 
-        What is not finite makes bases that are none, so that weights say so: a decomposition would
+        What is not finite makes bases of NaN, so that weights say so: a decomposition would
         raise here, in the middle of a step.
         """
         sides = _of(factors)

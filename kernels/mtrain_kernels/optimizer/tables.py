@@ -14,7 +14,7 @@ _CHUNKS = DeviceTables(64)
 
 
 def address(x: Tensor) -> int:
-    """Where the data of a tensor lie; 0 for a meta tensor, which has none."""
+    """Return the address of a tensor's data; 0 for a meta tensor, which has no data."""
     return 0 if x.device.type == "meta" else x.data_ptr()
 
 

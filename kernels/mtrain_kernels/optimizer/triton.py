@@ -37,8 +37,8 @@ def array(
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so that loads
-    are wide.
+    """Return the pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so
+    that loads are wide.
     """
     address = tl.load(table_ptr + tensor * LISTS + LIST)
     pointer = address.to(tl.pointer_type(TYPE))
@@ -83,7 +83,7 @@ def words(seed, first, stream, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def halves(word, BLOCK: tl.constexpr):
-    """The low and the high 16 bits of each word, side by side."""
+    """Return the low and the high 16 bits of each word, side by side."""
     return tl.reshape(tl.join(word & 0xFFFF, word >> 16), (BLOCK,))
 
 
@@ -112,7 +112,7 @@ def load_moment(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """A moment in fp32 from fp32, bf16 or eight bits with a scale for `SHARED` elements."""
+    """Load a moment in fp32 from fp32, bf16 or eight bits with a scale for `SHARED` elements."""
     kept = tl.load(ptr + at, mask=inside, other=0)
     if tl.uint8 == TYPE:
         block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
@@ -142,8 +142,8 @@ def store_moment(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """A moment as it is kept; of the second one eight bits hold the root, and nothing above zero
-    becomes zero.
+    """Store a moment in its format; eight bits hold the root of the second one, and nothing above
+    zero becomes zero.
     """
     if tl.uint8 == TYPE:
         if SECOND:
@@ -165,7 +165,7 @@ def store_moment(
 
 @triton.jit
 def load_weight(p_ptr, master_ptr, at, inside, MASTER: tl.constexpr):
-    """The fp32 weight: the parameter, its fp32 master, or bf16 bits and a signed remainder put
+    """Load the fp32 weight: the parameter, its fp32 master, or bf16 bits and a signed remainder put
     together.
     """
     if MASTER == "remainder":
@@ -191,8 +191,8 @@ def store_weight(
     P: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The weight and what there is of a master; the remainder is of the nearest bf16, ties away
-    from zero.
+    """Store the weight and its master, if any; the remainder is of the nearest bf16, ties away from
+    zero.
     """
     if MASTER == "remainder":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
@@ -259,7 +259,7 @@ def adamw_kernel(
     CHUNK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """One chunk of one tensor per program.
+    """Update one chunk of one tensor per program.
 
     A table row: p, g, m, v, master, two lists of scales, size, stream.
 
@@ -326,7 +326,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A chunk's sum of squares, or with `SCALE` the chunk times a factor, in place."""
+    """Sum a chunk's squares, or with `SCALE` multiply the chunk by a factor, in place."""
     tensor, begin, size = chunk(table_ptr, chunks_ptr, 1, 2, ALIGNED, CHUNK)
     g_ptr = array(table_ptr, tensor, 0, 2, G, ALIGNED) + begin
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -397,7 +397,7 @@ def adamw_(
 
 
 def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
-    """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr,
+    """Return the factors of the weight, `lr / bias1` and the root of `bias2`, from `clock` (lr,
     step) in fp64.
     """
     lr, step = clock

@@ -1,1 +1,1 @@
-"""Quantisation to FP8, MXFP8 and NVFP4, alone and behind SwiGLU."""
+"""Quantisation to FP8, MXFP8 and NVFP4, by itself and after SwiGLU."""

@@ -10,7 +10,7 @@ import torch
 
 
 class Format(NamedTuple):
-    """`mantissa` bits, exponent `bias` and greatest number of a format; `dtype` is None for four
+    """`mantissa` bits, exponent `bias` and greatest number of a format; without a `dtype` for four
     bits.
     """
 

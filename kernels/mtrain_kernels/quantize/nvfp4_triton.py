@@ -62,8 +62,7 @@ def _signed(code, y):
 
 @triton.jit
 def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, SIDE: tl.constexpr):
-    """A tile: scales of its blocks first rounded to e4m3, then the numbers multiplied by what they
-    say.
+    """Quantise a tile: round the scales of its blocks to e4m3, then multiply the numbers by them.
 
     A thread has both halves of a block, so that nothing is exchanged, and the next one the next
     block of a row.
@@ -107,7 +106,7 @@ def over_scale(a, b):
 
 @triton.jit
 def any_nan(left, right):
-    """Whether a block has a number that is not one."""
+    """Return whether a block holds a NaN."""
     if INTERPRETED:
         return tl.max(tl.where((left != left) | (right != right), 1, 0), 1) > 0
     most = _maximum(tl.reduce(tl.abs(left), 1, _maximum), tl.reduce(tl.abs(right), 1, _maximum))
@@ -123,7 +122,7 @@ def _maximum(a, b):
 def nvfp4_dequantize_kernel(
     packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, rows, columns, SIDE: tl.constexpr
 ):
-    """A tile of numbers from pairs of codes."""
+    """Dequantise a tile of numbers from pairs of codes."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
     pair = tl.program_id(1) * (SIDE // 2) + tl.arange(0, SIDE // 2)[None, :]
     inside = (row < rows) & (pair < columns // 2)

@@ -235,7 +235,7 @@ def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
 
 
 def require_multiplier(multiplier: Tensor, x: Tensor) -> None:
-    """Raise `ValueError` unless `multiplier` is one number in fp32 beside x."""
+    """Raise `ValueError` unless `multiplier` is one number in fp32 on x's device."""
     if (
         multiplier.shape != (1,)
         or multiplier.dtype != torch.float32

@@ -21,7 +21,7 @@ NVFP4_SPAN = 448.0 * 6.0  # the greatest block scale times the greatest e2m1 num
 
 def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the greatest finite absolute value of `x`, over `dim` or everything, in fp32; 0 where
-    there is none.
+    no number is finite.
     """
     magnitude = x.float().abs()
     magnitude = magnitude.where(magnitude.isfinite(), 0)
@@ -31,8 +31,8 @@ def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 def multiplier(amax: Tensor, format: str, scale: str = "fp32") -> Tensor:
-    """What brings `amax` to the greatest number of `format`; for `scale` "power_of_two" the power
-    below.
+    """Return the factor that brings `amax` to the greatest number of `format`; for `scale`
+    "power_of_two" the power below.
     """
     m = span(amax, FORMATS[format].greatest)
     return (m.view(torch.int32) & -(1 << 23)).view(torch.float32) if scale == "power_of_two" else m
@@ -185,7 +185,7 @@ def delayed_multiplier(history: Tensor, format: str, margin: int = 0) -> Tensor:
 
 
 def push_amax_(history: Tensor, amax: Tensor) -> Tensor:
-    """Puts `amax` [1] at the front of `history` [window], in place, and drops the oldest."""
+    """Put `amax` [1] at the front of `history` [window], in place, and drop the oldest."""
     history.copy_(torch.cat([amax, history[:-1]]))
     return history
 

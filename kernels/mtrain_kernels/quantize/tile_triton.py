@@ -1,7 +1,7 @@
-"""In which order the threads of a program take the rows of a tile that is written transposed.
+"""The order in which the threads of a program take the rows of a tile that is written transposed.
 
 A thread reads 16 bytes or more of a row, and has rows that are far apart: written transposed, each
-byte would go through shared memory alone. With rows dealt so that a thread has neighbours, two or
+byte would pass shared memory by itself. With rows dealt so that a thread has neighbours, two or
 four bytes go together.
 """
 
@@ -24,7 +24,7 @@ def dealt(SIDE: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def in_order(x, SIDE: tl.constexpr, RUN: tl.constexpr):
-    """A tile whose rows are `dealt` with its rows in order; nothing moves between threads."""
+    """Return a tile whose rows are `dealt` in their order; nothing moves between threads."""
     if RUN > 1:
         x = tl.reshape(tl.permute(tl.reshape(x, (RUN, SIDE // RUN, SIDE)), (1, 0, 2)), (SIDE, SIDE))
     return x

@@ -33,8 +33,8 @@ FROM_E5M2 = tl.constexpr(PTX_DECODE.replace("e4m3", "e5m2"))
 
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the
-    same bits.
+    """Return the code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which
+    gives the same bits.
     """
     if converts_fp8():
         CONVERT: tl.constexpr = TO_E4M3 if MANTISSA == 3 else TO_E5M2
@@ -48,7 +48,7 @@ def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr
 
 @triton.jit
 def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The fp32 number of a code in uint8, by the GPU's own conversion where it has one."""
+    """Return the fp32 number of a code in uint8, by the GPU's own conversion where it has one."""
     if MANTISSA > 1 and converts_fp8():
         CONVERT: tl.constexpr = FROM_E4M3 if MANTISSA == 3 else FROM_E5M2
         value = tl.inline_asm_elementwise(
@@ -61,7 +61,7 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones.
+    """Return the code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones.
 
     Below the normal numbers, adding a power of two leaves the multiple of the smallest number in
     the last bits.
@@ -83,8 +83,8 @@ def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.cons
 
 @triton.jit
 def decode_bits(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The fp32 number of a code in int32; multiplying by a power of two makes subnormal codes
-    normal.
+    """Return the fp32 number of a code in int32; multiplying by a power of two makes subnormal
+    codes normal.
     """
     SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
     magnitude = code & (SIGN - 1)
@@ -100,14 +100,14 @@ def decode_bits(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """The absolute value, 0 where it is infinite or not a number."""
+    """Return the absolute value, 0 where it is infinite or not a number."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
 @triton.jit
 def greatest_finite(x, axis: tl.constexpr):
-    """The greatest finite absolute value along an axis, 0 where there is none.
+    """Return the greatest finite absolute value along an axis, 0 where no number is finite.
 
     On a GPU x + 0 x makes infinities not a number, which a maximum leaves out: two instructions and
     not three.
@@ -150,8 +150,8 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
 
 @triton.jit
 def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
-    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the
-    input's dtype.
+    """Load a tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to
+    the input's dtype.
     """
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
@@ -164,7 +164,7 @@ def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
 
 @triton.jit
 def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SIDE: tl.constexpr):
-    """The greatest finite absolute value of each tile; torch takes the greatest of all."""
+    """Reduce the greatest finite absolute value of each tile; torch takes the greatest of all."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
@@ -191,8 +191,8 @@ def tensorwise_kernel(
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A tile with the tensor's one multiplier, written twice where the transpose is wanted; its
-    amax on the way.
+    """Quantise a tile with the tensor's one multiplier, twice where the transpose is wanted, and
+    reduce its amax on the way.
     """
     RUN: tl.constexpr = 4 if TRANSPOSE else 1
     # bytes written at once: 16 would be 16 columns to reduce
@@ -269,8 +269,8 @@ def blocks_kernel(
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and, transposed,
-    of a column.
+    """Quantise a tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and,
+    transposed, of a column.
     """
     if TRANSPOSE:
         RUN: tl.constexpr = 4 if SQUARE or GROUP < SIDE else 8
@@ -340,7 +340,7 @@ def dequantize_kernel(
     BIAS: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A tile of numbers from codes and the scales of their blocks."""
+    """Dequantise a tile from codes and the scales of their blocks."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -475,5 +475,5 @@ def dequantize_blocks(
 
 
 def scale_dtype(layout: str) -> torch.dtype:
-    """How the scales of a layout are stored: fp32, or the bytes of their exponents."""
+    """Return the format of a layout's scales: fp32, or the bytes of their exponents."""
     return torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32

@@ -93,7 +93,7 @@ def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
     if x.ndim == 4 and x.shape[0] > GRID:
         return f"a batch of {x.shape[0]} is larger than {GRID}"
     wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
+    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::rope", mutates_args=())

@@ -117,8 +117,8 @@ def packed_backward_kernel(
     PAIRED: tl.constexpr,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the packed rows; a program walks over tiles and leaves fp32 sums for its
-    weight in its row.
+    """Compute the gradient of the packed rows; a program walks over tiles and leaves fp32 sums for
+    its weight in its row.
     """
     block = tl.program_id(1)
     kind, head, count, place = _heads_of(
@@ -187,7 +187,7 @@ def packed_backward_kernel(
 
 
 class Packing(NamedTuple):
-    """How rows are packed, and what is done to queries and keys on the way; see
+    """The layout of packed rows, and the norm of queries and keys on the way; see
     `packed.rotate_packed`.
     """
 
@@ -199,7 +199,7 @@ class Packing(NamedTuple):
     zero_centered: bool
 
     def constants(self) -> dict[str, bool]:
-        """What the kernels are compiled for."""
+        """Return the constants that the kernels are compiled for."""
         return {
             "PAIRED": self.interleaved,
             "ZERO_CENTERED": self.zero_centered,

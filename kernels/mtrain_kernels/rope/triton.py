@@ -60,7 +60,7 @@ def _store(
 
 @triton.jit
 def _load_rest(x_ptr, at, live, half, width, REST: tl.constexpr):
-    """What does not turn, in fp32; one zero where all of a head turns."""
+    """Load the elements that do not turn, in fp32; one zero where all of a head turns."""
     if REST > 0:
         column = tl.arange(0, REST)[None, None, :] + 2 * half
         rest = tl.load(x_ptr + at + column, mask=live & (column < width), other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def _store_rest(y_ptr, at, live, half, width, rest, REST: tl.constexpr):
 
 @triton.jit
 def _over_head(both, rest, REST: tl.constexpr):
-    """The sum over each head, of pairs and of what does not turn."""
+    """Sum over each head: its pairs and the elements that do not turn."""
     total = tl.sum(both, axis=2)
     if REST > 0:
         total += tl.sum(rest, axis=2)
@@ -104,7 +104,7 @@ def _weights(
     PAIRED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """What normed elements are multiplied by: first and second of each pair, and the rest."""
+    """Load the factors of normed elements: first and second of each pair, and the rest."""
     origin = tl.zeros((1, 1, 1), tl.int64)
     wa, wb = _load(weight_ptr, origin, True, half, 1, 1, HALF, PAIRED)
     w = _load_rest(weight_ptr, origin, True, half, width, REST)
@@ -129,7 +129,7 @@ def _store_sums(
     dweight_ptr, program, half, width, sum_a, sum_b, sum_rest,
     HALF: tl.constexpr, REST: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a program over tokens and heads, in its row."""
+    """Store the sums of a program over tokens and heads, in its row."""
     at = tl.zeros((1, 1, 1), tl.int64) + program * width
     sum_a = tl.sum(tl.sum(sum_a, axis=1, keep_dims=True), axis=0, keep_dims=True)
     sum_b = tl.sum(tl.sum(sum_b, axis=1, keep_dims=True), axis=0, keep_dims=True)
@@ -169,8 +169,8 @@ def forward_kernel(
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens and heads; `BACKWARD` turns the other way, which is the gradient where
-    nothing is normed.
+    """Turn one tile of tokens and heads; `BACKWARD` turns the other way, which is the gradient
+    where nothing is normed.
     """
     batch = tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]

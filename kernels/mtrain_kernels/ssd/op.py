@@ -76,7 +76,7 @@ def _call_obstacle(
 ) -> str | None:
     """Return why a library cannot take this call, whatever the device."""
     if x.dtype not in (*HALF, torch.float32):
-        return f"{x.dtype} is none of fp32, fp16 and bf16"
+        return f"{x.dtype} is not fp32, fp16 or bf16"
     if name == "fla" and segments is not None:
         return "fla takes the edges of packed sequences, not a segment for each time"
     if name == "mamba_ssm" and chunk & (chunk - 1):

@@ -59,7 +59,7 @@ def ssd(
     segments: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """What `ssd_sequential` defines, by products of matrices over chunks of `chunk` times; same
+    """Compute `ssd_sequential` by products of matrices over chunks of `chunk` times; same
     arguments.
 
     Inside a chunk every time reads the earlier ones through a lower triangle of decays; what lies

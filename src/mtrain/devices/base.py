@@ -1,4 +1,4 @@
-"""What mtrain asks of a device, and nothing more."""
+"""The interface that mtrain needs of a device."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Device:
     set_rng_state: Callable[[torch.Tensor], None]
     """Restores what `rng_state` returned."""
     pinned: Callable[[int], torch.Tensor] = _pinned
-    """Allocates so many bytes (uint8) of host memory, with which copies go on beside other work."""
+    """Allocates so many bytes (uint8) of host memory, with which copies overlap other work."""
     driver_bytes: Callable[[], int | None] = lambda: None
     """Memory of the current device that is in use, by whatever; None: nobody knows."""
     set_sync_debug: Callable[[str], None] = lambda mode: None

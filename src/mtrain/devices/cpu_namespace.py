@@ -1,4 +1,4 @@
-"""What megatron-core sees as `torch.cuda` on a CPU.
+"""The namespace that megatron-core sees as `torch.cuda` on a CPU.
 
 Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1
 touches them. Work on a CPU is synchronous, so streams and events order nothing; there is one
@@ -67,15 +67,15 @@ def device_count() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Nothing: there is one device."""
+    """Do nothing: there is one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing: work is done when the call returns."""
+    """Do nothing: work is done when the call returns."""
 
 
 def empty_cache() -> None:
-    """Nothing: torch keeps no cache of host memory."""
+    """Do nothing: torch keeps no cache of host memory."""
 
 
 def get_device_name(device: Any = None) -> str:
@@ -117,23 +117,21 @@ class Event:
         self._at_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
         """Always done."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`; raises `RuntimeError` where one was never
         recorded.
         """
         if self._at_s is None or end._at_s is None:
-            raise RuntimeError(
-                "both events must be recorded before the time between them is asked for"
-            )
+            raise RuntimeError("both events must be recorded before the time between them is read")
         return (end._at_s - self._at_s) * 1e3
 
 
@@ -157,10 +155,10 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         return 0
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """Return a recorded event."""
@@ -173,7 +171,7 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
 
 ExternalStream = Stream
@@ -191,7 +189,7 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Any) -> None:
-    """Nothing: there is one stream."""
+    """Do nothing: there is one stream."""
 
 
 def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
@@ -310,7 +308,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Nothing: nothing is counted."""
+    """Do nothing: nothing is counted."""
 
 
 class CUDAPluggableAllocator:

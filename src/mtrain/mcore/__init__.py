@@ -88,7 +88,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
 
 
 def import_core(device: Device) -> None:
-    """The first half of `install`: import megatron.core adapted to `device`, with no patch applied.
+    """Import megatron.core adapted to `device`, with no patch applied: the first half of `install`.
 
     A process that forks ranks with different patches calls this once. Raises as `install` does.
     """
@@ -107,7 +107,7 @@ def import_core(device: Device) -> None:
 
 
 def rewrites() -> dict[str, dict[str, int]]:
-    """How often each kind of rewrite was made in each module imported so far; empty on CUDA."""
+    """Count the rewrites of each kind in each module imported so far; empty on CUDA."""
     return importlib.import_module("mtrain.mcore.adapter.hook").rewrites()
 
 

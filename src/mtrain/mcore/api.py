@@ -94,8 +94,8 @@ from mtrain.mcore.state.optimizers import OwnOptimizerConfig, use_own, use_te, u
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
-    """This rank's part of the sequences of a batch that is not packed, over context-parallel ranks
-    or a group.
+    """Return this rank's part of the unpacked sequences of a batch, over the context-parallel ranks
+    or `cp_group`.
     """
     # to which no group means all ranks
     new = {"is_hybrid_cp": False} if release.at_least(0, 19) else {}

@@ -34,8 +34,8 @@ def folder() -> Path:
 
 
 def load(key: str) -> Entry | None:
-    """What was stored under `key`; None where there is nothing, or nothing that only this user can
-    have written.
+    """Return the entry stored under `key`; None if there is no entry that only this user can have
+    written.
 
     Code from a file is run, so the file and its folder must belong to this user and be closed to
     writing by others.

@@ -56,7 +56,7 @@ class CapturedLayers:
 
         for chunk in self.chunks if gathers else ():
             chunk.disable_forward_pre_hook(param_sync=False)
-        # which nobody else asks here: schedules are told how many micro-batches there are
+        # which nobody else asks here: schedules read how many micro-batches there are
         calculator.init_num_microbatches_calculator(0, None, self.micro_batches, 1, 1)
         self.graphs.create_cudagraphs()
         calculator.unset_num_microbatches_calculator()

@@ -1,4 +1,4 @@
-"""What megatron-core does by values or by memory, for tensors that have shapes alone."""
+"""Patches for tensors without memory, whose values megatron-core reads in a few places."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fake_patches() -> Iterator[None]:
         return x.repeat(group.size(), *[1] * (x.ndim - 1))
 
     def shapes(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():  # what a whole sharded tensor would be is asked, not made
+        with _disable_current_modes():  # the whole sharded tensor is described, not made
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
@@ -88,7 +88,7 @@ def _routed_by_shapes() -> Iterator[None]:
     real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
     def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
-        # it goes on until numbers change no more, which those of shapes alone never do
+        # it goes on until numbers change no more, which shapes without numbers never do
         return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
 
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _routed_by_shapes() -> Iterator[None]:
 
 
 def _tracked() -> dict[str, Any]:
-    """Where losses of routers are written down; since 0.19 the function gives a copy of it."""
+    """Return the dictionary in which routers record losses; 0.19's function returns a copy."""
     if release.at_least(0, 19):
         return (
             importlib.import_module("megatron.core.transformer.moe.moe_logging")
@@ -116,13 +116,11 @@ def _tracked() -> dict[str, Any]:
 
 
 def _unasked(tensor: Any) -> None:
-    """Where parts of other ranks begin, of parts that are not alike, or what is against Triton:
-    nobody answers.
-    """
+    """Answer no question about values: chunk offsets of other ranks, or obstacles to Triton."""
 
 
 def _in_turn(tokens: int, experts: int, k: int, config: Any) -> Tensor:
-    """Which experts each token goes to: bool [tokens, experts]."""
+    """Choose experts for each token in turn: bool [tokens, experts]."""
     with unset_fake_temporarily():
         choice = torch.arange(tokens * k).remainder_(experts).view(tokens, k)
         chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, choice, True)

@@ -53,9 +53,7 @@ _rewrites: dict[str, Counter[str]] = {}
 
 
 def rewrites() -> dict[str, dict[str, int]]:
-    """How often each kind of rewrite was made, by module, in what was imported so far; empty on
-    CUDA.
-    """
+    """Count the rewrites of each kind, by module, in the modules imported so far; empty on CUDA."""
     return {module: dict(counts) for module, counts in sorted(_rewrites.items())}
 
 
@@ -202,7 +200,7 @@ def _is_cpu(node: ast.expr) -> bool:
 
 
 class _Adapter:
-    """What rewritten code calls where a name alone does not do."""
+    """Functions that rewritten code calls where renaming is not enough."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

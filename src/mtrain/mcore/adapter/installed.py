@@ -1,4 +1,4 @@
-"""What the megatron adapter was installed for in this process."""
+"""The state of the adapter in this process: its device and its patches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mtrain.devices.base import Device
 
 
 class NotInstalled(RuntimeError):
-    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be
+    """megatron.core was imported before `install`, or was already loaded in a way that cannot be
     adapted.
     """
 

@@ -211,7 +211,7 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
     With groups of experts, each worth its `group_score_topk` best scores, routing is ours also
     then: megatron-core's own takes topk // group_topk of them, no other number for DeepSeek-V2 than
     for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and what adds
-    weight gradients up where it was asked for.
+    weight gradients up where the keys ask for that.
     """
     on_a_cpu = "cpu" in (kernels.linear, kernels.experts, kernels.loss)
     if on_a_cpu and kernels.cpu_matmul not in (None, "auto"):

@@ -115,7 +115,7 @@ class CoreAttention(MegatronModule):
             if self.config.perform_initialization:
                 self.config.init_method(self.softmax_offset)
         else:
-            raise ValueError(f"softmax_type {kind!r} is none of vanilla, off-by-one, learnable")
+            raise ValueError(f"softmax_type {kind!r} is not vanilla, off-by-one or learnable")
 
     def forward(
         self,
@@ -326,13 +326,13 @@ class CoreAttention(MegatronModule):
 
 def _goes_on(query: Tensor, key: Tensor) -> bool:
     """Return whether several tokens follow those of a cache: megatron-core then says no mask, as is
-    right for one alone.
+    right for a single one.
     """
     return 1 < query.shape[0] < key.shape[0]
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Where packed sequences start and end in the batch, padding included; None if they are not
+    """Return the offsets of packed sequences in the batch, padding included; None if they are not
     packed.
     """
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":

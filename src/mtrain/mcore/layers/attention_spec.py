@@ -96,7 +96,7 @@ def _mla(config: Any, provider: Any) -> Any:
 
 
 def _qk_norms(config: Any, provider: Any) -> tuple[type, type]:
-    """Those of queries and of keys; over all heads they are ours in any case."""
+    """Return the norms of queries and of keys; norms over all heads are always ours."""
     if provider.parts.qk_layernorm_across_heads:
         impl = "reference" if provider.kernels["norm"] == "te" else provider.kernels["norm"]
         return chosen(QueryNorm, impl), chosen(KeyNorm, impl)

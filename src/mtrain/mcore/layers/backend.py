@@ -1,4 +1,4 @@
-"""Which layer implements what, and the specs that tell megatron-core.
+"""The choice of a layer class for each operation, and the specs that hand it to megatron-core.
 
 Every spec is built with the provider given explicitly; none of megatron-core's spec functions is
 rebound.
@@ -53,7 +53,7 @@ BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a ca
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer has beside megatron-core's own: the keys of `model` with these names."""
+    """The parts of a layer that megatron-core lacks: the keys of `model` with these names."""
 
     norm_placement: str = "pre"
     qk_layernorm_across_heads: bool = False
@@ -69,7 +69,7 @@ class Parts:
 
     @classmethod
     def of(cls, model: Any, *, attn_mask: str = "causal") -> Parts:
-        """Those of a `model` section."""
+        """Return the parts that a `model` section asks for."""
         names = (field.name for field in fields(cls) if field.name != "attn_mask")
         return cls(**{name: getattr(model, name) for name in names}, attn_mask=attn_mask)
 
@@ -148,7 +148,7 @@ class Provider(BackendSpecProvider):
         return self.all_te
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        """That module, or None."""
+        """Return that fused module, or None."""
         return self._te.column_parallel_layer_norm_linear() if self.all_te else None
 
     def layer_norm(

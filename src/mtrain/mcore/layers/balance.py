@@ -1,5 +1,4 @@
-"""What routers of experts count, and their losses, over the tokens that are there: padding has no
-part in them.
+"""Token counts of routers and their losses, over real tokens only: padding takes no part.
 
 A step is divided once by its predictions (or samples), so a loss here is a sum over tokens: that of
 a micro-batch times its tokens. With `ROUTER_LOSS_SHARE` it ends as the average over all tokens of
@@ -55,7 +54,7 @@ def with_balancing_losses(
     """`weights`, whose backward adds the balancing losses of `logits` [t, e] over the `tokens` [t]
     that are true.
 
-    t are `positions` with every sample of the micro-batch beside each other. The experts that count
+    t are `positions` with the samples of the micro-batch next to each other. The experts that count
     are those with the best scores, which may be given as `experts` [t, k].
     """
     if not (router.training and torch.is_grad_enabled() and router.is_aux_loss_enabled()):

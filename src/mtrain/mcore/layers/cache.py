@@ -22,7 +22,7 @@ class Cache(StaticInferenceContext):
     Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank,
     head size], MLA those that it makes of the compressed ones. A layer of linear attention or of
     Mamba-2 keeps a state in `states`, by its number and the tokens that were read. `last_only`:
-    what is read has no padding, and the logits are those of the last token alone.
+    what is read has no padding, and the logits are those of the last token only.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
@@ -43,8 +43,8 @@ class Cache(StaticInferenceContext):
 
 
 class State:
-    """What a layer keeps of the tokens before: the last inputs of its convolution, and
-    its state.
+    """The state that a layer carries between calls: the last inputs of its convolution, and its
+    scan.
     """
 
     def __init__(self, tail: Tensor, state: Tensor) -> None:
@@ -53,7 +53,7 @@ class State:
 
     @classmethod
     def of(cls, context: Any, layer: int) -> State | None:
-        """That behind the tokens that a context has read; None where it has read none."""
+        """Return the state after the tokens that a context has read; None before the first."""
         if context is None or not context.sequence_len_offset:
             return None
         found: State = context.states[layer, context.sequence_len_offset]

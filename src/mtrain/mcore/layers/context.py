@@ -1,6 +1,4 @@
-"""How attention sees a sequence that is sharded over ranks: rings, exchanges of sequence for heads,
-and both.
-"""
+"""Context parallelism of attention: rings, exchanges of sequence for heads, and both."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class Context:
         elif self.kind == "a2a+p2p":
             self.inner, self.outer = parallel_state.get_hierarchical_context_parallel_groups()
         elif self.kind != "all_gather":
-            raise ValueError(f"cp_comm_type {self.kind!r} is none of all_gather, p2p, a2a, a2a+p2p")
+            raise ValueError(f"cp_comm_type {self.kind!r} is not all_gather, p2p, a2a or a2a+p2p")
 
     @property
     def inner_size(self) -> int:
@@ -42,9 +40,7 @@ class Context:
         return self.inner.size() if self.inner else 1
 
     def head_slice(self, heads: int) -> slice:
-        """Which of this tensor-parallel rank's heads are here while the sequence is exchanged for
-        them.
-        """
+        """Return the slice of this tensor-parallel rank's heads that the exchange leaves here."""
         share = heads // self.inner_size
         first = (self.inner.rank() if self.inner else 0) * share
         return slice(first, first + share)
@@ -60,7 +56,7 @@ class Context:
 
     @property
     def block(self) -> int:
-        """Which block of `positions` is this rank's."""
+        """Return the index of this rank's block of `positions`."""
         return self.group.rank() // self.inner_size
 
     def to_heads(self, x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from mtrain.mcore.layers.residual import ResidualNorm, added_by, one_graph
 
 @dataclass
 class DecoderLayerSubmodules(TransformerLayerSubmodules):
-    """Those of megatron-core, and the norms of what attention and MLP add to the residual stream,
-    or of the sum.
+    """Submodules of megatron-core's layer, with norms of what attention and MLP add to the residual
+    stream, or of the sum.
     """
 
     post_self_attn_layernorm: Any = IdentityOp
@@ -36,7 +36,7 @@ class DecoderLayer(TransformerLayer):
     made by the norm that reads them where that can do it.
     """
 
-    is_moe_layer = False  # 0.16.1 asks before it says so, where an MLP is captured alone
+    is_moe_layer = False  # 0.16.1 asks before it says so, where only an MLP is captured
     _mlp_reads_the_sum = True
     """Whether the MLP reads what attention has been added to."""
 

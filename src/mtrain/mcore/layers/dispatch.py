@@ -6,7 +6,7 @@ Where tokens are gathered, every size follows from shapes: with expert paralleli
 exchange between expert-parallel ranks (`alltoall`) has to know on the host how many rows go where:
 one copy of 2 ep + etp integers in each layer, begun before the tokens are sorted. One that is
 padded sends as many rows to each rank, and which of them are tokens' follows on the device from how
-many each expert gets. Where nothing is learnt it is not padded, for a text of few tokens may go
+many each expert gets. Where nothing is learned it is not padded, for a text of few tokens may go
 where it likes; but in one CUDA graph with its schedule it is, with room for all rows.
 """
 
@@ -100,7 +100,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         """Return the plan in which each rank's rows have the same room, whether they fill it or
         not.
         """
-        (tokens, topk), local, ep = experts.shape, self.local, self.ep_size
+        tokens, topk = experts.shape
+        local = self.local
+        ep = self.ep_size
         room = room_of(tokens, topk, local, ep, factor)
         made = plan(experts, self.config.num_moe_experts, rows=ep * room, blocks=ep)
         if factor is not None:
@@ -197,9 +199,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self.exchanges and self.local == 1 and not self._pads
 
     def _owners(self, rows: int) -> Tensor:
-        """Of each received row its expert among this rank's; of padding, one more than
-        there are.
-        """
+        """Return the local expert of each received row; padding gets one past the last expert."""
         if self._pads:
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()
@@ -236,7 +236,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return out if self.shared_experts is None else out + self.shared_experts.get_output()
 
     def _summed(self, x: Tensor, group: Any, sizes: list[int] | None = None) -> Tensor:
-        """This rank's part of the sum over ranks, made in the dtype of the weights."""
+        """Reduce-scatter in the dtype of the weights, and return this rank's part."""
         wide = reduce_scatter_to_sequence_parallel_region(
             x.to(self._wide), group=group, input_split_sizes=sizes
         )

@@ -83,11 +83,9 @@ class PositionEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ids [...] to [..., h]."""
-        return (
-            _Lookup.apply(self.weight, input)
-            if _needs_lookup(self.weight)
-            else super().forward(input)
-        )  # type: ignore[no-any-return]
+        if _needs_lookup(self.weight):
+            return _Lookup.apply(self.weight, input)  # type: ignore[no-any-return]
+        return super().forward(input)
 
 
 def add_in_fp32(embedding: Any, scale: float | None = None) -> None:

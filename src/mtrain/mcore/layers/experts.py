@@ -60,7 +60,7 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
     def _biased(
         self, found: tuple[Tensor, list[Tensor] | None], counts: Tensor, share: Tensor | None
     ) -> tuple[Tensor, None]:
-        """What the second layer gives, with the biases that it left, weighed as its rows are."""
+        """Add the biases that the second layer left out to its output, weighed as its rows are."""
         out, biases = found
         if biases is not None:
             of_rows = rows_of(torch.stack(biases), counts, out.shape[0], impl=self.linear_fc2.impl)

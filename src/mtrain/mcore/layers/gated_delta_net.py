@@ -121,7 +121,7 @@ class GatedDeltaNet(_GatedDeltaNet):
 
 
 def _boundaries(packed: Any) -> Tensor | None:
-    """Where packed sequences begin and end, padding included; None where they are not packed."""
+    """Return the offsets of packed sequences, padding included; None where they are not packed."""
     if packed is None or packed.qkv_format != "thd":
         return None
     padded: Tensor | None = packed.cu_seqlens_q_padded

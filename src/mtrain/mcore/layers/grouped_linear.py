@@ -202,7 +202,7 @@ class _GroupedLinear(nn.Module):
         return buffers
 
     def backward_dw(self) -> None:
-        """Nothing: weight gradients are made in the backward pass."""
+        """Do nothing: weight gradients are made in the backward pass."""
 
     def sharded_state_dict(
         self,
@@ -226,8 +226,8 @@ class _GroupedLinear(nn.Module):
         sharded_offsets: tuple[Any, ...],
         metadata: dict[str, Any],
     ) -> dict[str, Any]:
-        """Those of its tensors with these names and an expert's number; `axes` are split over
-        expert-tensor ranks.
+        """Return the shards of the tensors with these names and an expert's number; `axes` are
+        split over expert-tensor ranks.
         """
         alone = metadata.get("singleton_local_shards", False)
         first = self._groups.ep.rank() * self.num_gemms

@@ -22,9 +22,7 @@ from mtrain.mcore.layers.operands import gathered, greatest, may_gather, taken
 
 
 class _Product:
-    """What both have: the product that megatron-core makes, ours where that is faster, or one in
-    FP8.
-    """
+    """The product of both layers: megatron-core's, a CPU's, or one in FP8."""
 
     fp8: Recipe | None = None
     impl = "reference"
@@ -165,9 +163,7 @@ def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _Accumulation:
-    """What megatron-core asks APEX's extension for: products that are added to gradients in one
-    call.
-    """
+    """The interface of APEX's extension: products that are added to gradients in one call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:

@@ -3,7 +3,7 @@
 A layer with an adapter computes W x + s B A x. Where it is several of Hugging Face's layers in one
 (queries, keys and values; gate and up projection), each of them has an A of its own in `lora_a`
 [parts * r, in], and `lora_b` [out, r] has the rows of the weight, each of which is multiplied with
-the A of its part: what `peft` trains beside separate layers. `lora_b` is sharded as the rows of the
+the A of its part: what `peft` trains for separate layers. `lora_b` is sharded as the rows of the
 weight are, `lora_a` as its columns.
 
 What crosses tensor-parallel ranks is A x, of rank r: it is gathered or reduced before it is
@@ -55,7 +55,7 @@ NORM_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the adapters of a model are."""
+    """The hyperparameters of all adapters of a model."""
 
     rank: int
     scale: float
@@ -66,8 +66,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parts:
-    """Of how many layers of Hugging Face's a layer is made, and, of several, which one each row of
-    its weight is.
+    """The Hugging Face layers that one fused layer holds: how many, and which one each row of the
+    weight belongs to.
     """
 
     count: int
@@ -205,7 +205,7 @@ class _LowRank:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """That of the layer, and where its adapter lies."""
+        """Return the shards of the layer and of its adapter."""
         metadata = metadata or {}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.sharded:
@@ -236,7 +236,7 @@ class _LowRank:
         return torch.cat(parts, -1) * self.adapter.scale
 
     def _adapted(self: Any, y: Tensor, compressed: Tensor) -> Tensor:
-        """Return the output for that of the layer alone and s A x."""
+        """Return the output for that of the bare layer and s A x."""
         change = F.linear(compressed, spread(self.lora_b, self.one_hot))
         if self.magnitude is None:
             return y + change
@@ -314,11 +314,14 @@ class _LowRankExperts:
 
     def make_adapter(self: Any, adapter: Adapter, parts: Parts) -> None:
         """Add the parameters of each expert."""
-        self.adapter, ranks = adapter, self._tp.size()
+        self.adapter = adapter
+        ranks = self._tp.size()
         rows, columns = self.weight0.shape
-        columns, rows = (
-            (columns // ranks, rows) if self.partition_dim == 0 else (columns, rows // ranks)
-        )
+        # the side that the layer holds whole is split, so that no rank keeps a whole factor
+        if self.partition_dim == 0:
+            columns = columns // ranks
+        else:
+            rows = rows // ranks
         for i in range(self.num_gemms):
             a = _drawn(_parameter(self.weight0, adapter.rank, columns), self._whole[1])
             for name, axis, parameter in (
@@ -354,7 +357,7 @@ class _LowRankExperts:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """That of the layer, and where the adapters lie among those of all experts."""
+        """Return the shards of the layer and of its adapters among those of all experts."""
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         held |= self.sharded_by_expert(
             (A, B), {A: 1, B: 0}, prefix, sharded_offsets, metadata or {}

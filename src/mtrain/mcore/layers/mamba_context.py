@@ -1,6 +1,4 @@
-"""How a Mamba-2 mixer sees a sequence that is sharded over ranks: each has some of its heads, of
-all tokens.
-"""
+"""Context parallelism of Mamba-2 mixers: each rank has some of the heads, of all tokens."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class HeadExchange:
     def to_heads(
         self, xbc: Tensor, dt: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens [s, b, all channels] and [s, b, all heads] as all tokens, in order, of
-        some of them; and their places.
+        """Exchange this rank's tokens [s, b, all channels] and [s, b, all heads] for all tokens, in
+        order, of some channels and heads; return their places too.
         """
         s, b, _ = dt.shape
         parts = torch.cat([*self._parts(xbc), dt.view(s, b, self.ranks, -1)], -1)
@@ -56,12 +54,12 @@ class HeadExchange:
         return self._context.to_tokens(y.index_select(0, places))
 
     def own_channels(self, weight: Tensor) -> Tensor:
-        """This rank's rows of a weight [all channels, ...] of the convolution."""
+        """Return this rank's rows of a weight [all channels, ...] of the convolution."""
         own = [part[..., self._rank, :] for part in self._parts(weight.movedim(0, -1))]
         return torch.cat(own, -1).movedim(-1, 0)
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        """This rank's entries of a weight [all heads]."""
+        """Return this rank's entries of a weight [all heads]."""
         return weight.view(self.ranks, -1)[self._rank]
 
     def _parts(self, mixed: Tensor) -> list[Tensor]:

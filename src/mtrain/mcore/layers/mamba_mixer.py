@@ -44,7 +44,7 @@ LEAST_STEP = 1e-4
 
 @dataclass(frozen=True)
 class Scan:
-    """What megatron-core's config does not say of the mixer."""
+    """Settings of the mixer that megatron-core's config lacks."""
 
     conv_kernel: int
     """Times that the convolution sees, the present one included."""
@@ -71,7 +71,7 @@ class GatedNorm(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """In fp32 inside; the shape and dtype of `gate`."""
+        """Return the gated norm, computed in fp32, in the shape and dtype of `gate`."""
         gated = x.float() * F.silu(gate.float())
         parts = gated.unflatten(-1, (self.groups, -1))
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
@@ -193,7 +193,7 @@ class Mamba2Mixer(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of packed documents each begins with an empty state and an empty convolution.
+        """Mix tokens; each packed document begins with an empty state and an empty convolution.
 
         With a context the state behind what it has read is gone on from, and kept there.
         """
@@ -215,7 +215,8 @@ class Mamba2Mixer(MegatronModule):
         """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
         this rank or of its part of them: [s, b, channels of heads].
         """
-        own, (weight, bias, dt_bias, a_log, d) = self._exchange or self, self._weights()
+        own = self._exchange or self
+        weight, bias, dt_bias, a_log, d = self._weights()
         before = State.of(context, self.layer_number)
         x = xbc.permute(1, 2, 0)
         times = xbc.shape[0]
@@ -243,7 +244,9 @@ class Mamba2Mixer(MegatronModule):
         return y.flatten(2).transpose(0, 1)
 
     def _weights(self) -> tuple[Tensor, ...]:
-        """Of convolution, time steps, decays and skips: all rows, or this rank's part of them."""
+        """Return the weights of convolution, time steps, decays and skips: all rows, or this rank's
+        part.
+        """
         assert self.conv1d.bias is not None
         channels: tuple[Tensor, ...] = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads: tuple[Tensor, ...] = self.dt_bias, self.A_log, self.D
@@ -314,7 +317,7 @@ def _step_at_the_start(share: Tensor) -> Tensor:
 
 
 def _ends(packed: Any) -> Tensor | None:
-    """Where packed samples begin and end, padding included; None where they are not packed."""
+    """Return the offsets of packed samples, padding included; None where they are not packed."""
     if packed is None:
         return None
     ends: Tensor = (

@@ -27,7 +27,7 @@ _OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*(\.\w+)?")
 
 
 class Names(NamedTuple):
-    """What the tensors of an adapter are called."""
+    """The names of an adapter's tensors."""
 
     a: str
     b: str
@@ -67,7 +67,8 @@ def names_beside(weight: str) -> Names | None:
 
 
 def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
-    """Which part each row of a whole weight is, [out, parts]; None: there is one.
+    """Return the part that each row of a whole weight belongs to, [out, parts]; None if there is
+    one part.
 
     `model` is its section.
     """

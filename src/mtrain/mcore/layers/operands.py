@@ -2,7 +2,7 @@
 quantises them.
 
 A norm hands its operand over on the tensor that it gives, which holds the same numbers in full.
-Where that tensor does not reach the linear layer as it is, as when an MLP alone is computed again,
+Where that tensor does not reach the linear layer as it is, as when only an MLP is computed again,
 the layer quantises it, to the same bits.
 """
 
@@ -29,18 +29,19 @@ LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"
 
 
 class Feeds(NamedTuple):
-    """For which linear layers a norm quantises."""
+    """The linear layers that a norm quantises for."""
 
     recipe: Recipe
     """What they multiply in."""
     groups: list[Any]
-    """Of ranks that have parts of the tokens, beside context parallelism."""
+    """The ranks that have parts of the tokens, apart from context parallelism."""
     readers: int
     """How many they are."""
 
 
 def taken(x: Tensor) -> Operand | None:
-    """What a norm made of its result `x`, if it did, for the next of the linear layers behind.
+    """Return the operand that a norm made of its result `x`, if it did, for the next of the layers
+    that read it.
 
     When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for
     row.
@@ -62,7 +63,7 @@ def feed(layer: Any) -> None:
     layers behind them.
 
     That is where these take operands (`takes_operands`) and the kernels are Triton's. What a norm
-    alone makes again stays as it is.
+    makes again by itself stays as it is.
     """
     attention = layer.self_attention
     if not layer.recompute_input_layernorm:
@@ -116,8 +117,8 @@ def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def greatest(groups: list[Any]) -> Any:
-    """What makes the greatest value of a part that of all ranks of these groups, or None where each
-    has one rank.
+    """Return a function that reduces a maximum over the ranks of these groups; None where each
+    group has one rank.
     """
     several = [group for group in groups if group.size() > 1]
     if not several:
@@ -140,8 +141,8 @@ def may_gather(operand: Operand | None, recipe: Recipe) -> bool:
 
 
 def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
-    """What stands for `x` [s / ranks, ...] of all ranks in a graph, without numbers, and the
-    operand of all.
+    """Return a stand-in for `x` [s / ranks, ...] of all ranks in the graph, without numbers, and
+    the gathered operand.
 
     Forward and backward send eight bits an element and the scales.
     """
@@ -152,9 +153,9 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     def transposed(*kept: Tensor | None) -> tuple[Tensor, Tensor]:
         data, scale = again(*kept)
-        return _side_by_side(data, group, ranks), scale if one else _side_by_side(
-            scale, group, ranks
-        )
+        if not one:
+            scale = _side_by_side(scale, group, ranks)
+        return _side_by_side(data, group, ranks), scale
 
     scale = operand.scale if one else _all(operand.scale, group)
     whole = operand._replace(data=_all(operand.data, group), scale=scale, transposed=transposed)

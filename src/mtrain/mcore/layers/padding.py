@@ -1,5 +1,4 @@
-"""Which positions of the micro-batch that is run hold no token, for whatever in a model counts
-tokens.
+"""Padding of the current micro-batch, for the parts of a model that count tokens.
 
 megatron-core hands a mask to its layers, but not to those of multi-token prediction (0.16.1), nor
 this rank's part of it to pipeline stages in between. Here the mask is known while a micro-batch
@@ -37,8 +36,7 @@ def padding_is(padding: Tensor | None) -> Iterator[None]:
 
 
 def padding_of(positions: int, tp_group: Any) -> Tensor | None:
-    """Which of the tokens [positions, b] that a layer reads are none, bool in the same shape; None:
-    all are tokens.
+    """Return a mask of the positions [positions, b] that are padding; None if there is no padding.
 
     A layer reads all positions of the context's part, or under sequence parallelism those of its
     tensor-parallel rank, which are a run of them.

@@ -26,8 +26,8 @@ class ParallelResidualLayer(TransformerLayer):
         return self._forward_mlp(hidden_states, *given)(attended), context
 
     def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: Tensor) -> Any:
-        """What adds the MLP's output to a residual: that is the one behind attention, not the input
-        of this MLP.
+        """Add the MLP's output to the residual that attention returned, not to the input of this
+        MLP.
         """
         return functools.partial(super()._forward_post_mlp, mlp_output_with_bias)
 

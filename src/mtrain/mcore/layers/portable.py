@@ -71,7 +71,7 @@ class Norm(nn.Module):
         self._rms = self.bias is None
 
     def reset_parameters(self) -> None:
-        """The identity scale and no shift."""
+        """Set the identity scale and no shift."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -148,7 +148,8 @@ class _NormAcrossHeads(Norm):
         """Return the normalised heads, in their shape and dtype; for None the weight."""
         if x is None:
             return self.weight
-        ranks, (n, d) = self._tp.size(), x.shape[-2:]
+        ranks = self._tp.size()
+        n, d = x.shape[-2:]
         if ranks == 1:
             return super().forward(x.flatten(-2)).view_as(x)
         copies = n * ranks // self.heads
@@ -268,7 +269,9 @@ class DuplicatedLinear(nn.Module):
         return y, None
 
     def _product(self, x: Tensor) -> Tensor:
-        """In FP8 one scale for a tensor is that of all ranks that have a part of its tokens."""
+        """Return the product; in FP8 a tensor has one scale over all ranks that have a part of its
+        tokens.
+        """
         if self.fp8 is None:
             product = linear if self.impl == "cpu" else F.linear
             return product(x, self.weight)

@@ -1,4 +1,4 @@
-"""What linear layers of ours multiply in, as a run says it."""
+"""The FP8 recipe of our linear layers, from the keys of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mtrain.config.schema.run import RunConfig
 
 
 def recipe(run: RunConfig) -> Recipe | None:
-    """What linear layers of ours multiply in, where that is FP8."""
+    """Return the FP8 recipe of our linear layers, or None without FP8."""
     p = run.precision
     if p.fp8 is None or run.kernels.linear == "te":
         return None

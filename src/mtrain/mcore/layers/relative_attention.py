@@ -63,8 +63,8 @@ class RelativePositions(RelativePositionEmbedding):
 
 
 class _WithBiases(torch.autograd.Function):
-    """What a stack reads, as it is; backward, when all of its layers are done, the gradient that
-    `leaf` has got.
+    """The input of a stack, unchanged; its backward adds the gradient of the biases when all layers
+    of the stack are done.
     """
 
     @staticmethod
@@ -80,7 +80,7 @@ class _WithBiases(torch.autograd.Function):
 
 
 def computed_again(hidden: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
-    """What a stack reads and its biases, for layers that all compute their attention again.
+    """Return the input of a stack and its biases, for layers that all recompute their attention.
 
     Each of them goes backward by itself, and would go on through what made the biases, which is
     there once. So they get a leaf without a history, which has its whole gradient when what they
@@ -134,11 +134,12 @@ def with_dropout(linear: type) -> type:
             p = self.config.hidden_dropout if self.training else 0.0
             if p:
                 # under sequence parallelism the whole block runs in the tracker's state already
-                with (
-                    nullcontext()
-                    if self.config.sequence_parallel
-                    else get_cuda_rng_tracker().fork()
-                ):
+                # under sequence parallelism the whole block runs in the tracker's state already
+                if self.config.sequence_parallel:
+                    state = nullcontext()
+                else:
+                    state = get_cuda_rng_tracker().fork()
+                with state:
                     input_ = F.dropout(input_, p)
             return super().forward(input_, *args, **more)
 

@@ -85,7 +85,7 @@ def join_layers(block: Any) -> None:
     ends with.
 
     Nothing of the next layer is made ahead where whole layers are computed again, as each then
-    begins with a tensor of its own; nor where a norm alone is computed again; nor where each layer
+    begins with a tensor of its own; nor where only a norm is computed again; nor where each layer
     is captured in its own CUDA graph.
     """
     if block.config.recompute_granularity == "full" or not one_graph(block.config, layers=2):

@@ -133,7 +133,7 @@ def _attention_factor(config: Any) -> float:
 def multiply_turns(config: Any, factor: float) -> None:
     """Let attention of this configuration multiply cosines and sines with `factor`.
 
-    megatron-core asks a function for it that knows the fields of its own yarn alone; it is
+    megatron-core asks a function for it that knows only the fields of its own yarn; it is
     replaced.
     """
     config.rotary_attention_factor = factor

@@ -28,7 +28,7 @@ Under a checkpoint autograd does not say so.
 
 
 class Sparse(NamedTuple):
-    """How a model routes by lists of experts: `config.sparse_experts`; a config without it routes
+    """Settings of routing by lists of experts: `config.sparse_experts`; a config without it routes
     by maps.
     """
 
@@ -93,7 +93,8 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
 
 
 def tokens_of(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:
-    """Which of the positions of `logits` [s, b, e] are tokens: bool [s * b]; None: all are.
+    """Return a mask of the positions of `logits` [s, b, e] that are tokens: bool [s * b]; None: all
+    are.
 
     `padding_mask` [s, b] is megatron-core's; where it hands none over, what is known of the
     micro-batch is looked up.
@@ -157,7 +158,7 @@ def _in_turn(like: Tensor, topk: int) -> Tensor:
 
 
 def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
+    """Return weights and map [t, e] of real tokens only: the balance is theirs."""
     weights = torch.zeros_like(logits)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     rows = tokens.nonzero().flatten()

@@ -77,7 +77,9 @@ class Indexer(MegatronModule):
         self.linear_weights_proj = Projection(config, config.hidden_size, self.heads)
 
     def forward(self, x: Tensor, qr: Tensor) -> Index:
-        """Of hidden states [s, b, hidden_size] and normed latent queries [s, b, q_lora_rank]."""
+        """Return the index of hidden states [s, b, hidden_size] and normed latent queries [s, b,
+        q_lora_rank].
+        """
         angles = self.rotary_pos_emb(x.shape[0], packed_seq=False)
         angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
         q = _turned(self.linear_wq_b(qr).unflatten(-1, (self.heads, self.width)), angles, factor)
@@ -190,8 +192,8 @@ class SparseAttention(CoreAttention):
         return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
 
     def _factor(self, like: Tensor) -> Tensor:
-        """On the indexer's loss, which adds up over all tokens, where a step may be divided by
-        less.
+        """Return the factor of the indexer's loss, which is a sum over all tokens where a step may
+        divide by fewer.
         """
         share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
         factor = self.config.dsa_indexer_loss_coeff * torch.as_tensor(share, device=like.device)

@@ -1,4 +1,4 @@
-"""Which keys a query attends to, by an indexer's scores, and what trains the indexer
+"""The indexer of sparse attention: its scores choose the keys of a query, and a loss trains it
 (DeepSeek-V3.2, section 2.1).
 """
 
@@ -18,7 +18,7 @@ kept.
 
 @dataclass(frozen=True)
 class Index:
-    """What scores are made of."""
+    """The operands of an indexer's scores."""
 
     q: Tensor
     """Queries [s, b, h, d]."""
@@ -28,7 +28,7 @@ class Index:
     """Weights of heads [s, b, h]."""
 
     def part(self, rows: slice) -> Index:
-        """That of some of the queries."""
+        """Return the operands of some of the queries."""
         return Index(self.q[rows], self.k, self.w[rows])
 
     def scores(self) -> Tensor:
@@ -53,8 +53,8 @@ class Teacher:
     """Of a sum over this rank's heads, the mean over all heads."""
 
     def target(self, rows: slice, seen: Tensor) -> Tensor:
-        """How much all heads attend to each key that is `seen` [b, s, t], in the same shape; it
-        sums to 1.
+        """Return the attention of all heads to each key that is `seen` [b, s, t], in the same
+        shape; it sums to 1.
         """
         wide = torch.promote_types(self.query.dtype, torch.float32)
         logits = (
@@ -142,7 +142,8 @@ def _parts(index: Index, heads: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they
     may see, [s, t].
     """
-    (s, b, h, _), t = index.q.shape, index.k.shape[0]
+    s, b, h, _ = index.q.shape
+    t = index.k.shape[0]
     size = max(1, MOST_SCORES // (b * max(h, heads) * t))
     at = torch.arange(t, device=index.k.device)
     for first in range(0, s, size):

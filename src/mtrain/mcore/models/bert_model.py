@@ -170,7 +170,7 @@ class BertModel(SummedLosses, LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before sent, for megatron-core's schedules: a tensor, or a list of one."""
+        """Keep the previous stage's output for the next forward: a tensor, or a list of one."""
         self.encoder.set_input_tensor(
             input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         )
@@ -190,7 +190,7 @@ class BertModel(SummedLosses, LanguageModule):
         """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
         of a stage that is not the last its hidden states [s, b, h].
 
-        `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B
+        `token_types` [b, s] are 0 by default; `next_sentence` [b] is 1 where sentence B
         does not follow.
 
         Raises:
@@ -221,8 +221,8 @@ class BertModel(SummedLosses, LanguageModule):
         return total
 
     def next_sentence_logits(self, hidden: Tensor) -> Tensor:
-        """Of the encoder's [s, b, h], or this rank's part: fp32 [b, 2], from what is pooled of the
-        first token.
+        """Return fp32 [b, 2] from the pooled first token of the encoder's [s, b, h], or of this
+        rank's part.
         """
         assert self.pooler is not None
         assert self.next_sentence is not None

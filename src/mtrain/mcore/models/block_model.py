@@ -51,7 +51,7 @@ class BlockLayer(PatternLayer):
         super().__init__(whole, submodules, layer_number, kinds=kinds, **more)
 
     def number(self, layer_number: int) -> int:
-        """Of the block."""
+        """Return the number of the block."""
         return -(-layer_number // OF_A_BLOCK)
 
 
@@ -96,9 +96,7 @@ class BlockModel(HybridModel):
         super().__init__(config, spec, **kwargs)
 
     def complete(self, *args: Any, **features: Any) -> None:
-        """As `SummedLosses` does it; before that the rotary positions are what GPTModel makes of
-        them.
-        """
+        """Complete the model as `SummedLosses` does, with GPTModel's rotary positions."""
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.rotary_interleaved = self.config.rotary_interleaved

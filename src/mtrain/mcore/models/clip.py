@@ -66,7 +66,7 @@ _PLAIN: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "parallel_residual": False,
 }
-"""What a language model may have beside the parts of CLIP."""
+"""Parts of a language model next to those of CLIP."""
 
 
 def vision_config(language: Any, own: LlavaConfig) -> Any:

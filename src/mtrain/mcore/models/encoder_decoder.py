@@ -30,7 +30,7 @@ class EncoderDecoder(SummedLosses, T5Model):
 
     What megatron-core's has not: an output layer without bias, whose logits are of `logit_scale`
     times what the decoder gives; biases by distance that are added up in fp32 and made for a rank's
-    own heads alone; dropout behind the final norms and inside of the MLPs; padding that is hidden
+    own heads only; dropout behind the final norms and inside of the MLPs; padding that is hidden
     from attention by one mask [b, t]; losses as `SummedLosses` makes them.
     """
 
@@ -111,8 +111,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         [b, s, vocabulary / tp].
 
         `tokens` [b, s] are the decoder's. The encoder reads `encoder_tokens` [b, t], where
-        `encoder_mask` [b, t] is not False, or the decoder's where there are none. Positions follow
-        from the order alone.
+        `encoder_mask` [b, t] is not False, or the decoder's without any. Positions follow
+        from the order only.
 
         Raises:
             ValueError: packed documents, or a mask of the decoder's.
@@ -136,14 +136,14 @@ class EncoderDecoder(SummedLosses, T5Model):
     def _read(
         self, tokens: Tensor, positions: RelativePositions, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What a stack reads, and the biases of its attention."""
+        """Return the input of a stack and the biases of its attention."""
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         biases = positions.biases(tokens.shape[1], self.tp_group, hidden)
         again = self._recomputes and self.training and torch.is_grad_enabled()
         return computed_again(embedded, biases) if again else (embedded, biases)
 
     def _dropped(self, hidden: Tensor) -> Tensor:
-        """What a stack gives, behind the dropout of its final norm."""
+        """Apply dropout to the output of a stack, after its final norm."""
         p = self.config.hidden_dropout if self.training else 0.0
         if not p:
             return hidden

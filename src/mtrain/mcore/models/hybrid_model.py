@@ -64,7 +64,7 @@ _LAYERS = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mlp_layer"
 
 
 class PatternLayer(DecoderLayer):
-    """A layer with attention or an MLP alone: that of `parts` which the pattern has in its place.
+    """A layer with attention or an MLP: the part of `parts` that the pattern has in its place.
 
     MambaModel knows one kind of attention, and its layers say of themselves which one they are.
     """
@@ -83,7 +83,7 @@ class PatternLayer(DecoderLayer):
         )
 
     def number(self, layer_number: int) -> int:
-        """That of a layer among the layers of the model, from its number in the stack."""
+        """Return the layer's number in the model, from its number in the stack."""
         return layer_number
 
 
@@ -174,7 +174,7 @@ def _one_after_the_other(
     rotary: Tensor | None,
 ) -> Tensor:
     """Return layers of a stack on the residual stream; those with attention or an MLP give a
-    context beside it.
+    context next to it.
     """
     for layer in layers:
         given = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
@@ -188,7 +188,7 @@ class HybridModel(SummedLosses, _CoreModel):
     does.
 
     `pattern` has a letter for each layer, `stages` the layers of each (virtual) stage; `features`
-    are what `complete` takes beside the loss.
+    are the arguments of `complete` apart from the loss.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @vp_stage.setter
     def vp_stage(self, value: int | None) -> None:
-        """It is known from the start."""
+        """Return the virtual stage, which is fixed at construction."""
 
     def forward(
         self,
@@ -256,7 +256,7 @@ def _before_the_output_layer(model: Any) -> Iterator[None]:
 
 
 def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) -> dict[str, Any]:
-    """What the model of this release is told of a pattern and of the layers of each (virtual)
+    """Return the arguments for this release's model: the pattern, and the layers of each (virtual)
     stage.
     """
     if UNIFIED:
@@ -289,10 +289,12 @@ def stack_spec(
         MLP: _layer("mlp.linear_fc1", **_mlp(config, provider, norm, add, None)),
         EXPERTS: _layer("", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
     }
+    # without Mamba-2 in the pattern, nothing else asks for the library that its layer needs
+    mamba_layer = IdentityOp
+    if MAMBA in pattern:
+        mamba_layer = _mamba_layer(config, provider, norm, add, scan)
     kinds = stack_submodules(
-        mamba_layer=_mamba_layer(config, provider, norm, add, scan)
-        if MAMBA in pattern
-        else IdentityOp,
+        mamba_layer=mamba_layer,
         **pattern_layers(PatternLayer, parts, pattern, layers, vp_stage=vp_stage),
     )
     return api.ModuleSpec(
@@ -328,7 +330,7 @@ def pattern_layers(
     """Return the specification of every layer but Mamba-2's, for each that a stack of this release
     knows.
 
-    `kind` is a `PatternLayer`, which is told a letter of `pattern` for each number that the stack
+    `kind` is a `PatternLayer`, which takes a letter of `pattern` for each number that the stack
     gives its layers: 0.16.1 counts those of a stage.
     """
     letters = pattern if UNIFIED else pattern[layers.start : layers.stop]
@@ -351,11 +353,10 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
         provider.column_parallel_linear(), provider.row_parallel_linear()
     )
     impl = "reference" if provider.kernels["attention"] in ("reference", "cpu") else "auto"
+    # MambaModel's layer passes no epsilon on, and takes that of a specification
+    with_epsilon = api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon})
     parts = MambaLayerSubmodules(
-        # MambaModel's layer does not say the epsilon, and takes what a specification says
-        norm=norm
-        if UNIFIED
-        else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
+        norm=norm if UNIFIED else with_epsilon,
         mixer=api.ModuleSpec(
             module=chosen(Mamba2Mixer, impl), params={"scan": scan}, submodules=linear
         ),
@@ -366,7 +367,7 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
 
 
 def _layer(fused: str, **parts: Any) -> DecoderLayerSubmodules:
-    """Return parts of a layer with attention or an MLP alone; its norm is saved as if it were part
+    """Return parts of a layer with attention or an MLP; its norm is saved as if it were part
     of the layer `fused`.
     """
     layer = DecoderLayerSubmodules(**parts)

@@ -45,7 +45,7 @@ class OutputLayer(ColumnLinear):
     scale: float | None = None
 
     def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
-        """With gradients megatron-core's own product: its loss of all logits writes over them."""
+        """Use megatron-core's product where gradients are on: its loss overwrites the logits."""
         kind = ColumnParallelLinear if torch.is_grad_enabled() else ColumnLinear
         return kind._forward_impl(self, *args, **more)  # type: ignore[no-any-return]
 
@@ -83,6 +83,7 @@ class OutputLayer(ColumnLinear):
             hidden, weight = _with_bias(hidden, weight, self.bias)
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         token_weights = token_weights.t().flatten()
+        fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
         found = linear_cross_entropy(
             hidden,
             weight,
@@ -95,9 +96,7 @@ class OutputLayer(ColumnLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
-            gradient=add_scaled
-            if self.gradient_accumulation_fusion and adds_to_main_grad(weight)
-            else None,
+            gradient=add_scaled if fuses else None,
             impl=impl,
         )
         if auxiliary:
@@ -160,8 +159,7 @@ def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Te
 
 
 class SummedLosses:
-    """Of a language model of megatron-core: the sum of its losses over the first `loss_vocab_size`
-    ids.
+    """A mixin of language models: the sum of their losses over the first `loss_vocab_size` ids.
 
     `loss` says who makes them: `megatron` from all logits at once, any other word is the `impl` of
     `mtrain_kernels.linear_cross_entropy`.
@@ -240,8 +238,8 @@ class SummedLosses:
         detached: bool = False,
         auxiliary: AuxiliaryOutputs | None = None,
     ) -> Tensor:
-        """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times
-        `mask` [b, s].
+        """Return the sum of each token's loss times `mask` [b, s], for the output layer's input [s,
+        b, h] or this rank's part.
 
         `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
             for `self.auxiliary`.
@@ -309,8 +307,8 @@ class LanguageModel(SummedLosses, GPTModel):
     gradient as a sum too, weighted by `further_masks` and the share of its own count: megatron-core
     0.16.1 divides it by the tokens of the main loss, and 0.19 by those of a micro-batch, so that
     another micro-batch size is another gradient. Every loss is over the first `loss_vocab_size`
-    ids; logits that are asked for without labels have all of the padded vocabulary. `features` are
-    what `complete` takes beside the loss.
+    ids; logits without labels have all of the padded vocabulary. `features` are
+    the arguments of `complete` apart from the loss.
     """
 
     def __init__(
@@ -375,15 +373,15 @@ class LanguageModel(SummedLosses, GPTModel):
     def _further_hidden(self, hidden_states: Tensor, context: dict[str, Any]) -> Tensor:
         """Return the hidden states of the stack and, behind them, those of each MTP layer."""
         names = (
-            *(
-                "input_ids",
-                "position_ids",
-                "attention_mask",
-                "inference_params",
-                "rotary_pos_emb",
-                "rotary_pos_cos",
-            ),
-            *("rotary_pos_sin", "packed_seq_params", "sequence_len_offset"),
+            "input_ids",
+            "position_ids",
+            "attention_mask",
+            "inference_params",
+            "rotary_pos_emb",
+            "rotary_pos_cos",
+            "rotary_pos_sin",
+            "packed_seq_params",
+            "sequence_len_offset",
         )
         given = {name: context.get(name) for name in names} | (
             context.get("extra_block_kwargs") or {}

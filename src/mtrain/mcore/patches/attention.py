@@ -32,7 +32,7 @@ def mla_flag() -> None:
     "everywhere",
 )
 def mla_down_projection() -> None:
-    """Let the portable projection, whose weight is whole on every rank, stand beside the one that
+    """Let the portable projection, whose weight is whole on every rank, stand next to the one that
     is named.
     """
     from mtrain.mcore.layers.portable import DuplicatedLinear

@@ -31,7 +31,7 @@ def router_gemm() -> None:
     "With a loss per token, balancing and z-losses are weighted with a rank's tokens and"
     " gradients divided by those of all: under sequence or context parallelism these losses are"
     " silently tp * cp times too small. Since 0.19 (#5047) they are not, but for the loss over"
-    " data-parallel ranks and for tokens that are not learnt from.",
+    " data-parallel ranks and for tokens that are not learned from.",
     "everywhere",
     upstream="#5047",
 )
@@ -120,7 +120,7 @@ def sequence_loss_batch() -> None:
     upstream="#6114",
 )
 def routed_padding() -> None:
-    """Route the tokens that are there; padding counts nowhere and takes no capacity."""
+    """Route real tokens; padding counts nowhere and takes no capacity."""
     from mtrain.mcore.layers.router import routing_of_tokens, tokens_of
 
     cls = core("transformer.moe.router").TopKRouter
@@ -166,7 +166,7 @@ def expert_gradients() -> None:
     "expert-norm",
     "tensor_parallel/layers.py:96",
     "What experts hold whole (biases behind them) counts in the gradient norm on the first"
-    " tensor-parallel rank alone. Where others hold other experts (ep beside tp) theirs"
+    " tensor-parallel rank only. Where others hold other experts (ep with tp) theirs"
     " silently do not count.",
     "everywhere",
     UNTIL_0_16,

@@ -43,8 +43,8 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def segments_of(cu_seqlens: Tensor | None, times: int) -> Tensor | None:
-    """Which of the sequences that begin and end at `cu_seqlens` each of `times` tokens belongs to,
-    [1, times].
+    """Return which of the sequences bounded by `cu_seqlens` each of `times` tokens belongs to, [1,
+    times].
     """
     if cu_seqlens is None:
         return None
@@ -100,7 +100,7 @@ class _Renamed:
         self.ddp_config = chunk.ddp_config
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Those of the chunk."""
+        """Yield the parameters of the chunk."""
         for name, parameter in core("utils").get_attr_wrapped_model(
             self._chunk, "named_parameters"
         )():

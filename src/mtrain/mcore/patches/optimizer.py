@@ -81,7 +81,7 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
     NO_TE,
 )
 def optimizer_state_before_first_step() -> None:
-    """Make Adam's state before it is asked for."""
+    """Allocate Adam's state before its first use."""
     cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls.state_dict
 
@@ -102,7 +102,7 @@ def optimizer_state_before_first_step() -> None:
     NO_TE,
 )
 def optimizer_state_loading() -> None:
-    """Copy what was saved into the moments and the main weight alone."""
+    """Copy what was saved into the moments and the main weight only."""
     cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls._set_main_param_and_optimizer_states
 

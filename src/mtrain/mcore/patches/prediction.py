@@ -13,7 +13,7 @@ from mtrain.mcore.patches.patch import core, patch
     "mtp-tied-output",
     "models/gpt/gpt_model.py:248",
     "Where a stage predicts several tokens with tied embeddings, the output layer has a weight"
-    " of its own beside the embedding that it uses: AssertionError when the state is split into"
+    " of its own next to the embedding that it uses: AssertionError when the state is split into"
     " shards.",
     "everywhere",
 )
@@ -51,7 +51,8 @@ def mtp_without_labels() -> None:
             return original(self, *args, labels=labels, **kwargs)
         self.config.mtp_num_layers = None
         try:
-            return original(self, *args, labels=None, **{**kwargs, "mtp_in_postprocess": False})
+            kwargs["mtp_in_postprocess"] = False
+            return original(self, *args, labels=None, **kwargs)
         finally:
             self.config.mtp_num_layers = predictions
 

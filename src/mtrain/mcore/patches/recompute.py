@@ -85,7 +85,7 @@ def recomputed_padding() -> None:
 
 
 class _Behind:
-    """What stands behind the last layer of a stage: hands on what arrives."""
+    """A layer after the last one of a stage, which returns its input."""
 
     def __init__(self, last: Any) -> None:
         self.layer_number = last.layer_number

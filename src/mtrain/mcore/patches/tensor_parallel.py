@@ -105,7 +105,7 @@ def gathered_pieces() -> None:
     "host-weights",
     "tensor_parallel/layers.py:149",
     "Weights drawn on the host are alike on all ranks because the device's seeds leave the"
-    " host's random numbers alone. Where the CPU is the device there is one generator: they"
+    " host's random numbers untouched. Where the CPU is the device there is one generator: they"
     " silently follow the device's seed.",
     "off CUDA",
 )

@@ -27,8 +27,8 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
       every gradient is dp * cp times too small (a norm of half with dp 2). And `scale_gradients`
       was empty: nothing divided by the tokens.
     - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that;
-      FSDP2 alone adds them up in the dtype of the weights. A weight's `main_grad` is its gradient
-      from the start, and may be wider than the weight: FSDP2 adds to it, and no hook runs beside
+      FSDP2 adds them up in the dtype of the weights. A weight's `main_grad` is its gradient
+      from the start, and may be wider than the weight: FSDP2 adds to it, and no hook runs next to
       it.
     - While one layer computes, the next one is gathered, in the forward and the backward. Where
       whole layers are run again in the backward, only the backward does so: their second forward
@@ -96,12 +96,12 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             param.main_grad.mul_(scaling_factor)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: FSDP2 has reduced the gradients when the backward pass ends."""
+        """Do nothing: FSDP2 has reduced the gradients when the backward pass ends."""
 
 
 def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """What is gathered and freed at once, inner ones first, and whether it is of experts that other
-    ranks hold.
+    """List the modules that are gathered and freed at once, inner ones first, and whether each
+    holds experts that are sharded over other ranks.
     """
     tied = any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
     for module in model.modules():

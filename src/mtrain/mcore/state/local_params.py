@@ -1,6 +1,4 @@
-"""What a rank keeps of each parameter between steps: all of it, or the part that FSDP
-leaves to it.
-"""
+"""The part of each parameter that a rank keeps between steps: all of it, or its FSDP shard."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_params(chunk: Any) -> list[LocalParam]:
-    """What this rank keeps of every parameter of a chunk, wrapped or not."""
+    """Return the local part of every parameter of a chunk, wrapped or not."""
     model = unwrap(chunk)
     specs = shard_specs_of(model)
     if isinstance(chunk, mcore.MegatronFSDP):

@@ -62,8 +62,8 @@ def communication_elements(model: torch.nn.Module) -> int:
 
 
 def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """What megatron-core's FSDP keeps of each group of parameters of a chunk; nothing of another
-    chunk.
+    """Return the flat buffers of megatron-core's FSDP for each group of parameters of a chunk;
+    empty for other chunks.
     """
     kept = {
         "weights": "model_weight_buffer",
@@ -85,7 +85,7 @@ def _reset(reset: Callable[..., None], **_: Any) -> None:
 
 
 def _forget(parameter: Any) -> None:
-    """Take a parameter's memory: megatron-core loses one that keeps its own beside a weight that
+    """Take a parameter's memory: megatron-core loses one that keeps its own next to a weight that
     has none.
     """
     empty = torch.nn.Parameter(

@@ -1,4 +1,4 @@
-"""What megatron-core's optimizers keep for each parameter, whichever of them it is."""
+"""The state that megatron-core's optimizers keep for each parameter, behind one interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain.mcore.state.whole_matrices import WholeMatrices
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one optimizer keeps for one parameter, or for the range of it that this rank owns."""
+    """The state of one optimizer for one parameter, or for the range of it that this rank owns."""
 
     local_param: LocalParam
     main: torch.Tensor
@@ -59,8 +59,8 @@ class StateShard:
             self.inner.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))  # type: ignore[attr-defined]
 
     def _in_pieces(self) -> list[str]:
-        """What ours keeps as a part of something or with scales: read and written through its
-        methods.
+        """Return the state that our optimizers keep in pieces or with scales: their methods read
+        and write it.
         """
         if not isinstance(self.inner, FusedAdam):
             return []
@@ -111,7 +111,7 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def offloading(optimizer: Any) -> list[Any]:
-    """Those of megatron-core that update a part of the weights in host memory."""
+    """Return the optimizers of megatron-core that update a part of the weights in host memory."""
     leaves = (leaf.optimizer for leaf in leaf_optimizers(optimizer))
     return [leaf for leaf in leaves if isinstance(leaf, mcore.HybridDeviceOptimizer)]
 
@@ -142,7 +142,7 @@ def loss_scale(optimizer: Any) -> tuple[float, bool] | None:
 
 
 def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
-    """What every leaf optimizer keeps, parameter by parameter."""
+    """Yield the state of every leaf optimizer, parameter by parameter."""
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
         inner = {
@@ -174,8 +174,8 @@ def distribute(chunks: list[Any], optimizer: Any) -> None:
 
 
 def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Owned, bool]]:
-    """What is kept of whole matrices on this rank, and whether other data-parallel ranks have those
-    of others.
+    """Return the factors of whole matrices that this rank keeps, and whether other data-parallel
+    ranks keep others.
     """
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
@@ -186,8 +186,8 @@ def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Own
 
 
 def _known(leaf: Any, own: dict[torch.nn.Parameter, LocalParam]) -> dict[torch.Tensor, LocalParam]:
-    """What this rank keeps of a parameter, by what an optimizer of whole matrices knows it as: that
-    of the model, or the main weight of a whole one.
+    """Return the local part of a parameter under each parameter that an optimizer of whole matrices
+    may know it by: the model's, or a whole main weight.
     """
     if isinstance(leaf, mcore.DistributedOptimizer):
         return dict(own.items())

@@ -1,5 +1,5 @@
-"""Which class megatron-core builds its optimizers of: torch's, TransformerEngine's, or
-one of ours.
+"""The class that megatron-core builds its optimizers of: torch's, TransformerEngine's, or one of
+ours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def use_te() -> None:
 
 
 def use_own(base: type, **kept: Any) -> None:
-    """Let megatron-core build `base` where it says Adam; `kept` are its arguments beside those that
+    """Let megatron-core build `base` where it says Adam; `kept` are its arguments but those that
     any Adam has.
 
     Ours have the interface of TransformerEngine's Adam, so megatron-core takes the same way with
@@ -57,7 +57,7 @@ def use_own(base: type, **kept: Any) -> None:
 
     class Own(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, **passed: Any) -> None:
-            # What megatron-core passes of dtypes and main weights is said in `kept` already, and
+            # What megatron-core passes of dtypes and main weights is in `kept` already, and
             # better.
             known = {
                 k: passed[k]

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the whole model, as megatron-core's sharded state dict says it of an
+"""The place of each parameter in the whole model, from megatron-core's sharded state dict of an
 unwrapped model.
 
 The answer is kept on the model: once its parameters are sharded over data-parallel ranks, nobody

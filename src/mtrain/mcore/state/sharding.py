@@ -1,4 +1,4 @@
-"""Where each local tensor lies in the whole model: one list of shards for weights and optimizer
+"""The place of each local tensor in the whole model: one list of shards for weights and optimizer
 state.
 
 Checkpoints, layout-independent initial weights and the comparison of layouts all speak of shards.
@@ -50,8 +50,7 @@ class TensorShard:
 
 @contextmanager
 def gathered(chunks: list[Any]) -> Iterator[None]:
-    """No gather of weights under way, and all of them up to date: wherever weights are read outside
-    a training step.
+    """Finish all weight gathers, so that weights can be read outside a training step.
 
     With overlapped parameter gather, the weights of other ranks' shards are stale between an update
     and the next forward.
@@ -138,8 +137,9 @@ def _state(state: StateShard, name: str, tensor: torch.Tensor) -> list[TensorSha
 
 
 def _factors(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
-    """What an optimizer keeps of whole matrices: a tensor [n, n] of each side, behind the axes that
-    count layers and experts, and one that counts blocks where those are matrices of their own.
+    """Return the factors that an optimizer keeps of whole matrices: a tensor [n, n] of each side,
+    after the axes that count layers and experts, and one that counts blocks where those are
+    matrices of their own.
     """
     for own, found, sharded in factors(chunks, optimizer):
         spec = own.specs[0]
@@ -197,7 +197,7 @@ def _forget_gathered(chunks: list[Any]) -> None:
 
 
 def _copy_index() -> int:
-    """Which of the copies that HSDP or the distributed optimizer keep this rank is part of."""
+    """Return the index of this rank's copy among those of HSDP or the distributed optimizer."""
     group = mcore.parallel_state.get_inter_distributed_optimizer_instance_group(
         check_initialized=False
     )

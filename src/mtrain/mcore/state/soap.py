@@ -53,7 +53,7 @@ class ParallelSoap(WholeMatrices, Soap):
         return self._rows.get(id(param))
 
     def owned(self) -> Iterator[Owned]:
-        """Yield the matrices whose factors are here, with zero factors where there are none yet."""
+        """Yield the matrices whose factors are here; new factors are zero."""
         for place, group in enumerate(self.param_groups):
             if not group.get("matrix"):
                 continue
@@ -78,7 +78,7 @@ class ParallelSoap(WholeMatrices, Soap):
         given: Callable[[torch.Tensor], torch.Tensor],
         taken: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Every rank of a group asks for this at the same time."""
+        """Exchange the factors; every rank of a group calls this at the same time."""
         if self._ranks is None:
             for param in params:
                 taken(param, self.over_tensor_ranks(group, [param], [given(param)])[0])

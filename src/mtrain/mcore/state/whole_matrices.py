@@ -41,7 +41,7 @@ class Matrix:
 
 
 class WholeMatrices:
-    """What an optimizer of matrices needs where they are sharded; made before the optimizer itself.
+    """A gatherer for optimizers of sharded matrices; it is made before the optimizer itself.
 
     Each tensor-parallel rank computes the updates of the matrices that it has a part of. Under the
     distributed optimizer a data-parallel rank has consecutive elements of a buffer, so it has
@@ -69,9 +69,7 @@ class WholeMatrices:
     def computed(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What is made of whole matrices: [returned, rows, columns] of each, of [given, rows,
-        columns].
-        """
+        """Compute [returned, rows, columns] of each whole matrix from [given, rows, columns]."""
         raise NotImplementedError
 
     def parts_of(self, param: torch.Tensor) -> Sequence[int] | None:
@@ -203,7 +201,7 @@ def _gathered(
 def _own(
     whole: torch.Tensor, ranks: dist.ProcessGroup, dim: int, rows: Sequence[int] | None
 ) -> torch.Tensor:
-    """This rank's part of what `_gathered` put together."""
+    """Return this rank's part of the matrix that `_gathered` put together."""
     if rows is None or dim:
         return whole.chunk(ranks.size(), dim + 1)[ranks.rank()]
     weights = whole.split([n * ranks.size() for n in rows], 1)
@@ -217,7 +215,7 @@ def _times(factor: int, numbers: Sequence[int]) -> list[int]:
 def _named(
     places: Sequence[tuple[int, Matrix]], memory: torch.Tensor, each: int
 ) -> dict[Any, torch.Tensor]:
-    """Where the pieces of ranks lie in memory, each [numbers of an element, elements]."""
+    """Return views of the ranks' pieces in memory, each [numbers of an element, elements]."""
     pieces = memory.split([each * m.piece(r) for r, m in places])
     return {(r, id(m)): piece.view(each, -1) for (r, m), piece in zip(places, pieces, strict=True)}
 
@@ -225,8 +223,8 @@ def _named(
 def _pieces(
     buffers: Sequence[Any], params: set[int], ranks: int
 ) -> Iterator[tuple[torch.nn.Parameter, tuple[tuple[int, int, int], ...]]]:
-    """Of parameters by their ids, in the order of the buffers: which elements of each a
-    rank has.
+    """Return the range of elements that each rank has of each parameter, by parameter id, in the
+    order of the buffers.
     """
     for buffer in buffers:
         for bucket in buffer.buckets:
@@ -246,9 +244,7 @@ def _pieces(
 
 
 def _rounds(matrices: Sequence[Matrix], ranks: int) -> Iterator[list[Matrix]]:
-    """So many at a time that no rank has more than `ROUND` elements of them whole, or
-    one matrix.
-    """
+    """Group matrices: a rank has at most `ROUND` whole elements at a time, or one matrix."""
     some = list[Matrix]()
     held = [0] * ranks
     for matrix in matrices:
