@@ -460,7 +460,7 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
 
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.config.resolve.resolution import Machine
     from mtrain.plan import compare
 

@@ -41,8 +41,10 @@ LAYERS = {
     "convert": 9,
     "train": 10,
     "launching": 11,
-    "cli": 12,
-    "__main__": 13,
+    "loading": 12,
+    "api": 13,
+    "cli": 14,
+    "__main__": 15,
 }
 BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
 """Modules that build a family, feed it or rename its weights are of the layer of `assembly`; `plan`

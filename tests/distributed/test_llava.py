@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.schema.run import RunConfig
 from mtrain.config.schema.trainer import DataConfig
+from mtrain.launching import prove
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some

@@ -257,7 +257,7 @@ def test_a_layer_is_read_without_the_others(
 
 
 def test_layers_that_are_not_alike_are_not_stacked(tmp_path: Path) -> None:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.convert.megatron import give_megatron
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.hybrid import HybridConfig
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
+from mtrain.launching import prove
 from tests.museum.clean import drawn
 from tests.museum.exhibit import show
 from tests.museum.exhibits import EXHIBITS
@@ -51,7 +51,7 @@ def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_r
 ) -> None:
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")
-    with prove._observed(small, traced=True) as (one, many):
+    with prove.observed(small, traced=True) as (one, many):
         from mtrain.train.locate import BACKWARD, FORWARD, Recorded, errors
 
         expected = Recorded(one)

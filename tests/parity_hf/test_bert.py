@@ -109,7 +109,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
 
 
 def _loaded(run: Path, layout: str = "single") -> Any:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
 
     return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
 
@@ -322,7 +322,7 @@ def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_l
 def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(
     tmp_path: Path,
 ) -> None:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
 
     whole = _saved("BertForPreTraining", tmp_path / "whole")
     both = json.loads((whole / "config.json").read_text())

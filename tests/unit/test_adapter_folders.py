@@ -144,7 +144,7 @@ def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -
 
 
 def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path) -> None:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.convert.adapter_folder import read_adapters
     from mtrain.convert.hugging_face import layers
     from mtrain.convert.tensor_file import Writer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.drafts import drafted
+from mtrain.cli.atomic_output import drafted
 from mtrain.convert import ahead, new_file
 from mtrain.convert.tensor_file import Writer, read_header
 from mtrain.errors import BadEnvironment

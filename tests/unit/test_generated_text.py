@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain.cli.generate import WORDS, read_prompts
-from mtrain.cli.words import read_words
+from mtrain.cli.named_values import read_words
 from mtrain.data.bpe import EOD, train
 from mtrain.data.text import Tokenizer
 from mtrain.errors import ConfigError
@@ -213,6 +213,6 @@ def test_a_file_of_prompts_that_cannot_be_read_says_why(
 
 def test_words_are_read_without_torch() -> None:
     code = (
-        "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
+        "import sys, mtrain.cli.generate, mtrain.cli.named_values; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

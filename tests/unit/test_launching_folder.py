@@ -236,8 +236,8 @@ def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> No
 def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_began_with(
     tmp_path: Path,
 ) -> None:
-    from mtrain.cli.generate import WITHOUT_DATA
-    from mtrain.cli.setup import load
+    from mtrain.api import load
+    from mtrain.loading.checkpoints import WITHOUT_DATA
 
     gone = run_of(
         data__kind="indexed",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.machine import plug_ins
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError

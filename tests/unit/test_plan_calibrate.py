@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli import measured_files
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.run import RunConfig

@@ -141,7 +141,7 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", "--html"]) == 2
     assert "--html FILE" in capsys.readouterr().err
     assert main(["plan", "--html", str(tmp_path / "no" / "plan.html")]) == 2
-    assert "fix: --html FILE in a folder that is there" in capsys.readouterr().err
+    assert "fix: --html FILE in an existing folder" in capsys.readouterr().err
     (tmp_path / "link.html").symlink_to(tmp_path / "elsewhere.html")
     assert main(["plan", "--html", str(tmp_path / "link.html")]) == 2
     assert "is there already" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.prove import draws
-from mtrain.cli.setup import load
+from mtrain.api import load
+from mtrain.launching.prove import draws
 from mtrain.train.dropped import MASKS, wrong_masks
 
 WORDS = ("model=llama_tiny", "data=mock", "cluster=local", "model.hidden_dropout=0.1")

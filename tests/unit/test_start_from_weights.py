@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mtrain.cli import weights
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
+from mtrain.loading import initial_weights
 from mtrain.recipes.write import unequal
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP, within_a_second
@@ -112,11 +112,13 @@ def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
     words = ["model=llama_tiny", "model.num_layers=2", *OPTIONS.split()]
     (tmp_path / "first").mkdir()
     (tmp_path / "first/run.yaml").write_text(run_yaml(load(words, LAPTOP, {}).run))
-    found = weights.composed([f"checkpoint.init_from={tmp_path}/first", *OPTIONS.split()])
+    found = initial_weights.composed([f"checkpoint.init_from={tmp_path}/first", *OPTIONS.split()])
     assert found.run.model.num_layers == 2
     assert found.origins["model.num_layers"].startswith(f"{tmp_path}/first/run.yaml:")
     (tmp_path / "first/checkpoints/step_00000001").mkdir(parents=True)
-    found = weights.composed([f"checkpoint.init_from={tmp_path}/first/checkpoints/step_00000001"])
+    found = initial_weights.composed(
+        [f"checkpoint.init_from={tmp_path}/first/checkpoints/step_00000001"]
+    )
     assert found.run.model.num_layers == 2
 
 
@@ -196,10 +198,10 @@ def test_a_recipe_and_the_changes_name_the_weights_and_no_choice_of_model(
     text = (tmp_path / "r.yaml").read_text()
     assert "override /model" not in text
     assert "num_layers" not in text
-    expected = weights.composed(words).run
-    assert unequal(weights.composed(["recipe=r.yaml"]).run, expected) == []
+    expected = initial_weights.composed(words).run
+    assert unequal(initial_weights.composed(["recipe=r.yaml"]).run, expected) == []
     capsys.readouterr()
     assert main(["show", "--changed", *words]) == 0
     changed = [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()]
     assert "checkpoint.init_from=hf" in changed
-    assert unequal(weights.composed(changed).run, expected) == []
+    assert unequal(initial_weights.composed(changed).run, expected) == []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.t5 import T5Config, lengths, padded, spans
 from mtrain.errors import ConfigError
 from mtrain.models.t5.form import Spans

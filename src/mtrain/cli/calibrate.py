@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 
 from mtrain import strict_json
+from mtrain.api import load
 from mtrain.cli.measured_files import Found, bad, found
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import spell
 from mtrain.config.disk.files import YAML_ENDINGS
 from mtrain.config.machine.devices import facts_of
@@ -115,7 +115,7 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
 
 
 def _one_format(runs: Sequence[RunConfig]) -> None:
-    """A CPU has one rate of products."""
+    """Refuse runs whose GEMM format has no rate on a CPU."""
     for run in runs:
         p = run.precision
         if facts_of(run.cluster.device).on_host and p.multiplies_in != p.format:
@@ -131,7 +131,7 @@ def _named(words: Sequence[str]) -> ClusterConfig:
 
 
 def _stated_enough(start: ClusterConfig, measured: Found) -> None:
-    """A GPU's rates are stated by its data sheet; only what is reached of them is measured."""
+    """Require the rates of a GPU's data sheet, of which only the reached share is measured."""
     if facts_of(start.device).on_host:
         return
     formats = [one.format for one in measured.kernels]

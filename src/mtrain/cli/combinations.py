@@ -27,7 +27,7 @@ from mtrain.units import GIB, bytes_
 
 AXES = ("model", "parallel", "precision", "cluster")
 MEMORY = "memory"
-"""The reason of a combination whose state alone is larger than the memory of its devices."""
+"""The reason of a combination whose state exceeds the memory of its devices."""
 
 Reason = tuple[str, str]
 """A code and a sentence; both empty where there is nothing to say."""

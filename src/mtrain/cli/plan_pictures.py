@@ -19,7 +19,7 @@ from mtrain.units import bytes_
 WIDTH = 88
 LEAST = 24
 BESIDE = 30
-"""Cells of a bar at most and at least, and what stands beside it."""
+"""Most and fewest cells of a bar, and the width of its label."""
 LETTERS = {
     "context": "x",
     "communication": "c",

@@ -41,9 +41,13 @@ def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 
 
-def generate_job(checkpoint: Path, tokenizer: Path, request: Request) -> Job:
-    """Return the job that prints text after the prompts of a request."""
-    places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
+def generate_job(checkpoint: Path, tokenizer: Path, request: Request, output: Path) -> Job:
+    """Return the job that writes the texts of a request to `output`."""
+    places = {
+        "checkpoint": str(checkpoint),
+        "tokenizer": str(tokenizer),
+        "output": str(output),
+    }
     return Job("generate", {**places, "request": asdict(request)})
 
 
@@ -106,6 +110,7 @@ def _generate(
     end: End,
     checkpoint: str,
     tokenizer: str,
+    output: str,
     request: Mapping[str, Any],
 ) -> None:
     enter(run, end)
@@ -113,7 +118,7 @@ def _generate(
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
     asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
-    write(run, Path(checkpoint), Path(tokenizer), asked)
+    write(run, Path(checkpoint), Path(tokenizer), asked, Path(output))
 
 
 def _evaluate(

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtrain.data.chat import ChatFormat
 from mtrain.data.text import Tokenizer
-from mtrain.train.request import END, LENGTH, STOP, Continuation, Request
+from mtrain.train.request import END, LENGTH, STOP, Continuation, Request, Written
 
 if TYPE_CHECKING:
     from mtrain.train.generate import Sampler
-
-
-@dataclass(frozen=True)
-class Written:
-    """What was written after one prompt."""
-
-    prompt: str
-    text: str
-    """What follows the prompt, up to a text of `stop`."""
-    tokens: int
-    ended: str
-    """A word of `request.ENDINGS`."""
 
 
 def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[Written]:

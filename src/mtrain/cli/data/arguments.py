@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain.cli.words import Word, read_words, yes
+from mtrain.cli.named_values import Word, read_words, yes
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import program, user_path
 from mtrain.errors import ConfigError, Problem
@@ -26,8 +26,7 @@ def read_arguments(
     are needed.
 
     Raises:
-        ConfigError: a flag or a word that is not there, a value that is none, too few or too many
-            paths.
+        ConfigError: an unknown flag or word, an invalid value, too few or too many paths.
     """
     values, rest = read_words(as_words(argv, known, usage), known)
     strange = [word for word in rest if "=" in word and not os.path.exists(word)]
