@@ -138,7 +138,7 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
     lacks = list(missing(start, tuple(formats), 1))
     for _, one in measured.runs:
         p = one.run.precision
-        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks or 1)
+        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.world)
     if lacks:
         rule = (
             f"what is reached on {start.name} cannot be said without"

@@ -93,7 +93,7 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
 
 
 def _environment(run: RunConfig) -> Mapping[str, Setting]:
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.world
     nodes = run.cluster.nodes
     here = -(-ranks // nodes)
     return environment.environment(run, Place.here(here, alone=nodes == 1), os.environ)

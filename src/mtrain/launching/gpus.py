@@ -146,7 +146,7 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
     """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank
     fits beside it.
     """
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.world
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
     planned = 0 if step is None else step.needed

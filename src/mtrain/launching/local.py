@@ -157,7 +157,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
     """
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
-    place = Place.here(run.parallel.ranks or 1, errors=errors)
+    place = Place.here(run.parallel.world, errors=errors)
     environment.apply(environment.environment(run, place, values), values)
     return values
 

@@ -292,7 +292,7 @@ def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
     the table.
     """
     values = run.flat()
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.world
     nodes = run.cluster.nodes
     words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
     for entry in table():

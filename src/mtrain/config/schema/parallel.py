@@ -270,6 +270,11 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.cp
 
     @property
+    def world(self) -> int:
+        """Return the number of ranks, once it is resolved."""
+        return self.ranks or 1
+
+    @property
     def dp(self) -> int:
         """Return data-parallel size of a resolved run, at least 1 so that rules can go on where the
         layout is broken.
