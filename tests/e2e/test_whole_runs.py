@@ -158,7 +158,7 @@ def test_wrong_words_end_in_one_answer_with_every_problem(trained: Path) -> None
         assert said in done.stderr
     both = mtrain("generate", str(trained), "prompt=a", "prompts=b", cwd=trained)
     assert both.returncode == 2
-    assert "prompt and prompts are both said" in both.stderr
+    assert "prompt and prompts are both set" in both.stderr
     missing = mtrain("generate", str(trained), "chat=true", "prompt=hello", cwd=trained)
     assert missing.returncode == 2
     assert (

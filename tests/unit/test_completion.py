@@ -23,7 +23,7 @@ from tests.support.commands import ROOT, command, environment
 from tests.support.patience import patient
 
 
-def test_a_first_word_is_a_verb_or_a_setting() -> None:
+def test_completion_of_the_first_word_offers_verbs_and_settings() -> None:
     found = candidates("mtrain ")
     assert set(NAMES) <= set(found)
     assert {f"{group}=" for group in GROUPS} | {f"{group}." for group in GROUPS} <= set(found)
@@ -33,7 +33,7 @@ def test_a_first_word_is_a_verb_or_a_setting() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
+def test_completion_of_a_group_offers_choices_and_keys(group: str) -> None:
     for verb in ("", "check ", "train "):
         offered = candidates(f"mtrain {verb}{group}=")
         choices = [f"{group}={choice}" for choice in choices_of_group(group)]
@@ -72,16 +72,16 @@ def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
         ("", candidates("mtrain ")),
     ],
 )
-def test_what_is_offered_at_a_place(line: str, found: list[str]) -> None:
+def test_completion_at_a_place_offers_its_candidates(line: str, found: list[str]) -> None:
     assert candidates(line) == found
 
 
-def test_every_subverb_and_every_schema_is_offered() -> None:
+def test_completion_offers_every_subverb_and_schema() -> None:
     assert set(candidates("mtrain recipe ")) >= set(recipe.commands)
     assert candidates("mtrain schema ") == sorted(KINDS)
 
 
-def test_runs_are_offered_where_a_run_is_wanted(
+def test_completion_of_a_run_offers_run_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs/first").mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_runs_are_offered_where_a_run_is_wanted(
 @pytest.mark.parametrize(
     "line", ["mtrain \x00", "mtrain " + "a" * 100_000, "mtrain 'unclosed", "mtrain \ud800", "é ="]
 )
-def test_nonsense_is_answered_with_nothing_and_no_error(
+def test_completion_of_nonsense_offers_nothing(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["__complete", line]) == 0
@@ -111,7 +111,7 @@ def test_nonsense_is_answered_with_nothing_and_no_error(
 @pytest.mark.parametrize(
     "line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"]
 )
-def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None:
+def test_completion_takes_half_a_second_and_no_torch(line: str) -> None:
     took = []
     for _ in range(4):
         before = os.times()
@@ -155,7 +155,7 @@ def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None
         ("mtrain check zzz", []),
     ],
 )
-def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+def test_bash_with_the_script_completes(line: str, reply: list[str], tmp_path: Path) -> None:
     (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
     words = " ".join(f"'{word}'" for word in command())
     script = (
@@ -189,7 +189,7 @@ def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_
         ("python setup.py reci", []),
     ],
 )
-def test_bash_completes_the_launch_file_of_mtrain_and_no_other(
+def test_bash_completes_only_the_launch_file_of_mtrain(
     line: str, reply: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
@@ -225,7 +225,7 @@ def test_bash_completes_the_launch_file_of_mtrain_and_no_other(
         ("mtrain optim.sch", ["optim.schedule=", "optim.schedule_counts="]),
     ],
 )
-def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_path: Path) -> None:
+def test_fish_with_the_script_completes(line: str, reply: list[str], tmp_path: Path) -> None:
     words = " ".join(f"'{word}'" for word in command())
     (tmp_path / "mtrain.fish").write_text(f"function mtrain; {words} $argv; end\n{SCRIPTS['fish']}")
     done = subprocess.run(
@@ -240,7 +240,7 @@ def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
+def test_script_of_a_shell_is_well_formed(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     done = subprocess.run(
@@ -250,7 +250,7 @@ def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_shell_has_a_script_that_calls_back(
+def test_script_of_every_shell_asks_the_program(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["completion", shell]) == 0

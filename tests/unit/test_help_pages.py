@@ -59,7 +59,9 @@ def test_help_of_a_verb_prints_its_page(
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_help_behind_overrides_is_that_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_overrides_prints_the_page_of_the_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "parallel=tp2", "--help"]) == 0
     assert " check " in capsys.readouterr().out.splitlines()[0]
     assert main(["--help"]) == main(["-h"]) == 0
@@ -100,7 +102,7 @@ def test_example_of_a_page_is_valid(name: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_choices_lists_every_choice_of_a_group(
+def test_choices_of_a_group_prints_every_file(
     group: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["choices", group]) == 0
@@ -138,7 +140,7 @@ def test_verb_with_an_unknown_flag_is_refused() -> None:
         ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(
+def test_flag_of_another_verb_is_refused(
     words: str,
     said: str,
     fix: str,
@@ -156,7 +158,7 @@ def test_a_flag_that_would_be_ignored_is_refused(
     assert fix in shown
 
 
-def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_before_a_verb_belongs_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     call = parse(["--resolved", "recipe", "show", "r.yaml"])
     assert call.arguments == {"words": ["r.yaml"], "resolved": True, "as_json": False}
     assert parse(["--json", "recipe", "list"]).arguments["as_json"]
@@ -164,7 +166,7 @@ def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -
     assert " check " in capsys.readouterr().out
 
 
-def test_hints_say_how_the_program_is_called_here(
+def test_program_of_an_installation_is_named_mtrain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert program() == "python launch.py"
@@ -192,7 +194,7 @@ KEPT = {
 }
 
 
-def test_no_hint_names_the_program_by_itself() -> None:
+def test_hints_name_the_program_through_one_function() -> None:
     found = set()
     for file in SOURCE.rglob("*.py"):
         text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
@@ -214,13 +216,13 @@ def test_no_hint_names_the_program_by_itself() -> None:
         ("mtrain checkpoint.resume=", "checkpoint.resume=latest", "checkpoint.resume=1"),
     ],
 )
-def test_layouts_and_the_flags_of_a_verb_are_completed(line: str, some: str, never: str) -> None:
+def test_completion_offers_layouts_and_flags_of_the_verb(line: str, some: str, never: str) -> None:
     found = candidates(line)
     assert some in found
     assert never not in found
 
 
-def test_every_layout_that_is_offered_is_one() -> None:
+def test_completion_offers_only_valid_layouts() -> None:
     from mtrain.config.compose.layout_string import parse_layout
 
     for begun in ("", "tp4", "tp2pp2", "pp2e", "tp2ep4etp1"):
@@ -231,7 +233,7 @@ def test_every_layout_that_is_offered_is_one() -> None:
             parse_layout(word)
 
 
-def test_runs_checkpoints_and_locks_are_completed(
+def test_completion_offers_runs_checkpoints_and_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tmp_path / "runs/a/checkpoints/step_00000004"

@@ -175,7 +175,7 @@ BAD = {
     "a large number": (f"[{json.dumps(ROW)[:-4]}1{'0' * 400}}}]", "row 1: seconds"),
     "a GPU without its rates": (
         json.dumps([ROW | {"overrides": [*ON[::2], "cluster=h100", "cluster.memory_gbps=null"]}]),
-        "without cluster.memory_gbps",
+        "needs cluster.memory_gbps",
     ),
     "kernels without numbers": (
         '{"dtype": "float32", "ceilings": {}}',

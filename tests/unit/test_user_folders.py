@@ -55,7 +55,7 @@ def named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_choices_of_a_folder_are_added_with_their_own_lines(named: Path) -> None:
+def test_folder_adds_choices_with_their_own_lines(named: Path) -> None:
     composed = compose(["model=small", "cluster=box"])
     assert (composed.run.model.num_layers, composed.run.model.hidden_size) == (2, 256)
     assert composed.origins["model.num_layers"] == f"{named}/model/small.yaml:6"
@@ -63,24 +63,24 @@ def test_choices_of_a_folder_are_added_with_their_own_lines(named: Path) -> None
     assert composed.run.cluster.name == "box"
 
 
-def test_a_choice_of_a_folder_shadows_the_shipped_one(named: Path) -> None:
+def test_folder_choice_shadows_the_shipped_one(named: Path) -> None:
     composed = compose([])
     assert composed.run.optim.lr == 0.025
     assert composed.origins["optim.lr"] == f"{named}/optim/adamw.yaml:2"
 
 
-def test_a_choice_may_lie_in_a_folder_of_its_group(named: Path) -> None:
+def test_folder_choice_in_a_subfolder_is_named_by_its_path(named: Path) -> None:
     composed = compose(["model=mine/deep"])
     assert (composed.run.model.name, composed.run.model.num_layers) == ("deep", 6)
     assert composed.choices["model"] == "mine/deep"
 
 
-def test_a_recipe_of_a_folder_is_called_by_its_name(named: Path) -> None:
+def test_folder_recipe_is_found_by_its_name(named: Path) -> None:
     assert compose(["recipe=go"]).run.trainer.train_iters == 3
     assert compose(["recipe=team/deep"]).run.model.name == "deep"
 
 
-def test_a_group_of_a_folder_is_added_as_in_hydra(named: Path) -> None:
+def test_folder_group_is_added_as_in_hydra(named: Path) -> None:
     composed = compose(["+experiment=fast", "optim.lr=0.5"])
     assert (composed.run.model.name, composed.run.trainer.train_iters) == ("small", 5)
     assert composed.origins["trainer.train_iters"] == f"{named}/experiment/fast.yaml:4"
@@ -89,7 +89,7 @@ def test_a_group_of_a_folder_is_added_as_in_hydra(named: Path) -> None:
         compose(["experiment=fast"])
 
 
-def test_the_first_folder_counts_most(named: Path, tmp_path: Path) -> None:
+def test_first_folder_takes_precedence(named: Path, tmp_path: Path) -> None:
     (tmp_path / "over/model").mkdir(parents=True)
     (tmp_path / "over/model/small.yaml").write_text("defaults: [llama_tiny, _self_]\nname: over\n")
     with config_dirs([str(tmp_path / "over")]):
@@ -98,7 +98,7 @@ def test_the_first_folder_counts_most(named: Path, tmp_path: Path) -> None:
     assert compose(["model=small"]).run.model.name == "small"
 
 
-def test_the_flag_stands_anywhere_and_holds_for_one_command(
+def test_config_dir_in_any_place_holds_for_one_command(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -109,7 +109,7 @@ def test_the_flag_stands_anywhere_and_holds_for_one_command(
     assert "there is no such choice" in capsys.readouterr().err
 
 
-def test_a_sweep_and_a_list_know_the_folder(
+def test_sweep_and_recipe_list_use_the_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -126,9 +126,7 @@ def test_a_sweep_and_a_list_know_the_folder(
     )
 
 
-def test_a_package_that_is_installed_names_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_adds_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "their_package"
     for name, text in FILES.items():
         file = package / "conf" / name
@@ -149,7 +147,7 @@ def test_a_package_that_is_installed_names_a_folder(
 
 
 @pytest.mark.parametrize("text", ["model={path}", "model='{path}'"])
-def test_a_choice_may_be_the_path_of_a_file(text: str, tmp_path: Path) -> None:
+def test_choice_may_be_the_path_of_a_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "my model.yaml" if "'" in text else tmp_path / "my.yaml"
     file.write_text("defaults: [llama_tiny, _self_]\nname: my\nnum_layers: 2\n")
     composed = compose([text.format(path=file), "optim.lr=0.5"])
@@ -166,22 +164,20 @@ def test_a_choice_may_be_the_path_of_a_file(text: str, tmp_path: Path) -> None:
         ("optim={folder}/cluster/box.yaml", "MT012", "there is no such key"),
     ],
 )
-def test_a_path_that_is_no_choice_of_the_group_is_refused(
-    folder: Path, word: str, code: str, said: str
-) -> None:
+def test_path_of_another_group_is_refused(folder: Path, word: str, code: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([word.format(folder=folder)])
     assert code in {p.code for p in caught.value.problems}
     assert any(said in p.rule for p in caught.value.problems)
 
 
-def test_a_recipe_names_no_path(tmp_path: Path) -> None:
+def test_recipe_with_a_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("defaults: [{override /model: ./my.yaml}]\n")
     with pytest.raises(ConfigError, match="a recipe is one file"):
         compose([f"recipe={tmp_path / 'r.yaml'}"])
 
 
-def test_what_is_taken_away_is_at_its_default_again() -> None:
+def test_removed_key_returns_to_its_default() -> None:
     composed = compose(["~optim.eps", "~optim.lr", "model=llama_tiny"])
     assert composed.run.optim.eps == type(composed.run.optim).model_fields["eps"].default
     assert composed.origins["optim.eps"] == composed.origins["optim.lr"] == "default"
@@ -203,7 +199,7 @@ def test_what_is_taken_away_is_at_its_default_again() -> None:
         ("name: 1\nname: 2\n", "MT004", "written twice"),
     ],
 )
-def test_a_file_of_a_folder_is_data_and_says_so_with_its_line(
+def test_folder_file_with_code_is_refused_with_its_line(
     named: Path, text: str, code: str, said: str
 ) -> None:
     (named / "model/bad.yaml").write_text(text)
@@ -214,6 +210,6 @@ def test_a_file_of_a_folder_is_data_and_says_so_with_its_line(
     )
 
 
-def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folder_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config-dir", "/nothing/here"]) == 2
     assert "/nothing/here" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from tests.support.commands import mtrain
         "data=mock --json check",
     ],
 )
-def test_a_verb_is_found_behind_settings_and_flags(
+def test_verb_after_settings_and_flags_is_found(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 0
@@ -32,7 +32,7 @@ def test_a_verb_is_found_behind_settings_and_flags(
     assert "step " not in out
 
 
-def test_flags_before_a_verb_of_its_own_words_reach_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_flag_before_a_verb_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "choices", "trainer"]) == 0
     assert capsys.readouterr().out.startswith("{")
 
@@ -40,7 +40,7 @@ def test_flags_before_a_verb_of_its_own_words_reach_it(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "line", ["version", "--version", "check --version", "tune --version", "recipe show --version"]
 )
-def test_the_version_is_asked_for_in_any_way(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_in_any_place_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
     assert capsys.readouterr().out == f"mtrain {__version__}\n"
 
@@ -58,7 +58,7 @@ def test_the_version_is_asked_for_in_any_way(line: str, capsys: pytest.CaptureFi
         ("help data", "data"),
     ],
 )
-def test_a_page_is_asked_for_in_any_way(
+def test_help_in_any_place_prints_the_page(
     line: str, begin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 0
@@ -79,14 +79,14 @@ def test_a_page_is_asked_for_in_any_way(
         ("data=mock zzzzzz", "python launch.py --help lists the verbs"),
     ],
 )
-def test_a_word_that_is_no_verb_is_named_and_leaving_it_out_is_not_the_fix(
+def test_unknown_verb_is_reported_with_the_nearest_one(
     line: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
     assert f"  fix: {fix}\n" in capsys.readouterr().err
 
 
-def test_settings_before_check_check_them_and_start_nothing(tmp_path: Path) -> None:
+def test_check_after_settings_starts_nothing(tmp_path: Path) -> None:
     found = mtrain("data=indexed", "data.path=nowhere/corpus", "check", cwd=tmp_path)
     assert found.returncode == 2
     assert "MT306" in found.stderr
@@ -117,9 +117,7 @@ def test_settings_before_check_check_them_and_start_nothing(tmp_path: Path) -> N
         ("-o HERE recipe import a.sh", "recipe import a.sh -o HERE"),
     ],
 )
-def test_the_folder_of_a_verb_is_found_beside_settings_that_stand_before_it(
-    line: str, same: str, tmp_path: Path
-) -> None:
+def test_words_before_a_verb_are_parsed_as_after_it(line: str, same: str, tmp_path: Path) -> None:
     words, expected = (
         [str(tmp_path) if word == "HERE" else word for word in each.split()]
         for each in (line, same)
@@ -130,15 +128,13 @@ def test_the_folder_of_a_verb_is_found_beside_settings_that_stand_before_it(
 @pytest.mark.parametrize(
     "line", ["nowhere resume", "HERE HERE resume", "HERE check", "chekc resume HERE"]
 )
-def test_only_one_path_that_is_there_may_stand_before_a_verb_with_a_folder(
-    line: str, tmp_path: Path
-) -> None:
+def test_path_before_a_verb_must_exist_and_be_the_only_one(line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither a verb nor key=value"):
         parse([str(tmp_path) if word == "HERE" else word for word in line.split()])
 
 
 @pytest.mark.parametrize("word", ["max_new_tokens", "max_length", "max_tokens", "n_predict"])
-def test_generate_knows_what_others_call_its_words(
+def test_generate_word_of_another_system_names_ours(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text("")

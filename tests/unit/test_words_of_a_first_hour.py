@@ -17,7 +17,7 @@ from mtrain.config.disk.hub import download_of
 from mtrain.config.messages.suggestions import near_choice
 
 
-def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -> None:
+def test_near_choice_of_a_prefix_names_the_smallest_first() -> None:
     names = paths.choices_of_group("model")
     assert near_choice("llama3", names)[:2] == ["llama3_8b", "llama3_70b"]
     assert near_choice("llama31", names) == ["llama31_8b", "llama31_70b", "llama31_405b"]
@@ -27,7 +27,7 @@ def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -
     assert near_choice("pythia", names)[0] == "pythia_70m"
 
 
-def test_of_choices_with_another_number_the_nearest_is_first() -> None:
+def test_near_choice_of_a_number_names_the_nearest_first() -> None:
     clusters = paths.choices_of_group("cluster")
     models = paths.choices_of_group("model")
     assert set(near_choice("h100x12", clusters)[:2]) == {"h100x8", "h100x16"}
@@ -49,7 +49,7 @@ def test_of_choices_with_another_number_the_nearest_is_first() -> None:
         "check data.tokenizer=Org/Model-1B",
     ],
 )
-def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
+def test_hub_name_is_answered_with_its_download_command(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,9 @@ def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
         assert placeholder not in said
 
 
-def test_a_path_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_of_an_existing_path_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert download_of("org/model") == ("hf download org/model --local-dir model", "model")
     assert download_of("exported/tokenizer.json") is None
@@ -70,7 +72,7 @@ def test_a_path_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     assert download_of("org/model") is None
 
 
-def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_changed_prints_only_changed_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--changed"]) == 0
     assert capsys.readouterr().out == "nothing is changed\n"
     words = ["recipe=llama/tiny_cpu_lora", "optim.lr=0.5", "model=gpt2"]
@@ -87,7 +89,7 @@ def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
-def test_a_table_of_everything_is_a_summary(
+def test_check_of_everything_prints_a_summary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mtrain.cli import matrix
@@ -108,7 +110,7 @@ def test_a_table_of_everything_is_a_summary(
     assert json.loads(capsys.readouterr().out)
 
 
-def test_files_of_an_installed_package_are_named_where_they_are(
+def test_origin_in_an_installed_package_is_an_existing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "site-packages" / "mtrain" / "_conf"
@@ -121,7 +123,7 @@ def test_files_of_an_installed_package_are_named_where_they_are(
     assert "num_layers" in Path(file).read_text().splitlines()[int(line) - 1]
 
 
-def test_a_first_run_ends_with_the_next_steps(
+def test_first_run_prints_the_next_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mtrain.launching import local, preflight

@@ -37,15 +37,15 @@ FARTHEST = 3
 """Times that half of the steps may be longer or shorter than planned with the rates that are found.
 """
 UNSAID = ("price_per_device_hour",)
-"""Keys that no file of rates says."""
+"""Keys that no file of rates sets."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Fit the rates of a machine on what run folders and files say, and writes them; returns the
-    exit code.
+    """Fit the rates of a machine to measurements in run folders and files, and write them; return
+    the exit code.
 
     Raises:
-        ConfigError: nothing is measured, on different machines, or the file is there already.
+        ConfigError: nothing is measured, on different machines, or the file exists already.
     """
     given = [
         word
@@ -141,8 +141,7 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
         lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.world)
     if lacks:
         rule = (
-            f"what is reached on {start.name} cannot be said without"
-            f" {', '.join(dict.fromkeys(lacks))}"
+            f"the reached share of the peak of {start.name} needs {', '.join(dict.fromkeys(lacks))}"
         )
         raise bad(rule, "cluster=h100, or those keys from a data sheet in a cluster file", "MT254")
 

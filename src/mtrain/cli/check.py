@@ -25,7 +25,7 @@ READ_INDEXES = 64 * MIB
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate the configuration that `argv` describes and prints the report; the exit code.
+    """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
     Raises:
         ConfigError: there are errors, or what is to be gone on from is of another model or corpus.

@@ -37,7 +37,7 @@ IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
 def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
-    """Run a subverb; returns the exit code.
+    """Run a subverb; return the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.
     """
@@ -48,7 +48,7 @@ def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
         "verify": lambda rest: verify(rest, as_json=as_json),
     }
     if not argv or argv[0] not in subverbs:
-        said = f"convert has no {argv[0]!r}" if argv else "convert needs to be told what to do"
+        said = f"convert has no {argv[0]!r}" if argv else "convert needs a subverb"
         raise ConfigError(
             [Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)]
         )
@@ -209,9 +209,7 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
 
 
 def verify(argv: list[str], *, as_json: bool) -> int:
-    """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where
-    they do not.
-    """
+    """Compare the weights of two folders or checkpoints; return exit code 4 if they differ."""
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 

@@ -25,8 +25,8 @@ WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "clus
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate every combination and prints a table, or of very many a summary; 0, whatever the
-    reports.
+    """Validate every combination and print a table, or a summary of very many; return 0, whatever
+    the reports.
 
     Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other
     overrides hold for every combination.

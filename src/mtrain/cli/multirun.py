@@ -45,7 +45,7 @@ class Row:
 
 
 def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
-    """Train every combination, one after the other, and prints a table; the worst exit code.
+    """Train every combination, one after the other, and print a table; return the worst exit code.
 
     `main` runs one command line. A run that fails does not keep the others from running; an
     interrupt does, after the run that it interrupted.
@@ -86,7 +86,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
 
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate every combination without running any; the worst exit code."""
+    """Validate every combination without running any; return the worst exit code."""
     from mtrain.cli.check import report
 
     out: list[dict[str, Any]] = []
@@ -146,9 +146,9 @@ class _Sweep:
             os.kill(self.child, signal.SIGTERM)
 
     def run(self, argv: Sequence[str], run: RunConfig | None) -> int:
-        """Run one command to its end in a process forked from this one; its exit code.
+        """Run one command to its end in a process forked from this one; return its exit code.
 
-        Where it takes another device than those before it, it imports for itself.
+        A run on another device than the earlier ones imports torch in its own process.
         """
         if run is not None and self.device is None:
             from mtrain.launching.local import import_for

@@ -101,7 +101,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
         if not equals or word is None:
             near = _meant(name, known) if equals and name not in GROUPS else []
             if near and "." not in name:
-                rule = f"there is no such word here; words: {', '.join(known)}"
+                rule = f"is no word of this verb; words: {', '.join(known)}"
                 problems.append(
                     Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE)
                 )
@@ -109,9 +109,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
             continue
         if name in said and not word.many:
             problems.append(
-                Problem(
-                    "MT004", name, value, "is said twice", f"{name}={value}, once", COMMAND_LINE
-                )
+                Problem("MT004", name, value, "is set twice", f"{name}={value}, once", COMMAND_LINE)
             )
         said.add(name)
         try:

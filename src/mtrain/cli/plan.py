@@ -41,8 +41,8 @@ HEADS = {
 def run(
     argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None
 ) -> int:
-    """Print the plan of the configuration that `argv` describes, with pictures where `draw`; or
-    writes the page `html`. Returns the exit code.
+    """Print the plan of the configuration that `argv` describes, with pictures if `draw`, or write
+    the page `html`; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors, or the page cannot be written.

@@ -17,7 +17,7 @@ from mtrain.units import bytes_, duration
 
 
 def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
-    """Print the comparison; the exit code.
+    """Print the comparison; return the exit code.
 
     Raises:
         ConfigError: the folder is no run, or further words are given.

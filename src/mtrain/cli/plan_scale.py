@@ -112,7 +112,7 @@ def _counts(text: str | None, others: Sequence[str]) -> tuple[list[int], list[Pr
             problems.append(_bad(rule, EXAMPLE))
     for one, two in itertools.pairwise(counts):
         if two <= one:
-            rule = f"{SCALE}: {two} behind {one}: numbers of devices rise, and stand once"
+            rule = f"{SCALE}: {two} after {one}: numbers of devices must increase"
             problems.append(_bad(rule, f"{SCALE} {','.join(map(str, sorted(set(counts))))}"))
             break
     if len(counts) > MOST:

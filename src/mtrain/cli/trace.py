@@ -21,7 +21,7 @@ MOST_LINES = 16
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Traces the configuration that `argv` describes; the exit code.
+    """Trace the configuration that `argv` describes; return the exit code.
 
     `rank=R` says which rank, the first otherwise.
 

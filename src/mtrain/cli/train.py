@@ -22,7 +22,7 @@ TAKEN = "MT434"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Train what `argv` describes; returns the exit code."""
+    """Train what `argv` describes; return the exit code."""
     place = torchrun.here()
     if place is not None and place.one_a_machine:
         return _as_machine(argv, place)

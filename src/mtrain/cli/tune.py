@@ -316,7 +316,7 @@ def _as_file(first: Layout, task: Task, words: Sequence[str], path: Path) -> str
     if not more:
         return f"wrote {path}: {word}"
     said = " ".join(override(key, plain(value)) for key, value in more.items())
-    why = "keys behind the file are what the recipe says otherwise: a recipe counts before a file"
+    why = "the keys after the file are those that the recipe, which takes precedence, overrides"
     return f"wrote {path}: {word} {said}\n{why}"
 
 

@@ -266,7 +266,7 @@ def observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, 
 
 
 def one_at_a_time(small: RunConfig) -> bool:
-    """Return whether one rank runs a packed sample's documents alone; a scale of FP8 or a router
+    """Return whether one rank runs each document of a sample by itself; a scale of FP8 or a router
     looks at all of them.
     """
     return small.data.packed and small.precision.quantized is None and by_document(small) == small

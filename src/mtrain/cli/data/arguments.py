@@ -32,7 +32,7 @@ def read_arguments(
     strange = [word for word in rest if "=" in word and not os.path.exists(word)]
     if strange:
         name, _, value = strange[0].partition("=")
-        rule = f"there is no such word here; words: {', '.join(known) or 'none'}"
+        rule = f"is no word of this subverb; words: {', '.join(known) or 'none'}"
         raise ConfigError([Problem("MT003", name, value, rule, _fix(usage), COMMAND_LINE)])
     if len(rest) < least or (most is not None and len(rest) > most):
         if most == least:

@@ -116,7 +116,7 @@ def _loaded(values: Mapping[str, Any]) -> Any:
 
 
 def verify(argv: Sequence[str], *, as_json: bool) -> int:
-    """Look at every byte of corpora; exit code 4 for one that is damaged."""
+    """Read every byte of corpora; return exit code 4 for a damaged one."""
     known = {
         "vocab_size": Word(
             None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"

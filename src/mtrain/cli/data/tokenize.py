@@ -91,7 +91,7 @@ OF_KIND = {"merges": "gpt2", "lower_case": "bert"} | dict.fromkeys(
 
 
 def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
-    """Make `.bin/.idx` of documents; returns the exit code."""
+    """Make `.bin/.idx` of documents; return the exit code."""
     values, inputs = read_arguments(argv, WORDS, USAGE)
     prefix = prefix_of(needs(values, "out", USAGE))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -47,7 +47,7 @@ END = "<|endoftext|>"
 
 
 def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
-    """Train a tokenizer on documents and write its tokenizer.json; returns the exit code."""
+    """Train a tokenizer on documents and write its tokenizer.json; return the exit code."""
     values, inputs = read_arguments(argv, WORDS, USAGE)
     out = needs(values, "out", USAGE)
     if os.path.lexists(out):

@@ -94,10 +94,10 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
 def recorded(
     command: Sequence[str], text: str, timeout_s: float
 ) -> tuple[list[Record], int, bool, str]:
-    """Run a command: what it would have started, its exit code, whether it was ended late, and
-    what it printed.
+    """Run a command; return the calls of its recorders, its exit code, whether it was ended late,
+    and its output.
 
-    `text` is that of its script, whose absolute paths of launchers are stood in for too.
+    `text` is its script: recorders replace its absolute paths of launchers, too.
     """
     with TemporaryDirectory(prefix="capture-") as folder:
         prepare(Path(folder), text)
