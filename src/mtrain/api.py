@@ -16,29 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.launching import local, preflight
-from mtrain.launching.prove import Comparison, Proof
-from mtrain.launching.prove import prove as _prove
 from mtrain.loading import configuration
-from mtrain.loading.checkpoints import (
-    WITHOUT_DATA,
-    beneath,
-    relaid,
-    require_writing,
-    run_file,
-    source_of,
-)
 from mtrain.loading.configuration import Loaded, TooFewDevices
 from mtrain.train.request import Request, Sampling, Texts, Written
 
+if TYPE_CHECKING:
+    # `check` calls `load` only: what starts ranks is imported by the functions that do
+    from mtrain.launching.prove import Comparison, Proof
+
 __all__ = [
-    "Comparison",
     "Loaded",
-    "Proof",
     "Sampling",
     "Texts",
     "TooFewDevices",
@@ -95,6 +86,8 @@ def train(loaded: Loaded) -> Path:
         ConfigError, BadEnvironment, CorruptData: before any rank starts.
         MtrainError: the error of the first rank that failed.
     """
+    from mtrain.launching import local, preflight
+
     preflight.check(loaded.run, loaded.argv)
     return local.launch(loaded.run, list(loaded.argv))
 
@@ -122,7 +115,9 @@ def prove(
         ConfigError: the shrunk configuration breaks a rule.
         BadEnvironment: the layout has more ranks than this machine may start.
     """
-    return _prove(loaded.run, loaded.argv, before=before, after=after)
+    from mtrain.launching import prove as proof
+
+    return proof.prove(loaded.run, loaded.argv, before=before, after=after)
 
 
 def generate(
@@ -154,6 +149,16 @@ def generate(
         BadEnvironment: this machine lacks devices or memory.
         CorruptData: the checkpoint is not as it was written.
     """
+    from mtrain.launching import local, preflight
+    from mtrain.loading.checkpoints import (
+        WITHOUT_DATA,
+        beneath,
+        relaid,
+        require_writing,
+        run_file,
+        source_of,
+    )
+
     source = source_of(folder, "generate RUN")
     composed = load(
         [
