@@ -60,7 +60,7 @@ def measured(
 ) -> dict[str, Any]:
     """Return tokens a second of each, and the ratio for one prompt."""
     from mtrain import mcore as adapter
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.devices import registry
     from mtrain.launching import matmul
 

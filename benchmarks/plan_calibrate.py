@@ -144,7 +144,7 @@ def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
     """
     import torch.distributed as dist
 
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
@@ -222,7 +222,7 @@ def compared(
     """Return the fit on one model, and what it predicts of the others; `of_steps`: the median, or
     another one of them.
     """
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.plan.time import step_time
     from mtrain.plan.time.calibrate import Measured, Rates, fitted
 

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import Machine
 from mtrain.errors import MtrainError

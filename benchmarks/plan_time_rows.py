@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from plan_time_recipes import Recipe, recipe
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig

@@ -52,7 +52,7 @@ def main() -> int:
 def measured(words: list[str], pairs: int) -> dict[str, Any]:
     """Median seconds of a step of each, and their ratio."""
     from mtrain import mcore as adapter
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.devices import registry
 
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -99,7 +99,7 @@ def main() -> int:
 def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
     """Median seconds of a step of each contender, tokens a second, and ratios to mtrain."""
     from mtrain import mcore as adapter
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.devices import registry
     from mtrain.launching import matmul
 

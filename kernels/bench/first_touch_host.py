@@ -196,7 +196,7 @@ def _profiled(walk: Walk, model: tuple[str, Any], precision: str) -> dict[str, A
     """Train a few steps in this process, and say what the host did in one of them."""
     needs_device(walk)
     from mtrain import mcore as adapter
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.devices import registry
 
     words = words_of(walk, model, precision, "triton" if not walk.dry else "auto")

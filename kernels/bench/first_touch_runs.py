@@ -160,7 +160,7 @@ def _valid() -> dict[str, Any]:
     """Compose and validate what every training of the list says, for one device of a
     node of H200.
     """
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.config.resolve.resolution import Machine
     from mtrain.errors import ConfigError
 

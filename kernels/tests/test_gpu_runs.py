@@ -452,7 +452,7 @@ def test_gpu_runs_memory_is_compared_with_its_plan_part(runs: ModuleType, tmp_pa
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
 
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.config.resolve.resolution import Machine
     from mtrain.plan import compare
 

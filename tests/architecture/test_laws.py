@@ -40,8 +40,10 @@ LAYERS = {
     "convert": 9,
     "train": 10,
     "launching": 11,
-    "cli": 12,
-    "__main__": 13,
+    "loading": 12,
+    "api": 13,
+    "cli": 14,
+    "__main__": 15,
 }
 FOLDED = {
     re.compile(r"mtrain\.models\.\w+\.(config|rules)\b"): "config",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.cli.setup import load as checked
+from mtrain.api import load as checked
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group, conf_dir
 from mtrain.config.compose.yaml_reader import load

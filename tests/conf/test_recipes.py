@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load as checked
+from mtrain.api import load as checked
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import recipes_dir
 from mtrain.config.compose.yaml_reader import load

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.paths import recipes_dir
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig

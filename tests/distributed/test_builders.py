@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
 from tests.support.engine_runs import CASES as OF_BOTH_RELEASES

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from mtrain_kernels.fp8_grouped import op
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.rules import apply
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.launching import prove
 from tests.distributed.test_fp8_linear import WIDE, assert_stays_near_bf16, counted, fp8
 from tests.distributed.test_fp8_operands import SMALL
 from tests.support.covering import some

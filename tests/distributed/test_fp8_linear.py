@@ -14,10 +14,10 @@ import pytest
 import torch
 from mtrain_kernels.fp8_linear import op
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
+from mtrain.launching import prove
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.engine.fusions import operands_apart
 from mtrain.config.resolve.resolution import Machine
 from mtrain.models.rank import Rank

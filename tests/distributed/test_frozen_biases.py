@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from tests.support import commands
 from tests.support.forked import run_ranks
 from tests.support.runs import train_steps, whole_tensors

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.schema.run import RunConfig
+from mtrain.launching import prove
 from mtrain.plan.shrink import alone
 from tests.museum.exhibit import seeded
 from tests.museum.resumes import unreduced

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.engine import release
 from mtrain.config.schema.model import MoEConfig
+from mtrain.launching import prove
 from tests.museum.exhibit import replace, seeded
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
-from mtrain.launching import local
+from mtrain.api import load
+from mtrain.launching import local, prove
 from tests.support.commands import mtrain
 from tests.support.covering import some
 from tests.support.runs import whole_tensors

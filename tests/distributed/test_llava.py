@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mtrain.cli import prove
-from mtrain.cli.setup import load
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.loading.configuration import load
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some

@@ -259,8 +259,8 @@ def test_megatron_checkpoint_layer_is_read_by_itself(
 
 
 def test_megatron_checkpoint_unlike_layers_are_not_stacked(tmp_path: Path) -> None:
-    from mtrain.cli.setup import load
     from mtrain.convert.megatron.checkpoint import export_checkpoint
+    from mtrain.loading.configuration import load
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
     with pytest.raises(ConfigError, match=r"fix: layers=apart"):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
+from mtrain.cli.prove import reference
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from mtrain.launching import local
+from mtrain.launching import local, prove
 from tests.museum.exhibit import Exhibit, seeded
 from tests.museum.packed import EXHIBITS
 from tests.support.configs import LAPTOP
@@ -193,8 +193,8 @@ def test_packing_batch_router_is_compared_with_packed_run() -> None:
     small = prove.comparable(load(argv).run, argv, STEPS, "fp32")
     assert small.model.moe is not None
     assert small.model.moe.aux_loss_coeff > 0
-    assert "packs too" in prove._reference(small)
+    assert "packs too" in reference(small)
     without: RunConfig = prove.comparable(load(argv[:3]).run, argv[:3], STEPS, "fp32")
     assert without.model.moe is not None
     assert without.model.moe.aux_loss_coeff == 0
-    assert "one document at a time" in prove._reference(without)
+    assert "one document at a time" in reference(without)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli.setup import load
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.loading.configuration import load
 from mtrain.models.hybrid.config import HybridConfig
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some

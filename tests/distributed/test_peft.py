@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.launching import prove
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks

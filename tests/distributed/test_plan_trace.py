@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.api import load
 from mtrain.cli import trace as verb
-from mtrain.cli.setup import load
 from mtrain.config.compose.paths import recipes_dir
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.schema.model import MoEConfig
 from mtrain.errors import CorruptData
+from mtrain.launching import prove
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
 from mtrain.plan.rank import stage_memories

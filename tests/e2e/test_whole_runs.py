@@ -157,7 +157,7 @@ def test_whole_run_wrong_words_report_every_problem(trained: Path) -> None:
         assert said in done.stderr
     both = mtrain("generate", str(trained), "prompt=a", "prompts=b", cwd=trained)
     assert both.returncode == 2
-    assert "prompt and prompts are both said" in both.stderr
+    assert "prompt and prompts are both set" in both.stderr
     missing = mtrain("generate", str(trained), "chat=true", "prompt=hello", cwd=trained)
     assert missing.returncode == 2
     assert (

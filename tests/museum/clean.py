@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import random
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.errors import MtrainError
+from mtrain.launching import prove
 from tests.museum.exhibit import judged
 
 MODELS = {

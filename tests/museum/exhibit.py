@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.errors import TrainingError
-from mtrain.launching import jobs
+from mtrain.launching import jobs, prove
 
 
 @dataclass(frozen=True)

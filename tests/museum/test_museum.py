@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.cli import prove
-from mtrain.cli.setup import load
+from mtrain.api import load
+from mtrain.launching import prove
 from tests.museum.clean import drawn
 from tests.museum.exhibit import show
 from tests.museum.exhibits import EXHIBITS

@@ -109,7 +109,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
 
 
 def _loaded(run: Path, layout: str = "single") -> Any:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
 
     return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
 
@@ -324,7 +324,7 @@ def test_bert_old_names_are_read_and_unwanted_heads_dropped(
 def test_bert_both_heads_are_imported_despite_config(
     tmp_path: Path,
 ) -> None:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
 
     whole = _saved("BertForPreTraining", tmp_path / "whole")
     both = json.loads((whole / "config.json").read_text())

@@ -152,9 +152,9 @@ def test_convert_random_model_round_trips_or_is_refused(
 
 def _saved_in(layout: str, run: Path, into: Path) -> None:
     """Loads the weights of a run in a layout, and saves them from there."""
+    from mtrain.api import load
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.cli.setup import load
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.world.init import joined
 

@@ -172,7 +172,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
 
 
 def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
-    from mtrain.cli.setup import load
+    from mtrain.api import load
 
     return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split(), *more]).run
 

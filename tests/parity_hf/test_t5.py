@@ -135,9 +135,9 @@ def compare(
 ) -> dict[str, tuple[float, str]]:
     """Both models of a folder on the batches of ours; a job for the ranks of a layout."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    from mtrain.api import load
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
-    from mtrain.cli.setup import load
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined

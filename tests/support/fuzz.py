@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.cli.setup import TooFewDevices, load
+from mtrain.api import TooFewDevices, load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.paths import conf_dir, recipes_dir
 from mtrain.errors import ConfigError, Problem

@@ -55,7 +55,7 @@ def both(
 def _main() -> None:
     from unittest import mock
 
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.config.resolve.resolution import Machine
     from mtrain.models import rank
     from mtrain.plan.rank import stage_memories

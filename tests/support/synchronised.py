@@ -52,7 +52,7 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
     from unittest import mock
 
     from mtrain import mcore
-    from mtrain.cli.setup import load
+    from mtrain.api import load
     from mtrain.config.resolve.resolution import Machine
     from mtrain.devices import registry
 

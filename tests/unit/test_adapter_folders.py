@@ -142,10 +142,10 @@ def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
 
 
 def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
-    from mtrain.cli.setup import load
     from mtrain.convert.huggingface.model import layer_table
     from mtrain.convert.peft.folder import read_adapters
     from mtrain.convert.safetensors_file import Writer
+    from mtrain.loading.configuration import load
     from tests.support.forked import run_alone
 
     run = load(

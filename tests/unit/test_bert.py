@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.compose.composer import compose
 from mtrain.config.families import limits
 from mtrain.config.rules import apply

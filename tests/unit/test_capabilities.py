@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.engine import release as engine
 from mtrain.config.engine.capabilities import CAPABILITIES, Capability
 from mtrain.config.engine.release import Release

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.api import load
 from mtrain.ckpt.folder import commit
 from mtrain.cli import check
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.disk.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare

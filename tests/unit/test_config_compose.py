@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import Loaded, load
+from mtrain.api import Loaded, load
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import choices_of_group

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.engine.kernels import OPERATIONS, problems, reasons, routes_by_lists
 from mtrain.config.resolve.resolution import (
     Machine,

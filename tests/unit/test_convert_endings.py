@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.drafts import drafted
+from mtrain.cli.atomic_output import drafted
 from mtrain.convert import direct_file, prefetch
 from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import BadEnvironment

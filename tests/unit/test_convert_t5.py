@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli import convert
-from mtrain.cli.setup import load
 from mtrain.config.schema.run import RunConfig
 from tests.support.configs import LAPTOP
 

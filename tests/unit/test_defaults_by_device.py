@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import Loaded, load
+from mtrain.api import Loaded, load
 from mtrain.config.resolve.rates import rate as rate_of
 from mtrain.config.resolve.resolution import Machine
 from mtrain.plan.time.report import in_steps

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.check import summary
-from mtrain.cli.setup import load
 from mtrain.plan.rank import worst_stage
 from mtrain.units import GIB
 from tests.support.configs import LAPTOP

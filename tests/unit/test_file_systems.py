@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mtrain import durable, locks
-from mtrain.cli.drafts import drafted
+from mtrain.cli.atomic_output import drafted
 from mtrain.cli.main import main
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import Answers, all_rules, findings, findings_and_reads, value_at

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.grammar import parse_value
 from mtrain.config.messages.codes import codes

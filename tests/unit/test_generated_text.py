@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain.cli.generate import WORDS, read_prompts
-from mtrain.cli.words import read_words
+from mtrain.cli.named_values import read_words
 from mtrain.data.text.bpe import EOD, train
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError
@@ -208,6 +208,6 @@ def test_generated_text_unreadable_prompts_state_reason(
 
 def test_generated_text_words_are_read_without_torch() -> None:
     code = (
-        "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
+        "import sys, mtrain.cli.generate, mtrain.cli.named_values; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

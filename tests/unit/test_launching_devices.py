@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from mtrain.api import TooFewDevices, load
 from mtrain.cli.explain import _raised
-from mtrain.cli.setup import TooFewDevices, load
 from mtrain.config.machine.nvml import Gpu
 from mtrain.config.machine.visible import shown
 from mtrain.config.messages.codes import codes

@@ -234,8 +234,8 @@ def test_folder_read_paths_are_absolute_urls_kept() -> None:
 def test_folder_resume_without_corpus_and_adapters(
     tmp_path: Path,
 ) -> None:
-    from mtrain.cli.generate import WITHOUT_DATA
-    from mtrain.cli.setup import load
+    from mtrain.api import load
+    from mtrain.loading.checkpoints import WITHOUT_DATA
 
     gone = run_of(
         data__kind="indexed",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.rules import apply
 from mtrain.errors import ConfigError

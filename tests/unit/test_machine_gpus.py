@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.api import Loaded, load
 from mtrain.cli.check import summary
-from mtrain.cli.setup import Loaded, load
 from mtrain.config.compose.paths import conf_dir
 from mtrain.config.compose.yaml_reader import load as read
 from mtrain.config.machine import nvml

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.combinations import AXES, MEMORY, part_of, validated
 from mtrain.cli.main import main
 from mtrain.cli.matrix import shipped
-from mtrain.cli.setup import load
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.compose.recipe import read_recipe

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.convert_megatron import export_megatron, import_megatron
-from mtrain.cli.setup import load
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError

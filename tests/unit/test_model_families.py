@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import load
 from mtrain.config import families
 from mtrain.config.machine import installed
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.loading.configuration import load
 from mtrain.models import registry
 from mtrain.models.gpt.family import FAMILY as GPT
 from mtrain.plan import count

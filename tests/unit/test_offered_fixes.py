@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
 from mtrain.cli.parsing import parse
-from mtrain.cli.setup import load
 from mtrain.config.compose import paths
 from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli import measured_files
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.run import RunConfig
@@ -175,7 +175,7 @@ BAD = {
     "a large number": (f"[{json.dumps(ROW)[:-4]}1{'0' * 400}}}]", "row 1: seconds"),
     "a GPU without its rates": (
         json.dumps([ROW | {"overrides": [*ON[::2], "cluster=h100", "cluster.memory_gbps=null"]}]),
-        "without cluster.memory_gbps",
+        "needs cluster.memory_gbps",
     ),
     "kernels without numbers": (
         '{"dtype": "float32", "ceilings": {}}',

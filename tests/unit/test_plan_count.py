@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.composer import compose
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.model import ModelConfig, MoEConfig

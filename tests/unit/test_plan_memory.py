@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem

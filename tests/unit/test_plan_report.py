@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli import plan
-from mtrain.cli.setup import load
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.paths import choices_of_group, recipe_names
 from mtrain.config.resolve.batches import counted
 from mtrain.config.resolve.batches import stages as batch_stages

@@ -14,8 +14,8 @@ from time import process_time
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli import plan
-from mtrain.cli.setup import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Exchange, Product

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig

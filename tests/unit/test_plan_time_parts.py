@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Graph, Product

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.resolve.batches import asked
 from mtrain.data import open_splits, prepare
 from mtrain.data.store.indexed import IndexedWriter

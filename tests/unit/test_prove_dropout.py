@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.cli.prove import draws
-from mtrain.cli.setup import load
+from mtrain.loading.configuration import load
 from mtrain.train.verify.dropout_compare import MASKS, wrong_masks
 
 WORDS = ("model=llama_tiny", "data=mock", "cluster=local", "model.hidden_dropout=0.1")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.cli import multirun, setup
+from mtrain.cli import multirun
 from mtrain.cli.main import main
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
@@ -24,6 +24,7 @@ from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
+from mtrain.loading import configuration
 from mtrain.recipes.delta import Delta, delta, recipe_text, unequal
 from mtrain.recipes.diff import differences, overrides_of
 from mtrain.recipes.lock import PACKAGES, versions
@@ -257,7 +258,7 @@ def test_recipe_diff_resolves_planned_layout(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "conf/recipes"
     folder.mkdir(parents=True)
     (folder / "open.yaml").write_text(f"defaults: [{defaults}]\ncluster: {{devices_per_node: 2}}\n")
-    loaded = setup.load(words, environment={}, to_run=False).run
+    loaded = configuration.load(words, environment={}, to_run=False).run
     (tmp_path / "run.yaml").write_text(run_yaml(loaded))
     assert run("recipe", "diff", str(folder / "open.yaml"), "run.yaml")[:2] == (
         0, f"equal: {folder}/open.yaml and run.yaml are the same run\n"

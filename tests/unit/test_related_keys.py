@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.rules import Answers, findings_and_reads, value_at
 from mtrain.config.rules.related import related
 from mtrain.errors import ConfigError, Problem, Related

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.config.compose.sweep import jobs
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP

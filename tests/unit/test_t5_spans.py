@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.cli.setup import load
 from mtrain.errors import ConfigError
+from mtrain.loading.configuration import load
 from mtrain.models.t5.config import T5Config, lengths, padded, spans
 from mtrain.models.t5.data import Spans
 

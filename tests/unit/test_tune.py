@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.cli.setup import load
 from mtrain.cli.tune import left_of, overrides, tuned
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 
 from mtrain import strict_json
+from mtrain.api import load
 from mtrain.cli.measured_files import Found, bad, found
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import spell
 from mtrain.config.disk.files import YAML_ENDINGS
 from mtrain.config.machine.devices import facts_of
@@ -37,15 +37,15 @@ FARTHEST = 3
 """Times that half of the steps may be longer or shorter than planned with the rates that are found.
 """
 UNSAID = ("price_per_device_hour",)
-"""Keys that no file of rates says."""
+"""Keys that no file of rates sets."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Fit the rates of a machine on what run folders and files say, and writes them; returns the
-    exit code.
+    """Fit the rates of a machine to measurements in run folders and files, and write them; return
+    the exit code.
 
     Raises:
-        ConfigError: nothing is measured, on different machines, or the file is there already.
+        ConfigError: nothing is measured, on different machines, or the file exists already.
     """
     given = [
         word
@@ -115,7 +115,7 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
 
 
 def _one_format(runs: Sequence[RunConfig]) -> None:
-    """A CPU has one rate of products."""
+    """Refuse runs whose GEMM format has no rate on a CPU."""
     for run in runs:
         p = run.precision
         if facts_of(run.cluster.device).on_host and p.multiplies_in != p.format:
@@ -131,18 +131,17 @@ def _named(words: Sequence[str]) -> ClusterConfig:
 
 
 def _stated_enough(start: ClusterConfig, measured: Found) -> None:
-    """A GPU's rates are stated by its data sheet; only what is reached of them is measured."""
+    """Require the rates of a GPU's data sheet, of which only the reached share is measured."""
     if facts_of(start.device).on_host:
         return
     formats = [one.format for one in measured.kernels]
     lacks = list(missing(start, tuple(formats), 1))
     for _, one in measured.runs:
         p = one.run.precision
-        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks or 1)
+        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.world)
     if lacks:
         rule = (
-            f"what is reached on {start.name} cannot be said without"
-            f" {', '.join(dict.fromkeys(lacks))}"
+            f"the reached share of the peak of {start.name} needs {', '.join(dict.fromkeys(lacks))}"
         )
         raise bad(rule, "cluster=h100, or those keys from a data sheet in a cluster file", "MT254")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.cli.setup import Loaded, load
+from mtrain.api import Loaded, load
 from mtrain.config.compose.paths import MANIFEST, user_path
 from mtrain.config.disk.manifest import unwatched
 from mtrain.config.engine import kernels
@@ -25,7 +25,7 @@ READ_INDEXES = 64 * MIB
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate the configuration that `argv` describes and prints the report; the exit code.
+    """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
     Raises:
         ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
@@ -78,7 +78,7 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
 
 
 def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
-    """What a machine reads: `ok`, every problem, and the digest of a configuration that passed."""
+    """Return the JSON report: `ok`, every problem, and the digest of a valid configuration."""
     keys = ("code", "path", "value", "source", "rule", "fix", "severity")
     rows: list[dict[str, object]] = []
     for problem in problems:
@@ -98,7 +98,7 @@ def _finite(value: object) -> object:
 
 
 def _device(run: RunConfig) -> str:
-    """What is known of a device that a run is validated, or measured, by."""
+    """Describe the device: driver names, architecture, memory and peak rate."""
     c = run.cluster
     form = run.precision.multiplies_in
     words = [*(c.driver_names if c.name == LOCAL else ()), f"sm_{c.sm}"]
@@ -170,15 +170,13 @@ def summary(loaded: Loaded) -> str:
 
 
 def length_in_words(loaded: Loaded) -> str:
-    """Return why a run has as many steps as it has, where nobody said how many."""
+    """Return the reason for a derived number of steps; empty if it was set."""
     origin = loaded.origins["trainer.train_iters"]
     return f" ({origin})" if origin.startswith("resolved") else ""
 
 
 def _spans(run: RunConfig) -> str:
-    """What encoder and decoder get of a sample, where there are two; what packed samples are filled
-    with.
-    """
+    """Describe the lengths of encoder and decoder, and how packed samples are filled."""
     t = run.model.t5
     d = run.data
     if d.packed and t is None:

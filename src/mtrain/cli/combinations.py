@@ -27,7 +27,7 @@ from mtrain.units import GIB, bytes_
 
 AXES = ("model", "parallel", "precision", "cluster")
 MEMORY = "memory"
-"""The reason of a combination whose state alone is larger than the memory of its devices."""
+"""The reason of a combination whose state exceeds the memory of its devices."""
 
 Reason = tuple[str, str]
 """A code and a sentence; both empty where there is nothing to say."""
@@ -76,7 +76,7 @@ def validated(
                 }
                 raw = base.model_copy(update=sections)
                 if (layout, shape) not in ranks:
-                    ranks[layout, shape] = resolve(raw, machine).parallel.ranks or 1
+                    ranks[layout, shape] = resolve(raw, machine).parallel.world
                 shaped[shape] = _Shaped(_smallest_batch(raw, ranks[layout, shape], machine))
             code, rule = shaped[shape].reason(formats[precision, name], cluster, machine)
             yield Report(model, layout, precision, name, not code, code, rule)
@@ -163,7 +163,7 @@ class _Shaped:
         return self._memory(self.state[precision.dtype], cluster, machine)
 
     def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
-        need = state / (self.run.parallel.ranks or 1)
+        need = state / self.run.parallel.world
         here = (cluster.device_memory_gib or 0) * GIB
         where = "a device"
         if facts_of(self.run.cluster.device).on_host:

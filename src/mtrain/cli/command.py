@@ -45,7 +45,7 @@ def needed(words: Sequence[str], usage: str) -> str:
     """Return the first word.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no words.
     """
     if not words:
         raise refusal("a word is missing", usage)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.api import load
+from mtrain.cli.atomic_output import drafted, given_paths, new_folder, read_dtype, source_and_new
 from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_megatron
-from mtrain.cli.drafts import drafted, given_paths, new_folder, read_dtype, source_and_new
-from mtrain.cli.export import newest
-from mtrain.cli.resume import quoted, target_of
-from mtrain.cli.setup import load
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
@@ -25,6 +23,7 @@ from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
+from mtrain.loading.checkpoints import newest, quoted, target_of
 from mtrain.plan.count import parameters
 from mtrain.recipes.huggingface.exporter import config_json, same_model
 from mtrain.recipes.huggingface.importer import as_text, import_config, kind_of, read_json
@@ -40,7 +39,7 @@ IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
 def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
-    """Run a subverb; returns the exit code.
+    """Run a subverb; return the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.
     """
@@ -51,7 +50,7 @@ def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
         "verify": lambda rest: verify(rest, as_json=as_json),
     }
     if not argv or argv[0] not in subverbs:
-        said = f"convert has no {argv[0]!r}" if argv else "convert needs to be told what to do"
+        said = f"convert has no {argv[0]!r}" if argv else "convert needs a subverb"
         raise ConfigError(
             [Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)]
         )
@@ -73,7 +72,7 @@ def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
 
 
 def import_(argv: list[str]) -> int:
-    """`import HF_DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
+    """Write a run folder whose checkpoint of step 0 has the weights of a Hugging Face folder."""
     source, out, extra = source_and_new(argv, "import HF_DIR RUN [overrides]")
     from mtrain.convert import certificate
     from mtrain.convert.huggingface.folder import CONFIG, is_folder, open_folder
@@ -84,7 +83,7 @@ def import_(argv: list[str]) -> int:
         rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
         raise ConfigError([Problem("MT002", "", None, rule, fix)])
-    open_folder(source)  # what is not there is said before anything is made
+    open_folder(source)  # fail on a missing file before anything is written
     run, said = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
         begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
@@ -104,9 +103,7 @@ def import_(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    """`export RUN DIR [dtype=D] [model_type=T]`: a folder that transformers loads; `peft=V`: of
-    adapters alone.
-    """
+    """Write a folder that transformers loads, or with `peft=V` the adapters only."""
     target, rest = target_of(argv, "convert export", USAGE)
     paths = [word for word in rest if "=" not in word]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
@@ -123,7 +120,7 @@ def export(argv: list[str]) -> int:
     dtype = read_dtype(options)
     version = _peft_version(options)
     out = new_folder(Path(paths[0]).expanduser())
-    path = newest(target)
+    path = newest(target, USAGE)
     from mtrain.convert import certificate
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.checkpoint_reader import CheckpointReader
@@ -197,7 +194,7 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
-    tensors = held(newest(path) if (path / CHECKPOINTS).is_dir() else path)
+    tensors = held(newest(path, USAGE) if (path / CHECKPOINTS).is_dir() else path)
     if as_json:
         say(strict_json.dumps({"tensors": [t._asdict() for t in tensors], **totals(tensors)}))
         return 0
@@ -214,9 +211,7 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
 
 
 def verify(argv: list[str], *, as_json: bool) -> int:
-    """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where
-    they do not.
-    """
+    """Compare the weights of two folders or checkpoints; return exit code 4 if they differ."""
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 
@@ -265,8 +260,8 @@ def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
-    """What an export's `config.json` says: what came with the weights, where the model is still the
-    same.
+    """Return the `config.json` of an export: the one that came with the weights, if the model is
+    still the same.
     """
     from mtrain.convert.huggingface.model import KEPT
 
@@ -288,8 +283,8 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
 
 
 def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a configuration that was kept, and what is written of it: the text model,
-    nothing that names code, which is not written beside it, or how weights were stored.
+    """Return the kind of a kept configuration, and the keys to write: the text model, without names
+    of code, which is not exported, and without the storage of weights.
     """
     kind = kind_of(body)
     out = {
@@ -297,7 +292,7 @@ def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, An
         for k, v in as_text(body).items()
         if k not in ("quantization_config", "dtype", "auto_map")
     }
-    if kind != body["model_type"]:  # transformers knows the family by its own name alone
+    if kind != body["model_type"]:  # transformers knows the family only by its own name
         out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
     return kind, out
 
@@ -326,7 +321,7 @@ def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
 
 
 def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """How far our logits are from transformers' on some tokens, or why that was not computed."""
+    """Return the distance of our logits from transformers', or why it was not computed."""
     import numpy as np
 
     from mtrain.convert.huggingface import hf_reference
@@ -380,7 +375,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     """Return the run on one rank of this machine's CPU, without its data and where it wrote."""
-    from mtrain.cli.generate import WITHOUT_DATA
+    from mtrain.loading.checkpoints import WITHOUT_DATA
 
     data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
     run = run.model_copy(
@@ -437,7 +432,7 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
                 ).items()  # another table has other names for the same tensors
                 copies |= {name: of for name, of in twice if of in reader.names}
         return reader
-    checkpoint = newest(path)
+    checkpoint = newest(path, USAGE)
     run = read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)

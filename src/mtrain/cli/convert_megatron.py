@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain.cli.drafts import drafted, new_folder, read_dtype, source_and_new
-from mtrain.cli.export import newest
-from mtrain.cli.resume import beneath, target_of
-from mtrain.cli.setup import load
+from mtrain.api import load
+from mtrain.cli.atomic_output import drafted, new_folder, read_dtype, source_and_new
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say
+from mtrain.loading.checkpoints import beneath, newest, target_of
 from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
@@ -112,7 +111,7 @@ def export_megatron(argv: list[str]) -> int:
         )
     dtype = read_dtype(options)
     out = new_folder(Path(paths[0]).expanduser())
-    path = newest(target)
+    path = newest(target, f"{program()} convert export RUN DIR")
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
     from mtrain.convert import certificate
@@ -192,7 +191,7 @@ def of_megatron(paths: list[Path]) -> list[Any]:
     from mtrain.convert.checkpoint_reader import CheckpointReader
     from mtrain.convert.megatron.table import comparable_weights
 
-    path = newest(target)
+    path = newest(target, f"{program()} convert export RUN DIR")
     return comparable_weights(
         readers[0], CheckpointReader.open(path), read_run_file(path / RUN_FILE)
     )

@@ -7,14 +7,23 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrain.cli.generate import WITHOUT_DATA, WITHOUT_START, checkpoint_of, must_write, source_of
-from mtrain.cli.resume import beneath, relaid, run_file, target_of
-from mtrain.cli.setup import load, say_replaced
-from mtrain.cli.words import Word, number, read_words, texts
+from mtrain.cli.named_values import Word, number, read_words, texts
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching import local, preflight
+from mtrain.loading.checkpoints import (
+    WITHOUT_DATA,
+    WITHOUT_START,
+    beneath,
+    checkpoint_of,
+    relaid,
+    require_writing,
+    run_file,
+    source_of,
+    target_of,
+)
+from mtrain.loading.configuration import load, say_replaced
 from mtrain.train.generate.request import Questions
 
 USAGE = f"{program()} evaluate runs/<name> [limit=N] [tasks=NAME] [overrides]"
@@ -51,7 +60,7 @@ def run(argv: list[str], *, as_json: bool = False) -> int:
             composed.run, checkpoint, _if_there(home / "tokenizer.json"), words["limit"], as_json
         )
         return 0
-    must_write(composed.run)
+    require_writing(composed.run)
     if find_spec("lm_eval") is None:
         rule = "tasks are those of lm-evaluation-harness, which is not installed"
         raise ConfigError(

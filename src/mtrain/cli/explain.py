@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
-from mtrain.cli import weights
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import program
@@ -36,6 +35,7 @@ from mtrain.config.resolve.watch import touches
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.loading import initial_weights
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.megatron.table import flags_of
 
@@ -73,7 +73,7 @@ def run(words: list[str], *, as_json: bool) -> int:
     elif section_of(word) is not None:
         facts = _section(word)
     else:
-        facts = _key(word, weights.composed(overrides_of(rest)))
+        facts = _key(word, initial_weights.composed(overrides_of(rest)))
     say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
 
@@ -93,7 +93,7 @@ def _unknown(word: str) -> Problem:
 
 
 def _contents() -> dict[str, Any]:
-    """What can be explained."""
+    """Return the groups and codes that can be explained."""
     from mtrain.config.messages.codes import codes, kinds
 
     return {
@@ -117,7 +117,7 @@ def _contents_page(found: Mapping[str, Any]) -> str:
 
 
 def _code(code: str) -> dict[str, Any]:
-    """What a code means, when it is raised, and what to do."""
+    """Return the meaning of a code, its causes and its fix."""
     from mtrain.config.messages.codes import codes, family, rules_of
 
     if code not in codes():
@@ -148,8 +148,8 @@ def _code(code: str) -> dict[str, Any]:
 
 
 def _raised(code: Code) -> list[Problem]:
-    """What the example of a code raises under it, on a machine that is the same everywhere."""
-    from mtrain.cli.setup import TooFewDevices, load
+    """Return the problems of a code's example, on a fixed machine."""
+    from mtrain.api import TooFewDevices, load
 
     if not code.example:
         return []
@@ -180,7 +180,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     if path.startswith("recipe."):
         return facts
     machine = Machine.here()
-    from mtrain.cli.setup import settled
+    from mtrain.loading.configuration import settled
 
     composed, why = settled(composed, machine, world_size_of())
     made_from: dict[str, frozenset[str]] = {}
@@ -224,7 +224,7 @@ def _changes(path: str, decided: Sequence[str]) -> str:
 
 
 def _fed(path: str, run: RunConfig) -> list[str]:
-    """What a key reaches; nothing where another key is written so that no model can be made."""
+    """Return the fields that a key feeds; nothing if another key prevents the model."""
     with suppress(ValueError):
         found = feeds(_with_section(run, path)).get(path, [])
         return [
@@ -236,7 +236,7 @@ def _fed(path: str, run: RunConfig) -> list[str]:
 def _chain(
     path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Who set a key, from the lowest to the one that holds."""
+    """Return who set a key, from the lowest precedence to the one that holds."""
     out = [{"source": DEFAULT, "value": default_of(path)}]
     for setting in composed.history:
         if setting.path == path:

@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtrain.ckpt import folder as ckpt_folder
-from mtrain.cli.resume import beneath, relaid, run_file, target_of
-from mtrain.cli.setup import load, say_replaced
-from mtrain.cli.words import Word, number, read_words, texts, yes
-from mtrain.config.compose.dump import override
+from mtrain import api, strict_json
+from mtrain.cli.named_values import Word, number, read_words, texts, yes
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.compose.paths import CHECKPOINTS, program
+from mtrain.config.compose.paths import program
 from mtrain.config.disk.files import kind_of
-from mtrain.config.messages.keys import schema_keys
-from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem
-from mtrain.launching import local, preflight
-from mtrain.models.registry import family_of
-from mtrain.train.generate.request import Request, Sampling
+from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.launching.local import Source
+from mtrain.loading.checkpoints import source_of, target_of
 
 USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature=T] [overrides]"
-_OF_SAMPLES = frozenset(
-    f"data.{key}"
-    for key in (
-        *(
-            "kind",
-            "seq_length",
-            "split",
-            "packed",
-            "packed_multiple",
-            "eod_mask_loss",
-            "prefetch",
-            "cache_dir",
-        ),
-        *("suffixes", "tokenizer_vocab_size", "remote_cache_gib"),
-    )
-)
-"""Keys that say nothing of a corpus."""
-_OF_A_CORPUS = {
-    key: field.get_default(call_default_factory=True)
-    for key, field in schema_keys().items()
-    if key.startswith("data.") and key not in _OF_SAMPLES
-}
-WITHOUT_START = "peft.init_from=null"
-"""The adapters that a run began with are in its checkpoint."""
-WITHOUT_DATA = (
-    "data.kind=mock",
-    *(override(key, default) for key, default in _OF_A_CORPUS.items()),
-    "trainer.sample_tokens=0",
-    WITHOUT_START,
-)
-"""The corpus of the run may be gone: its tokenizer is in the run folder."""
 WORDS = {
     "prompt": Word(None, aka=("text", "input")),
     "prompts": Word(None, Path),
@@ -86,106 +50,68 @@ LINES_OF_JSON = (".jsonl", ".json")
 
 
 def run(argv: list[str], *, as_json: bool = False) -> int:
-    """Print what the newest checkpoint of a run, or the checkpoint named, writes after
-    each prompt.
-    """
+    """Print how the newest checkpoint of a run, or a named one, continues each prompt."""
     target, rest = target_of(argv, "generate", USAGE)
     words, overrides = read_words(rest, WORDS)
     source = source_of(target, USAGE)
-    request = _request(words, source, as_json)
-    said = [f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)]
-    composed = load(said)
-    say_replaced(composed)
-    must_write(composed.run)
-    preflight.check(composed.run, said)
-    local.generate(composed.run, source, request)
+    prompts, is_chat = _prompts(words, source)
+    names = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    written = api.generate(
+        target,
+        prompts,
+        sampling=api.Sampling(**{name: words[name] for name in names}),
+        stop=[stop for stop in words["stop"] if stop],
+        batch=words["batch"],
+        cache=words["cache"],
+        overrides=overrides,
+    )
+    if as_json:
+        say_page(_json(written))
+        return 0
+    for place, one in enumerate(written.texts, 1):
+        head = "" if len(written.texts) == 1 else f"[{place}] "
+        say_page(head + ("" if is_chat else one.prompt) + one.text)
+    if written.no_cache:
+        say_page(f"note: keys and values are recomputed: {written.no_cache}", error=True)
+    speed = f"{written.seconds:.2f} s, {written.tokens_per_s:.1f} tokens/s"
+    say_page(f"{written.tokens} tokens in {speed}", error=True)
     return 0
 
 
-def must_write(run: RunConfig) -> None:
-    """Raise ConfigError for a model that continues no text, and a layout that splits a sequence
-    over ranks.
-    """
-    if not family_of(run.model).writes:
-        rule = f"a model of the family {run.model.family} does not continue texts"
-        raise ConfigError(
-            [Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")]
-        )
-    if run.parallel.cp > 1:
-        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
-        raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
+def _json(written: api.Texts) -> str:
+    facts = {
+        "texts": [asdict(one) for one in written.texts],
+        "tokens": written.tokens,
+        "seconds": written.seconds,
+        "tokens_per_s": written.tokens_per_s,
+        "no_cache": written.no_cache or None,
+    }
+    return strict_json.dumps(facts, indent=2)
 
 
-def source_of(target: Path, usage: str) -> local.Source:
-    """Return the checkpoint of a run or checkpoint folder, and the tokenizer that the run kept.
-
-    Raises:
-        ConfigError: there is no checkpoint, or no tokenizer.
-    """
-    home, checkpoint = checkpoint_of(target, usage)
-    tokenizer = home / "tokenizer.json"
-    if not tokenizer.is_file():
-        rule = (
-            f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
-        )
-        raise ConfigError(
-            [
-                Problem(
-                    "MT506",
-                    "",
-                    None,
-                    rule,
-                    "a run on data=stdlib, data=text or data.tokenizer=FILE",
-                )
-            ]
-        )
-    return local.Source(checkpoint, tokenizer)
-
-
-def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
-    """Return the run folder and the checkpoint of a run or checkpoint folder.
-
-    Raises:
-        ConfigError: the run has no checkpoint.
-    """
-    if target.parent.name == CHECKPOINTS:
-        return target.parent.parent, target
-    saved = ckpt_folder.committed(target / CHECKPOINTS)
-    if not saved:
-        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
-    return target, saved[-1]
-
-
-def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Request:
+def _prompts(words: dict[str, Any], source: Source) -> tuple[list[str], bool]:
+    """Return the prompts as texts, and whether any is a chat."""
     if words["prompt"] is not None and words["prompts"] is not None:
-        rule = "prompt and prompts are both said"
+        rule = "prompt and prompts are both set"
         raise ConfigError(
             [Problem("MT004", "prompt", words["prompt"], rule, "one of the two", COMMAND_LINE)]
         )
     plain = words["prompt"] if words["prompt"] is not None else PROMPT
     prompts = [plain] if words["prompts"] is None else read_prompts(words["prompts"])
-    chats = [
-        one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts
-    ]
-    is_chat = [words["chat"] or isinstance(one, list) for one in prompts]
-    if any(is_chat):
-        from mtrain.data.chats.template import ChatFormat
+    if not (words["chat"] or any(isinstance(one, list) for one in prompts)):
+        return prompts, False
+    from mtrain.data.chats.template import ChatFormat
 
-        form = ChatFormat(source.tokenizer.parent)
-        prompts = [
-            form.render(c) if is_one else p
-            for p, c, is_one in zip(prompts, chats, is_chat, strict=True)
-        ]
-    names = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    return Request(
-        prompts=tuple(prompts),
-        sampling=Sampling(**{name: words[name] for name in names}),
-        stop=tuple(stop for stop in words["stop"] if stop),
-        rows=words["batch"],
-        cache=words["cache"],
-        with_prompt=not any(is_chat),
-        as_json=as_json,
-    )
+    template = ChatFormat(source.tokenizer.parent)
+    rendered = []
+    for one in prompts:
+        if isinstance(one, list):
+            rendered.append(template.render(one))
+        elif words["chat"]:
+            rendered.append(template.render([{"role": "user", "content": one}]))
+        else:
+            rendered.append(one)
+    return rendered, True
 
 
 def read_prompts(path: Path) -> list[Any]:
@@ -193,7 +119,7 @@ def read_prompts(path: Path) -> list[Any]:
     `prompt` or `messages`, or a list of messages. A prompt is a text, or the messages of a chat.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of this.
+        ConfigError: the file cannot be read, or a line has another form.
     """
     path = path.expanduser()
     try:

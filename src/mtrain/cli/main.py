@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Send standard output nowhere: the interpreter would write the rest of it at exit, and fail
+    """Redirect standard output to nowhere: the interpreter would write the rest at exit, and fail
     again.
     """
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -114,22 +114,16 @@ def _refused(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _gone() -> BadEnvironment | None:
-    """Return an error where the working folder was removed, which may be the cause of any other
-    error.
-    """
+    """Return an error if the working folder was removed, which may cause any other error."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        return BadEnvironment(
-            "the working folder is gone: it was removed", "  fix: cd into a folder that is there"
-        )
+        return BadEnvironment("the working folder was removed", "  fix: cd into an existing folder")
     return None
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that were closed lead nowhere from now on: a file of the run would get their
-    numbers.
-    """
+    """Redirect closed standard streams to nowhere: a file of the run would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -25,8 +25,8 @@ WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "clus
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate every combination and prints a table, or of very many a summary; 0, whatever the
-    reports.
+    """Validate every combination and print a table, or a summary of very many; return 0, whatever
+    the reports.
 
     Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other
     overrides hold for every combination.
@@ -36,18 +36,17 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     axes, base = _asked(argv)
     reports = list(validated(axes, base, Machine.here()))
-    text = _table if len(axes["model"]) * len(axes["parallel"]) <= MOST_ROWS else summary
-    say_page(
-        strict_json.dumps([asdict(v) for v in reports], indent=1)
-        if as_json
-        else text(reports, axes)
-    )
+    if as_json:
+        say_page(strict_json.dumps([asdict(report) for report in reports], indent=1))
+    elif len(axes["model"]) * len(axes["parallel"]) <= MOST_ROWS:
+        say_page(_table(reports, axes))
+    else:
+        say_page(summary(reports, axes))
     return 0
 
 
 def shipped() -> dict[str, list[str]]:
-    """What there is of each axis, without a cluster that another one is, and the format that is one
-    of the others.
+    """Return the choices of each axis, without duplicates of another cluster or format.
 
     Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
 
@@ -82,7 +81,7 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
         if group not in AXES:
             rest.append(argument)
             continue
-        # a name that is none is refused
+        # compose refuses an unknown name
         axes[group] = [compose(job.argv).choices[group] for job in jobs([argument])]
     if any(word.startswith(("recipe=", "run=")) for word in rest):
         rule = (

@@ -1,4 +1,4 @@
-"""What `plan --calibrate` reads: run folders, files of measured rows, and results of
+"""Input of `plan --calibrate`: run folders, files of measured rows, and results of
 kernels/bench/run.py.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.disk.files import read_bytes
 from mtrain.config.engine.formats import Format
@@ -41,7 +41,7 @@ class Found:
 
 
 def found(paths: list[Path]) -> Found:
-    """What run folders and files say.
+    """Read the measurements of run folders and files.
 
     Raises:
         ConfigError: one of them is neither, or holds no numbers.

@@ -17,14 +17,14 @@ from types import FrameType
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli import weights
-from mtrain.cli.setup import REPLACED, load, settled
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.sweep import Job, jobs
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
 from mtrain.launching import signals, start
+from mtrain.loading import initial_weights
+from mtrain.loading.configuration import REPLACED, load, settled
 from mtrain.plan.compare import METRICS, lines_of
 
 ORDER = (0, 75, 2, 3, 4, 5)
@@ -34,7 +34,7 @@ Main = Callable[[Sequence[str]], int]
 
 @dataclass
 class Row:
-    """What became of one run."""
+    """The result of one run."""
 
     name: str
     differs: str
@@ -45,7 +45,7 @@ class Row:
 
 
 def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
-    """Train every combination, one after the other, and prints a table; the worst exit code.
+    """Train every combination, one after the other, and print a table; return the worst exit code.
 
     `main` runs one command line. A run that fails does not keep the others from running; an
     interrupt does, after the run that it interrupted.
@@ -76,18 +76,17 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
         if file is not None:
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
-    say_page(
-        strict_json.dumps([vars(row) for row in rows], indent=2)
-        if as_json
-        else _table(rows, len(wanted))
-    )
+    if as_json:
+        say_page(strict_json.dumps([vars(row) for row in rows], indent=2))
+    else:
+        say_page(_table(rows, len(wanted)))
     if file is not None and file.is_file():
         say(f"table: {file}", error=as_json)
     return code
 
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validate every combination without running any; the worst exit code."""
+    """Validate every combination without running any; return the worst exit code."""
     from mtrain.cli.check import report
 
     out: list[dict[str, Any]] = []
@@ -124,7 +123,7 @@ def worst(codes: Sequence[int]) -> int:
 
 
 class _Sweep:
-    """Runs commands one after the other until it is told to stop.
+    """Commands run one after the other, until a stop is requested.
 
     torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs
     are forked.
@@ -147,9 +146,9 @@ class _Sweep:
             os.kill(self.child, signal.SIGTERM)
 
     def run(self, argv: Sequence[str], run: RunConfig | None) -> int:
-        """Run one command to its end in a process forked from this one; its exit code.
+        """Run one command to its end in a process forked from this one; return its exit code.
 
-        Where it takes another device than those before it, it imports for itself.
+        A run on another device than the earlier ones imports torch in its own process.
         """
         if run is not None and self.device is None:
             from mtrain.launching.local import import_for
@@ -192,13 +191,13 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
     """
     try:
         machine = Machine.here()
-        return resolve(settled(weights.composed(words), machine, None)[0].run, machine)
+        return resolve(settled(initial_weights.composed(words), machine, None)[0].run, machine)
     except ConfigError:
         return None
 
 
 def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
-    """Return a new file for the table, beside the run folders."""
+    """Return a new file for the table, next to the run folders."""
     swept = "log.name" in wanted[0].swept
     if swept:
         base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"

@@ -140,7 +140,7 @@ def _parse_word(word: str, after: Sequence[str]) -> Call:
 
 
 def _verb_in(words: Sequence[str]) -> tuple[str, int]:
-    """Return the first word that is a verb, and its place; empty: there is none."""
+    """Return the first word that is a verb, and its place; empty: there is no verb."""
     for place, word in enumerate(words):
         if word in NAMES and not (place and _takes_value(words[place - 1])):
             return word, place
@@ -226,7 +226,7 @@ def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Paged, list[st
 
     Raises:
         ConfigError: there is no such subverb.
-        click.exceptions.Exit: there is none, so the page of the verb was printed.
+        click.exceptions.Exit: there is no subverb, so the page of the verb was printed.
     """
     place = next((place for place, word in enumerate(words) if _is_bare(word)), None)
     if place is None:

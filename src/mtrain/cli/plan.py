@@ -10,17 +10,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mtrain import strict_json
-from mtrain.cli.setup import Loaded, load
+from mtrain import api, strict_json
+from mtrain.api import Loaded, load
 from mtrain.cli.tables import table
 from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
 from mtrain.plan.report import alike, headline
 from mtrain.plan.time.report import no_time
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
-ELSEWHERE = "--html FILE in a folder that is there, and that may be written to"
+ELSEWHERE = "--html FILE in an existing folder that can be written to"
 LEAST_SHARE = 0.001
-"""Of a step, that a part takes which is shown."""
+"""The smallest shown part of a step."""
 
 HEADS = {
     "weights": "weights",
@@ -41,22 +41,15 @@ HEADS = {
 def run(
     argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None
 ) -> int:
-    """Print the plan of the configuration that `argv` describes, with pictures where `draw`; or
-    writes the page `html`. Returns the exit code.
+    """Print the plan of the configuration that `argv` describes, with pictures if `draw`, or write
+    the page `html`; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors, or the page cannot be written.
     """
-    from mtrain.plan.report import report
-
     loaded = load(argv, to_run=False)
     to = None if html is None else new_page(Path(html).expanduser())
-    try:
-        found = report(loaded.run)
-    except ValueError as error:
-        family = loaded.run.model.family
-        fix = "a family that says so"
-        raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
+    found = api.plan(loaded)
     if as_json:
         say_page(strict_json.dumps(found, indent=2))
     elif to is None:
@@ -101,7 +94,7 @@ def write_page(to: Path, text: str) -> None:
 
 
 def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
-    """The pictures, on the terminal or as a page."""
+    """Draw the pictures, on the terminal or as a page."""
     from mtrain.plan.rank import stage_memories
     from mtrain.plan.timeline import timeline
 
@@ -252,5 +245,5 @@ def _time(time: dict[str, Any], word: str) -> Iterator[str]:
 
 
 def peak_bytes(memory: dict[str, Any]) -> int:
-    """Of the rank that needs the most."""
+    """Return the peak of the rank that needs most."""
     return int(memory["peak"]["bytes"])

@@ -1,4 +1,4 @@
-"""`plan --compare RUN`: what was planned of a run beside what was measured, part by part."""
+"""`plan --compare RUN`: planned and measured values of a run, part by part."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mtrain.units import bytes_, duration
 
 
 def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
-    """Print the comparison; the exit code.
+    """Print the comparison; return the exit code.
 
     Raises:
-        ConfigError: the folder is no run, or a word stands beside it.
-        CorruptData: what the run wrote cannot be read.
+        ConfigError: the folder is no run, or further words are given.
+        CorruptData: a file of the run cannot be read.
     """
     home = Path(expanduser(folder))
     if argv:
@@ -60,11 +60,11 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def compared(made: RunConfig, home: Path) -> list[Row]:
-    """Return the parts of the plan of a run, beside what its folder says was measured.
+    """Return the parts of the plan of a run, with the values measured in its folder.
 
     Raises:
-        ConfigError: nobody says what the model of the run has.
-        CorruptData: what the run wrote cannot be read.
+        ConfigError: the model of the run cannot be counted.
+        CorruptData: a file of the run cannot be read.
     """
     plan = planned(made)
     if plan is None:
@@ -97,11 +97,8 @@ def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
     if all(row.planned is None for row in found if row.kind == "time"):
         out.append(f"the time of a step is {no_time(time_report(made, 0))}")
     bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
-    bounds += (
-        "; memory of a process has every library in it"
-        if any(row.kind == "process" for row in found)
-        else ""
-    )
+    if any(row.kind == "process" for row in found):
+        bounds += "; memory of a process has every library in it"
     return [
         *out,
         (

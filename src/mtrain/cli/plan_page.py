@@ -123,7 +123,7 @@ def _cards(found: Mapping[str, Any]) -> str:
 
 
 def _speed(time: Mapping[str, Any], word: str) -> list[tuple[str, str]]:
-    """What a step and the whole run take, where that is known; `word`: what a device is called."""
+    """Return the cards of a step and of the whole run, if known; `word` names a device."""
     if time["step_s"] is None:
         return []
     whole = time["run"]
@@ -181,7 +181,7 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
 def _over_time(
     found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline
 ) -> list[str]:
-    """For each stage its memory over the step: what stands, and on top what autograd keeps."""
+    """Draw the memory of each stage over the step: static memory, and saved activations on top."""
     device = found["memory"]["device"]
     peak = found["memory"]["peak"]["bytes"]
     most = max(peak, device or 0) * 1.05
@@ -353,9 +353,7 @@ NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
 def _block(
     svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float
 ) -> None:
-    """A forward or backward; behind the break it is moved to the right, and one across it has two
-    parts.
-    """
+    """Draw a forward or backward pass, moved to the right after the break, and in two parts across it."""
     left, y, high, scale = box
     colours = FORWARD if block.forward else BACKWARD
     number = line.number(block)
@@ -423,7 +421,7 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
     """Machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.ranks or 1
+    devices = run.cluster.devices_per_node or run.parallel.world
     groups = machines(grid, devices)
     columns = min(devices, (1000 - GAP) // SIDE)
     svg = Svg(1000, 0)

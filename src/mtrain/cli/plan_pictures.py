@@ -18,7 +18,7 @@ from mtrain.units import bytes_
 WIDTH = 88
 LEAST = 24
 BESIDE = 30
-"""Cells of a bar at most and at least, and what stands beside it."""
+"""Most and fewest cells of a bar, and the width of its label."""
 LETTERS = {
     "context": "x",
     "communication": "c",
@@ -135,7 +135,7 @@ def _time(parts: Mapping[str, float]) -> Iterator[Styled]:
 def _machines(stages: Sequence[StageMemory]) -> Iterator[Styled]:
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.ranks or 1
+    devices = run.cluster.devices_per_node or run.parallel.world
     yield [("ranks on machines", "bold"), (f", {devices} devices each, by pipeline stage", "")]
     for group in machines(grid, devices):
         last = group.first + group.number - 1

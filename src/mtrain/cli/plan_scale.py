@@ -112,7 +112,7 @@ def _counts(text: str | None, others: Sequence[str]) -> tuple[list[int], list[Pr
             problems.append(_bad(rule, EXAMPLE))
     for one, two in itertools.pairwise(counts):
         if two <= one:
-            rule = f"{SCALE}: {two} behind {one}: numbers of devices rise, and stand once"
+            rule = f"{SCALE}: {two} after {one}: numbers of devices must increase"
             problems.append(_bad(rule, f"{SCALE} {','.join(map(str, sorted(set(counts))))}"))
             break
     if len(counts) > MOST:
@@ -142,7 +142,7 @@ def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
 
 
 def _rejected(arguments: Sequence[str]) -> list[Problem]:
-    """What is wrong with the configuration itself, of the words that have one value."""
+    """Return the problems of the words that have one value."""
     try:
         compose([word for word in arguments if "," not in word.partition("=")[2]])
     except Rejected as error:
@@ -153,8 +153,8 @@ def _rejected(arguments: Sequence[str]) -> list[Problem]:
 def _zipped(
     arguments: Sequence[str], counts: Sequence[int]
 ) -> tuple[list[list[Any]], list[Problem]]:
-    """For each number of devices its words, and those of them that are swept: each number has a
-    value of its own; and the keys that have more or fewer values than there are numbers.
+    """Return the words of each device count with those that are swept, and a problem for each key
+    with more or fewer values than counts.
     """
     problems = list[Problem]()
     columns = list[tuple[list[str], bool]]()
@@ -261,7 +261,7 @@ def _bad(rule: str, fix: str) -> Problem:
 
 
 def title(found: Scale) -> str:
-    """What is scaled, and how."""
+    """Return the title: the model and the kind of scaling."""
     first = next(one for one in found.points if one.layout is not None)
     assert first.layout is not None
     run = first.layout.run
@@ -279,7 +279,7 @@ def title(found: Scale) -> str:
 
 
 def report(found: Scale) -> dict[str, Any]:
-    """What a machine reads."""
+    """Return the JSON report."""
     first = found.first
     assert first is not None
     assert first.layout is not None

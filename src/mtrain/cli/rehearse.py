@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.cli.prove import FAULT, shrunk
-from mtrain.cli.setup import load, say_replaced
+from mtrain.cli.prove import FAULT
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say
 from mtrain.launching import local
+from mtrain.launching.prove import shrunk
 from mtrain.launching.signals import scratch_folder
 from mtrain.layout.grid import RankGrid
+from mtrain.loading.configuration import load, say_replaced
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import differences
 from mtrain.units import count

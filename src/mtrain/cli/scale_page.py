@@ -59,7 +59,7 @@ def page_of(
 
 
 def _places(found: Scale) -> dict[int, float]:
-    """Of each number of devices its place from the left, by its logarithm."""
+    """Return the horizontal place of each device count, on a logarithmic scale."""
     low = log(found.points[0].devices)
     high = log(found.points[-1].devices)
     return {

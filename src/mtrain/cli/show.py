@@ -10,8 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli import weights
-from mtrain.cli.setup import load, say_replaced
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.paths import recipes_dir
@@ -21,6 +19,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible
 from mtrain.launching import environment
 from mtrain.launching.environment import Place, Setting
+from mtrain.loading import initial_weights
+from mtrain.loading.configuration import load, say_replaced
 
 CHOSEN = "a choice"
 """The source of a choice that is not the default one."""
@@ -70,10 +70,10 @@ def run(
 def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
     """Return groups and keys that somebody chose or set, each with its value and who did.
 
-    The model that weights bring along is none: `checkpoint.init_from` says it.
+    Omit the model that comes with `checkpoint.init_from`.
     """
     usual = default_choices()[0]
-    from_weights = {"model"} if weights.brought(loaded) is not None else set()
+    from_weights = {"model"} if initial_weights.brought(loaded) is not None else set()
     chosen = {
         g: (c, CHOSEN)
         for g, c in loaded.choices.items()
@@ -93,7 +93,7 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
 
 
 def _environment(run: RunConfig) -> Mapping[str, Setting]:
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.world
     nodes = run.cluster.nodes
     here = -(-ranks // nodes)
     return environment.environment(run, Place.here(here, on_one_machine=nodes == 1), os.environ)

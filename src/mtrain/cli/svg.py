@@ -50,7 +50,7 @@ class Svg:
         *,
         outline: bool = False,
     ) -> None:
-        """A rectangle; one of no size is left out."""
+        """Draw a rectangle, unless it has no size."""
         if wide > 0 and high > 0:
             self._parts.append(_box(x, y, wide, high, colour, title, outline))
 
@@ -64,7 +64,7 @@ class Svg:
         colour: str = "",
         halo: bool = False,
     ) -> None:
-        """A line of text from `x` on, or around it; with a `halo`, over what is drawn there."""
+        """Draw text that starts or is centred at `x`; with a `halo`, over other shapes."""
         more = (' text-anchor="middle"' if middle else "") + (
             f' style="fill:{colour}"' if colour else ""
         )
@@ -72,21 +72,21 @@ class Svg:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
-        """A thin line."""
+        """Draw a thin line."""
         self._parts.append(
             f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}"'
             ' stroke-width="1.5"/>'
         )
 
     def rule(self, x: float, y: float, to_y: float, text: str) -> None:
-        """A limit: a red line downwards, with its name below."""
+        """Draw a limit: a red line downwards, with its name below."""
         self.line(x, y, x, to_y, "#d1242f")
         self._parts.append(
             f'<text x="{x:.1f}" y="{to_y + 14:.1f}" text-anchor="middle">{escape(text)}</text>'
         )
 
     def area(self, corners: Sequence[tuple[float, float]], colour: str) -> None:
-        """A polygon."""
+        """Draw a polygon."""
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         self._parts.append(f'<polygon points="{points}" fill="{colour}"/>')
 
@@ -125,13 +125,13 @@ def bar(
 
 
 def hue(number: int, of: int) -> str:
-    """Return one of so many colours that can be told apart."""
+    """Return colour `number` of `of` distinct ones."""
     turn = number * 360 / max(1, of)
     return f"hsl({(turn + 210) % 360:.0f}, 55%, {52 + 8 * (number % 2)}%)"
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:
-    """What colours stand for."""
+    """Return the legend of the colours."""
     made = (
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names
     )

@@ -1,4 +1,4 @@
-"""`plan --trace`: a step of one rank as its program runs, without its memory, beside the plan."""
+"""`plan --trace`: a step of one rank on shapes only, compared with the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.setup import load
+from mtrain.api import load
 from mtrain.cli.tables import table
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
@@ -21,7 +21,7 @@ MOST_LINES = 16
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Traces the configuration that `argv` describes; the exit code.
+    """Trace the configuration that `argv` describes; return the exit code.
 
     `rank=R` says which rank, the first otherwise.
 
@@ -53,9 +53,7 @@ def _rank(words: Sequence[str], world: int) -> int:
 
 
 def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
-    """Raise ConfigError where an operation needs values, or the family does not say what the plan
-    beside it has.
-    """
+    """Trace a step of a rank; raise ConfigError for a step that needs values."""
     from mtrain import mcore
     from mtrain.devices import registry
 
@@ -70,16 +68,14 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
         if not _asks_for_values(error):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        rule = f"a step of it does not run on shapes alone: {first}"
+        rule = f"its step does not run on shapes only: {first}"
         raise ConfigError(
             [Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]
         ) from error
 
 
 def _asks_for_values(error: RuntimeError) -> bool:
-    """Return whether torch says that an operation does not run on shapes alone; another error is a
-    defect, and stays one.
-    """
+    """Return whether torch reports an operation that needs values; any other error is a defect."""
     from torch._subclasses import fake_tensor
 
     says_so = (
@@ -147,7 +143,7 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
     )
     if found["host"]:
         yield (
-            f"  host memory    {bytes_(found['host'])} beside it: offloaded weights, moments and"
+            f"  host memory    {bytes_(found['host'])} in addition: offloaded weights, moments and"
             " gradients"
         )
 

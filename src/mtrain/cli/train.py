@@ -6,8 +6,9 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from mtrain import api
+from mtrain.api import Loaded, load
 from mtrain.cli.check import length_in_words
-from mtrain.cli.setup import Loaded, load
 from mtrain.config.compose.paths import program
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.resolution import Machine
@@ -21,27 +22,24 @@ TAKEN = "MT434"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Train what `argv` describes; returns the exit code."""
+    """Train what `argv` describes; return the exit code."""
     place = torchrun.here()
     if place is not None and place.one_a_machine:
         return _as_machine(argv, place)
     if place is not None:
         return _as_worker(argv, place, debug)
-    from mtrain.launching import local, preflight
-
     composed = load(argv)
-    preflight.check(composed.run, argv)
     _warn(composed)
     if stray := torchrun.unused_variable():
         warn(stray)
-    folder = local.launch(composed.run, argv)
+    folder = api.train(composed)
     if not argv:  # somebody's first run
         say(*next_steps(folder))
     return 0
 
 
 def next_steps(folder: Path) -> list[str]:
-    """What to do after a first run, as commands."""
+    """Return the next commands after a first run."""
     steps = (
         ("data=text data.path=FOLDER", "train on text of your own"),
         (f'generate {folder} prompt="import"', "text from what was trained"),
@@ -77,7 +75,7 @@ def _as_machine(argv: list[str], place: Launched) -> int:
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
-        ranks_here = max(1, (composed.run.parallel.ranks or 1) // machines)
+        ranks_here = max(1, composed.run.parallel.world // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run

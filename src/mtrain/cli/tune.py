@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli import weights
 from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
 from mtrain.config.compose.composer import Rejected
@@ -22,6 +21,7 @@ from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, say_page, visible
+from mtrain.loading import initial_weights
 from mtrain.plan.time.accuracy import Accuracy, accuracy_of
 from mtrain.plan.time.report import mfu_by_peak
 from mtrain.plan.tune.choose import cleared, refuse, said_of, search
@@ -33,7 +33,7 @@ from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB, devices
 
 PLAINEST = "single"
-"""The choice of `parallel` that layouts are said on."""
+"""The choice of `parallel` that layouts are deltas of."""
 
 
 def run(argv: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
@@ -65,12 +65,12 @@ def run(argv: list[str], *, out: str | None, why_not: str | None, as_json: bool)
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked beside the list."""
+    """Further answers next to the list of layouts."""
 
     mine: Mine | None
     """A layout that is named by `--why-not`, or that a recipe has."""
     free: Layout | None
-    """The fastest without what the command line says of the layout; None: it says nothing."""
+    """The fastest layout without the layout keys of the command line; None: it has none."""
 
     def data(self, found: Found) -> dict[str, Any]:
         """Return as JSON has it."""
@@ -117,12 +117,12 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     """Return the best layouts of a command line, which has at least one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no layout.
     """
     machine = Machine.here()
     world_size = world_size_of()
     try:
-        composed = weights.composed(words)
+        composed = initial_weights.composed(words)
     except Rejected as error:
         raise ConfigError(error.problems) from None
     raw = composed.run
@@ -139,7 +139,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
 
 
 def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
-    """What a machine reads."""
+    """Return the JSON report."""
     best = found.best
     first = found.best[0]
     run = first.run
@@ -233,16 +233,16 @@ def within(layout: Layout, first: Layout, accuracy: Accuracy | None) -> bool:
 
 
 def _told_apart(accuracy: Accuracy | None) -> Iterator[str]:
-    """What the list is worth."""
+    """Yield the notes on the accuracy of the list."""
     yield "each is the best of its family, which are all layouts with its tp, pp, cp and ep"
     if accuracy is None:
         yield "how far predicted rates are off is not known of a cluster whose rates were measured"
     else:
-        yield f"~ not told apart from the first: {accuracy.words}"
+        yield f"~ not distinguishable from the first: {accuracy.words}"
 
 
 def _rate(tokens: float) -> str:
-    """With four digits, and never a power of ten."""
+    """Format a rate with four digits, and without a power of ten."""
     return f"{tokens:.0f}" if tokens >= 1000 else f"{tokens:.4g}"
 
 
@@ -264,13 +264,13 @@ def left_of(words: Sequence[str]) -> list[str]:
 
 
 def _composed(words: Sequence[str], choice: str) -> RunConfig:
-    """What `words` are with a choice of `parallel` in place of their layout.
+    """Compose `words` with a choice of `parallel` in place of their layout.
 
     Raises:
         ConfigError: they cannot be composed without it.
     """
     try:
-        return weights.composed([*left_of(words), f"parallel={choice}"]).run
+        return initial_weights.composed([*left_of(words), f"parallel={choice}"]).run
     except Rejected as error:
         raise ConfigError(error.problems) from None
 
@@ -283,9 +283,7 @@ def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
 
 
 def _chosen(layout: Layout) -> dict[str, Any]:
-    """Return the keys that were chosen, without what follows from others or is so where nobody says
-    it.
-    """
+    """Return the chosen keys, without derived ones and without defaults."""
     left = {key for key, value in layout.change.items() if value is None or "overlap" in key}
     left |= {"optim.cpu_offload"} if not layout.run.optim.cpu_offload else set()
     return {key: value for key, value in layout.change.items() if key not in left}
@@ -312,13 +310,13 @@ def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
 
 
 def _as_file(first: Layout, task: Task, words: Sequence[str], path: Path) -> str:
-    """How the file is taken: with the keys that a recipe says otherwise, which counts before it."""
+    """Describe how to use the file: with the keys that a recipe overrides."""
     word = f"parallel={path if path.is_absolute() else f'./{path}'}"
     more = _other(first, task, _composed(words, str(path.absolute())))
     if not more:
         return f"wrote {path}: {word}"
     said = " ".join(override(key, plain(value)) for key, value in more.items())
-    why = "keys behind the file are what the recipe says otherwise: a recipe counts before a file"
+    why = "the keys after the file are those that the recipe, which takes precedence, overrides"
     return f"wrote {path}: {word} {said}\n{why}"
 
 

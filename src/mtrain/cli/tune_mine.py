@@ -1,5 +1,5 @@
-"""Why a layout that somebody names is not the first of `tune`: the rule it breaks, what it lacks,
-how slow it is.
+"""Comparison of a named layout with the first of `tune`: the rule it breaks, the memory it lacks,
+its time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Mine:
     layout: Layout | None = None
     """None where a rule is broken."""
     completed: Layout | None = None
-    """The fastest that fits and is cut so, with the rest chosen; None: there is none, or it is
-    `layout`.
+    """The fastest fitting layout of the same degrees; None: it does not exist, or is `layout`.
     """
 
     @property
@@ -120,9 +119,7 @@ def named_words(text: str) -> list[str]:
 
 
 def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
-    """What there is to say of the layout of a composed run, whose batch and ranks are those of the
-    search.
-    """
+    """Compare the layout of a composed run, with the batch and ranks of the search."""
     batch = {"trainer.global_batch_size": task.raw.trainer.global_batch_size}
     ranks = {} if composed.run.parallel.ranks else {"parallel.ranks": task.raw.parallel.ranks}
     raw = changed(composed.run, {**batch, **ranks, "parallel.auto": False})
@@ -146,7 +143,7 @@ def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
 
 
 def mine_of(text: str, left: Sequence[str], first: Layout, task: Task) -> Mine:
-    """Of a layout as `--why-not` names it; `left` are the words without what they say of layouts.
+    """Compare a layout as `--why-not` names it; `left` are the words without layout keys.
 
     Raises:
         ConfigError: it cannot be read.
@@ -158,7 +155,7 @@ def mine_of(text: str, left: Sequence[str], first: Layout, task: Task) -> Mine:
 
 
 def mine_in(words: Sequence[str], first: Layout, task: Task) -> Mine | None:
-    """Of the layout that a recipe among the words has; None where there is none."""
+    """Compare the layout of a recipe among the words; return None without one."""
     recipe = next((word for word in words if word.startswith("recipe=")), None)
     if recipe is None:
         return None

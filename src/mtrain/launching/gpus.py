@@ -138,8 +138,10 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield a shortage, or a warning, for each GPU whose memory other processes hold."""
-    ranks = run.parallel.ranks or 1
+    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank
+    fits beside it.
+    """
+    ranks = run.parallel.world
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
     planned = 0 if step is None else step.needed

@@ -39,9 +39,13 @@ def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 
 
-def generate_job(checkpoint: Path, tokenizer: Path, request: Request) -> Job:
-    """Return the job that prints text after the prompts of a request."""
-    places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
+def generate_job(checkpoint: Path, tokenizer: Path, request: Request, output: Path) -> Job:
+    """Return the job that writes the texts of a request to `output`."""
+    places = {
+        "checkpoint": str(checkpoint),
+        "tokenizer": str(tokenizer),
+        "output": str(output),
+    }
     return Job("generate", {**places, "request": asdict(request)})
 
 
@@ -104,16 +108,15 @@ def _generate(
     end: End,
     checkpoint: str,
     tokenizer: str,
+    output: str,
     request: Mapping[str, Any],
 ) -> None:
     enter(run, end)
     from mtrain.train.generate.write import write
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
-    sampling = Sampling(**request["sampling"])
-    values = {**request, **texts, "sampling": sampling}
-    rebuilt = Request(**values)
-    write(run, Path(checkpoint), Path(tokenizer), rebuilt)
+    asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
+    write(run, Path(checkpoint), Path(tokenizer), asked, Path(output))
 
 
 def _evaluate(

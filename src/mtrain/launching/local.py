@@ -8,6 +8,7 @@ executed.
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
-from mtrain.train.generate.request import Questions, Request
+from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
 
@@ -95,9 +96,14 @@ def observe_masks(run: RunConfig, home: Path) -> None:
     _run(run, home, jobs.MASKS)
 
 
-def generate(run: RunConfig, source: Source, request: Request) -> None:
-    """Print text from a checkpoint, in local processes of `run`'s layout."""
-    _in_scratch(run, jobs.generate_job(source.checkpoint, source.tokenizer, request))
+def generate(run: RunConfig, source: Source, request: Request) -> Texts:
+    """Return texts from a checkpoint, written in local processes of `run`'s layout."""
+    with scratch_folder() as scratch:
+        output = scratch / "texts.json"
+        _run(run, scratch, jobs.generate_job(source.checkpoint, source.tokenizer, request, output))
+        facts = json.loads(output.read_text(encoding="utf-8"))
+    texts = tuple(Written(**one) for one in facts.pop("texts"))
+    return Texts(texts, **facts)
 
 
 def evaluate(
@@ -145,7 +151,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
     """Return the environment that all ranks of a local run in `home` share."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
-    place = Place.here(run.parallel.ranks or 1, errors=errors)
+    place = Place.here(run.parallel.world, errors=errors)
     environment.apply(environment.environment(run, place, values), values)
     return values
 

@@ -117,7 +117,7 @@ def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str
     `run` may break the rules that count devices; its ranks, or the fewest that its layout needs,
     are to start on this number of `machines`.
     """
-    ranks = max(run.parallel.ranks or 1, smallest_world(run.parallel))
+    ranks = max(run.parallel.world, smallest_world(run.parallel))
     here = -(-ranks // machines)
     if not facts_of(run.cluster.device).counted or machine.gpus >= here:
         return []

@@ -67,7 +67,7 @@ def run_ranks(
     """
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.world
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = Supervisor(errors, advice)

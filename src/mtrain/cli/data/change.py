@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
+from mtrain.cli.data.arguments import needs, read_arguments
 from mtrain.cli.data.tokenize import one_of, prefix_of
-from mtrain.cli.data.words import needs, read_arguments
-from mtrain.cli.words import Word, number, yes
+from mtrain.cli.named_values import Word, number, yes
 from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import count
@@ -124,7 +124,7 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def _less(lengths: np.ndarray, documents: np.ndarray, many: Mapping[str, int]) -> str:
-    """Return why a sample has less than was asked for; empty where it has all."""
+    """Return why a sample has less than requested; empty if it is complete."""
     import numpy as np
 
     if "documents" in many:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli.data.arguments import read_arguments
 from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import spec_of
-from mtrain.cli.data.words import read_arguments
-from mtrain.cli.words import Word, number, yes
+from mtrain.cli.named_values import Word, number, yes
 from mtrain.config.disk.manifest import Manifest, path_of
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import bytes_, count
@@ -18,8 +18,15 @@ from mtrain.units import bytes_, count
 TOKENIZER = {
     name: OF_TOKENIZE[name]
     for name in (
-        *("tokenizer", "kind", "merges", "lower_case", "special", "eod_token"),
-        *("pattern", "special_tokens", "num_special_tokens"),
+        "tokenizer",
+        "kind",
+        "merges",
+        "lower_case",
+        "special",
+        "eod_token",
+        "pattern",
+        "special_tokens",
+        "num_special_tokens",
     )
 }
 WHOLE = number(int, 0, 1 << 62)
@@ -109,7 +116,7 @@ def _loaded(values: Mapping[str, Any]) -> Any:
 
 
 def verify(argv: Sequence[str], *, as_json: bool) -> int:
-    """Look at every byte of corpora; exit code 4 for one that is damaged."""
+    """Read every byte of corpora; return exit code 4 for a damaged one."""
     known = {
         "vocab_size": Word(
             None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"
@@ -182,7 +189,7 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
 
 def _rows(prefix: Path, held: Manifest | None, *, files: bool) -> list[dict[str, Any]]:
     if held is None:
-        rule = "there is no manifest beside it, which has the counts of each file"
+        rule = "the corpus has no manifest with the counts of each file"
         fix = "a corpus that `data tokenize` made"
         raise ConfigError([Problem("MT623", "prefix", str(prefix), rule, fix, "command line")])
     total = held.count("tokens")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain import strict_json
-from mtrain.cli.data.words import as_words
-from mtrain.cli.setup import load
-from mtrain.cli.words import Word, number, read_words
+from mtrain.api import load
+from mtrain.cli.data.arguments import as_words
+from mtrain.cli.named_values import Word, number, read_words
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import asked
@@ -74,7 +74,7 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
                 file.write(page_of(found, remarks))
         except OSError as error:
             rule = f"cannot be written: {error.strerror}"
-            fix = "--html FILE in a folder that is there"
+            fix = "--html FILE in an existing folder"
             raise ConfigError(
                 [Problem("MT704", "html", str(page), rule, fix, COMMAND_LINE)]
             ) from None

@@ -49,12 +49,10 @@ def page_of(found: Sequence[Shown], remarks: Sequence[str]) -> str:
 
 def _sample(shown: Shown) -> list[str]:
     out = [f"<h2>{_text(shown.name)}</h2>", f"<p>{_text(shown.heading)}</p>"]
-    out += [f'<p class="dim">{_text(shown.place)}</p>'] if shown.place else []
-    out += (
-        [f'<p>encoder reads: <span class="text">{_text(shown.read)}</span></p>']
-        if shown.read
-        else []
-    )
+    if shown.place:
+        out.append(f'<p class="dim">{_text(shown.place)}</p>')
+    if shown.read:
+        out.append(f'<p>encoder reads: <span class="text">{_text(shown.read)}</span></p>')
     for document in shown.documents:
         padding = [token for token in document if token.padding]
         rows = [_row(row[0].position, "".join(map(_token, row))) for row in _rows(document)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.data.words import needs, read_arguments
-from mtrain.cli.words import Word, number, texts, yes
+from mtrain.cli.data.arguments import needs, read_arguments
+from mtrain.cli.named_values import Word, number, texts, yes
 from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_, count, seconds
@@ -91,7 +91,7 @@ OF_KIND = {"merges": "gpt2", "lower_case": "bert"} | dict.fromkeys(
 
 
 def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
-    """Make `.bin/.idx` of documents; returns the exit code."""
+    """Make `.bin/.idx` of documents; return the exit code."""
     values, inputs = read_arguments(argv, WORDS, USAGE)
     prefix = prefix_of(needs(values, "out", USAGE))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -112,10 +112,10 @@ def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
-    """What every process is to know.
+    """Return the job that every process receives.
 
     Raises:
-        ConfigError: an input, the template or the tokenizer is none.
+        ConfigError: an input, the template or the tokenizer is invalid.
     """
     from mtrain.data.preprocess.inputs.sources import find_sources
     from mtrain.data.preprocess.work import Job
@@ -137,10 +137,10 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
 
 
 def reading_of(values: Mapping[str, Any]) -> Any:
-    """What of a record is text.
+    """Return how the text of a record is read.
 
     Raises:
-        ConfigError: the template is none, or a key is named beside it.
+        ConfigError: the template is invalid, or a key is named too.
     """
     from mtrain.data.preprocess.inputs.record import reading
 
@@ -159,10 +159,10 @@ def reading_of(values: Mapping[str, Any]) -> Any:
 
 
 def spec_of(values: Mapping[str, Any]) -> Any:
-    """Return the tokenizer that is named.
+    """Return the named tokenizer.
 
     Raises:
-        ConfigError: none is named, or there is none.
+        ConfigError: no tokenizer is named, or it does not exist.
     """
     from mtrain.data.preprocess.encoders.spec import find_tokenizer
 
@@ -218,7 +218,7 @@ def cores() -> int:
 
 
 def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
-    """What a person wants to know of a corpus that was made."""
+    """Describe a new corpus for a person."""
     from mtrain.data.preprocess.work import BY
     from mtrain.data.record_keys import FLAGS
 
@@ -288,7 +288,7 @@ class Shown:
             self._bar.stop()
 
     def __call__(self, unit: Any, totals: Any) -> None:
-        """A unit is done."""
+        """Count a finished unit."""
         for part in unit:
             while self._last < part.source:
                 self._done += self._sizes[self._last] - self._seen[self._last]

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 
 from mtrain import strict_json
+from mtrain.cli.data.arguments import needs, read_arguments
 from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import by_keys, one_of, reading_of
-from mtrain.cli.data.words import needs, read_arguments
-from mtrain.cli.words import Word, number, texts
+from mtrain.cli.named_values import Word, number, texts
 from mtrain.config.compose.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_
@@ -47,7 +47,7 @@ END = "<|endoftext|>"
 
 
 def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
-    """Train a tokenizer on documents and write its tokenizer.json; returns the exit code."""
+    """Train a tokenizer on documents and write its tokenizer.json; return the exit code."""
     values, inputs = read_arguments(argv, WORDS, USAGE)
     out = needs(values, "out", USAGE)
     if os.path.lexists(out):
@@ -63,7 +63,7 @@ def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
                     "out",
                     str(out),
                     rule,
-                    "out=FILE in a folder that is there",
+                    "out=FILE in an existing folder",
                     "command line",
                 )
             ]

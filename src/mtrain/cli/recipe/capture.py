@@ -94,10 +94,10 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
 def recorded(
     command: Sequence[str], text: str, timeout_s: float
 ) -> tuple[list[Record], int, bool, str]:
-    """Run a command: what it would have started, its exit code, whether it was ended late, and
-    what it printed.
+    """Run a command; return the calls of its recorders, its exit code, whether it was ended late,
+    and its output.
 
-    `text` is that of its script, whose absolute paths of launchers are stood in for too.
+    `text` is its script: recorders replace its absolute paths of launchers, too.
     """
     with TemporaryDirectory(prefix="capture-") as folder:
         prepare(Path(folder), text)
@@ -111,9 +111,7 @@ def _names_program(words: Sequence[str]) -> bool:
 
 
 def _script(command: Sequence[str]) -> tuple[str, str]:
-    """Return the text and the name of the script in a command; both empty where it is none that can
-    be read.
-    """
+    """Return the text and the name of the script in a command; both empty: none can be read."""
     for word in command:
         with suppress(OSError, ValueError):
             path = Path(word)
@@ -167,7 +165,7 @@ def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, b
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a process and all that it started, however it is left."""
+    """Kill a process and everything that it started at the end of the block."""
     try:
         yield
     finally:
@@ -177,7 +175,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _calls(path: Path) -> list[Record]:
-    """What was recorded."""
+    """Return the recorded calls."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text("utf-8", "surrogateescape").splitlines()]

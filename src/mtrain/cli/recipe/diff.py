@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mtrain import strict_json
-from mtrain.cli import weights
-from mtrain.cli.setup import settled
 from mtrain.config.compose.dump import spell
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.loading import initial_weights
+from mtrain.loading.configuration import settled
 from mtrain.recipes.diff import ABSENT, Difference, differences, overrides_of
 
 EQUAL = 0
@@ -36,7 +36,9 @@ def diff(words: Sequence[str], *, as_json: bool) -> int:
         )
     machine = Machine.here()
     left, right = (
-        resolve(settled(weights.composed(overrides_of([word])), machine, None)[0].run, machine)
+        resolve(
+            settled(initial_weights.composed(overrides_of([word])), machine, None)[0].run, machine
+        )
         for word in words
     )
     found = differences(left, right)

@@ -165,7 +165,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
             return import_yaml(read_texts(paths), name_of(paths[-1]), extra)
         return import_scripts(paths, extra)
     if len(files) > 1:
-        rule = "a config.json says a whole model: it is read alone"
+        rule = "a config.json describes a whole model, so no other file may be given"
         raise ConfigError(
             [Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")]
         )
@@ -198,9 +198,7 @@ def _about(
 
 
 def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
-    """Return the resolved configuration and its problems; of keys `left` to fill in that alone is
-    said.
-    """
+    """Return the resolved configuration and its problems; keys `left` open have only that one."""
     machine = Machine.here()
     world_size = world_size_of()
     made_from: dict[str, frozenset[str]] = {}
@@ -224,7 +222,7 @@ def _unfilled(key: str, why: str) -> Problem:
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
-    """What a person has to know beside the recipe."""
+    """Return the lines for a person: notes, settings without a place, and problems."""
     lines = [visible(f"note: {note}") for note in found.notes]
     if found.unplaced:
         lines.append(f"{len(found.unplaced)} not taken over:")

@@ -78,7 +78,7 @@ def sources(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _places(names: Iterable[str], lock: Path) -> dict[str, Path]:
-    """Where the files of a lock lie: shipped ones as installed, others in this folder or beside the
+    """Return the paths of a lock's files: shipped ones as installed, others here or next to the
     lock.
     """
     shipped = {"conf": conf_dir(), "recipes": recipes_dir()}

@@ -8,9 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mtrain.cli import weights
 from mtrain.cli.command import needed
-from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
 from mtrain.config.compose.choices import is_path
 from mtrain.config.compose.composer import Composed, Rejected
 from mtrain.config.compose.origins import COMMAND_LINE
@@ -20,6 +18,14 @@ from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem, say
 from mtrain.layout.grid import RankGrid
+from mtrain.loading import initial_weights
+from mtrain.loading.configuration import (
+    also_wrong,
+    resolved_origins,
+    say_replaced,
+    settled,
+    validate,
+)
 from mtrain.recipes.delta import Delta, delta, recipe_text
 from mtrain.recipes.diff import overrides_of
 
@@ -59,7 +65,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     machine = Machine.here()
     world_size = world_size_of()
     try:
-        composed = weights.composed(words)
+        composed = initial_weights.composed(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
     say_replaced(composed)
@@ -76,15 +82,15 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
 
 
 def said(loaded: Composed, words: Sequence[str]) -> Delta:
-    """What a recipe says for a command line: its choices are kept unless it stands on a whole run
-    file.
+    """Return the delta of a recipe for a command line: its choices are kept unless it starts from a
+    whole run file.
 
     A recipe names no path: what the file says is written out. The model of the weights that it
     names comes with them.
     """
     if read_overrides(words).run is not None:
         return delta(loaded.run)
-    brought = weights.brought(loaded)
+    brought = initial_weights.brought(loaded)
     named = {group: choice for group, choice in loaded.choices.items() if not is_path(choice)}
     if brought is not None:
         named.pop("model", None)

@@ -28,9 +28,7 @@ LAUNCHING = re.compile(r"torch\.distributed\.|deepspeed\b|accelerate\b")
 
 
 def facts() -> dict:  # type: ignore[type-arg]
-    """What the capture says: known flags, words of names, the interpreter that is here
-    in any case.
-    """
+    """Read the facts of the capture: known flags, words of names, an interpreter that exists."""
     with open(os.path.join(FOLDER, "facts.json"), encoding="utf-8") as file:
         found: dict = json.load(file)  # type: ignore[type-arg]
     return found
@@ -108,7 +106,7 @@ def run_real(name: str, arguments: list[str]) -> None:
 
 
 def real_one(name: str) -> str | None:
-    """Return the path of a command that is not ours; None where there is none."""
+    """Return the path of a command that is not ours, or None."""
     own = os.path.realpath(os.path.join(FOLDER, "bin"))
     folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
     return shutil.which(name, path=os.pathsep.join(folders))
@@ -184,9 +182,7 @@ def with_environment(words: list[str]) -> None:
 
 
 def inner_command(arguments: list[str]) -> int | None:
-    """Where among the words of a launcher an interpreter, a shell, a script or another launcher
-    stands.
-    """
+    """Return the index of the interpreter, shell, script or launcher that a launcher starts."""
     for index, word in enumerate(arguments):
         base = os.path.basename(word)
         if is_python(word) or base in (*SHELLS, *ALWAYS, *AROUND_OTHERS):
@@ -240,9 +236,7 @@ def submit(arguments: list[str]) -> None:
 
 
 def of_job(words: list[str]) -> dict[str, str]:
-    """Return the variables of SLURM that a job of these words would have, as far as
-    they are said.
-    """
+    """Return the SLURM variables that these words set for a job."""
     text = " ".join(words)
     out = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     for pattern, names in (

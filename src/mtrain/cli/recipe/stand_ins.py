@@ -16,18 +16,22 @@ from mtrain.recipes.megatron.programs import GPT, OTHER_WORDS, TRAINS
 from mtrain.recipes.megatron.table import known_flags
 
 RECORDED = (
-    *(
-        "torchrun",
-        "python",
-        "python3",
-        "srun",
-        "mpirun",
-        "mpiexec",
-        "deepspeed",
-        "ray",
-        "accelerate",
-    ),
-    *("sbatch", "ssh", "pdsh", "docker", "singularity", "apptainer", "horovodrun"),
+    "torchrun",
+    "python",
+    "python3",
+    "srun",
+    "mpirun",
+    "mpiexec",
+    "deepspeed",
+    "ray",
+    "accelerate",
+    "sbatch",
+    "ssh",
+    "pdsh",
+    "docker",
+    "singularity",
+    "apptainer",
+    "horovodrun",
 )
 """Commands that train nothing under capture, besides interpreters by the name of their version."""
 _VERSIONS = [f"python3.{minor}" for minor in range(8, 15)]
@@ -50,7 +54,7 @@ finally:
 """
 # Before each command, the folders of the recorders come back to PATH and PYTHONPATH. A command that
 # is given one of the two for itself, `PYTHONPATH=x nohup y`, gets a function of its name, once,
-# which brings them back in there. What the script sees is left alone: `$_` is passed through, no
+# which brings them back in there. The script sees no change: `$_` is passed through, no
 # regular expression sets BASH_REMATCH, and nothing fails that `set -e` or `set -u` would end the
 # script for.
 # A script with a trap of its own for RETURN would meet it in every function under `set -T`, which

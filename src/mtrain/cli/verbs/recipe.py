@@ -125,7 +125,7 @@ def lock(words: list[str], output: str | None) -> int:
     usage="recipe verify FILE",
     help="Print the differences between a lock and this machine.",
     arguments=(("FILE", "a lock"),),
-    examples=(("recipe verify 70b.lock.yaml", "exit code 0 if there are none"),),
+    examples=(("recipe verify 70b.lock.yaml", "exit code 0 if nothing differs"),),
     offers=locks,
 )
 @as_json

@@ -6,6 +6,7 @@ import click
 
 from mtrain.cli.command import DEBUG, RUN, Verb
 from mtrain.cli.offers import first_a_run
+from mtrain.config.compose.paths import program
 
 
 @click.command(
@@ -33,7 +34,15 @@ from mtrain.cli.offers import first_a_run
 )
 @click.option("--debug", is_flag=True, help=DEBUG)
 def resume(words: list[str], debug: bool) -> int:
-    """Continue a run."""
-    from mtrain.cli import resume as verb
+    """Train on with the configuration in a run folder, under the further words.
 
-    return verb.run(words, debug=debug)
+    Raises:
+        ConfigError: no folder is given, or it is neither a run nor a checkpoint.
+    """
+    from mtrain.cli import train
+    from mtrain.loading.checkpoints import beneath, quoted, relaid, run_file, target_of
+
+    usage = f"{program()} resume runs/<name> [overrides]"
+    target, overrides = target_of(words, "resume", usage)
+    given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
+    return train.run([*given, *beneath(relaid(overrides), overrides)], debug=debug)

@@ -27,7 +27,12 @@ MAX_OLD_BYTES = 1 << 22
         "Print JSON Schema for editors. `schema fields`: every key, and what it feeds in"
         " megatron-core. `schema codes`: every code, with cause and fix."
     ),
-    arguments=(("run|recipe|GROUP", "one schema; without -o it is printed. -o alone writes all"),),
+    arguments=(
+        (
+            "run|recipe|GROUP",
+            "a schema to print, or with -o to write; -o without a word: all",
+        ),
+    ),
     examples=(
         ("schema recipe -o .", "for recipes in this folder"),
         ("schema fields", "the table of keys"),

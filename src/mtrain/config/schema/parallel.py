@@ -263,6 +263,11 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.cp
 
     @property
+    def world(self) -> int:
+        """Return the number of ranks, once it is resolved."""
+        return self.ranks or 1
+
+    @property
     def dp(self) -> int:
         """Return the data-parallel size of a resolved run, at least 1 so that rules can continue if
         the layout is broken.

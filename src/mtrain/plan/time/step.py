@@ -109,7 +109,7 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
     formats: list[str] = [p.format, p.multiplies_in]
     matrices = OPTIMIZERS[run.optim.name].whole_matrices
     formats += [matrices(run).format] if matrices else []
-    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks or 1)
+    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.world)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 

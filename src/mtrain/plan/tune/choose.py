@@ -56,7 +56,7 @@ def search(
         raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks}
     )
     if lacks := unknown(run):
-        ranks = run.parallel.ranks or 1
+        ranks = run.parallel.world
         name = run.cluster.name
         those = f"{ranks} rank{'s' * (ranks > 1)}"
         rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "

@@ -227,7 +227,7 @@ class Space:
         return [self.said[key]] if key in self.said else values
 
     def _shards(self, run: RunConfig) -> Iterator[Change]:
-        ranks = run.parallel.ranks or 1
+        ranks = run.parallel.world
         moe = run.model.moe
         cluster = run.cluster
         fast = cluster.fast_link_devices or cluster.devices_per_node or ranks

@@ -39,9 +39,6 @@ class Request:
     """Prompts that are computed together."""
     cache: bool = True
     """Keep keys and values, where the model allows it."""
-    with_prompt: bool = True
-    """Print the prompt before what follows."""
-    as_json: bool = False
 
 
 LENGTH = "length"
@@ -57,6 +54,38 @@ class Continuation:
 
     ids: list[int] = field(default_factory=list)
     ended: str = LENGTH
+
+
+@dataclass(frozen=True)
+class Written:
+    """The text that a model wrote after one prompt."""
+
+    prompt: str
+    text: str
+    """The continuation, up to a text of `stop`."""
+    tokens: int
+    ended: str
+    """A word of `ENDINGS`."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a request, in the order of its prompts."""
+
+    texts: tuple[Written, ...]
+    seconds: float
+    no_cache: str = ""
+    """Why keys and values were recomputed for every token; empty: they were cached."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of new tokens."""
+        return sum(one.tokens for one in self.texts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the speed, over all prompts."""
+        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtrain.data.chats.template import ChatFormat
 from mtrain.data.text.tokenizer import Tokenizer
-from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request
+from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Written
 
 if TYPE_CHECKING:
     from mtrain.train.generate.sampler import Sampler
-
-
-@dataclass(frozen=True)
-class Written:
-    """A text that was written after one prompt."""
-
-    prompt: str
-    text: str
-    """The text after the prompt, up to a text of `stop`."""
-    tokens: int
-    ended: str
-    """A word of `request.ENDINGS`."""
 
 
 def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[Written]:

@@ -70,7 +70,7 @@ def brought(composed: Composed) -> ModelConfig | None:
 
 
 def run_file_of(path: Path) -> Path | None:
-    """Return the run.yaml of a run folder or of a checkpoint; None where there is none."""
+    """Return the run.yaml of a run folder or of a checkpoint, or None."""
     home = path.parent.parent if path.parent.name == CHECKPOINTS else path
     return next((file for file in (path / RUN_FILE, home / RUN_FILE) if file.is_file()), None)
 

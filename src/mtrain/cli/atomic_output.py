@@ -47,7 +47,7 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
 
 
 def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
-    """What is to be read, the new folder, and the other words.
+    """Return the source, the new folder, and the other words.
 
     Raises:
         ConfigError: the first is not there, or the second is, or is missing.
@@ -82,7 +82,7 @@ def new_folder(out: Path) -> Path:
 
 
 def read_dtype(options: Mapping[str, str]) -> str | None:
-    """What safetensors calls the number format that `dtype=` names; None: it is not said.
+    """Return the name in safetensors of the format that `dtype=` names; None: it is unset.
 
     Raises:
         ConfigError: there is no such format.
@@ -96,8 +96,8 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def drafted(out: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion
-    left is removed.
+    """Yield a draft next to `out` that gets its name once complete, without the rest of an
+    interrupted conversion.
 
     Raises:
         BadEnvironment: it cannot be written, or another process writes it.
@@ -136,9 +136,10 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             held = locks.lock(descriptor, draft)
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
                 for left in draft.iterdir():
-                    shutil.rmtree(
-                        left
-                    ) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    if left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    else:
+                        left.unlink()
                 return descriptor, held
             held.release()  # who had it has renamed or removed it
             os.close(descriptor)

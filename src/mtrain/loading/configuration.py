@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from mtrain.cli import weights
 from mtrain.config.compose.composer import Composed, Rejected
 from mtrain.config.compose.origins import DEFAULT
 from mtrain.config.engine import kernels
@@ -20,6 +19,7 @@ from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
+from mtrain.loading import initial_weights
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
@@ -41,6 +41,8 @@ class Loaded(Composed):
 
     raw: RunConfig | None = None
     """The configuration before it was resolved."""
+    argv: tuple[str, ...] = ()
+    """The command line that describes it."""
 
 
 class TooFewDevices(BadEnvironment):
@@ -52,7 +54,7 @@ class TooFewDevices(BadEnvironment):
 
 
 def load(
-    argv: Sequence[str],
+    argv: Sequence[str] = (),
     machine: Machine | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
@@ -60,14 +62,21 @@ def load(
     machines: int | None = None,
     but: AbstractSet[str] = frozenset(),
 ) -> Loaded:
-    """Composes, resolves and validates; warnings are kept in `.warnings`.
+    """Compose, resolve and validate a configuration.
 
-    Problems with the codes of `but` are none.
+    Args:
+        argv: the words of a command line: `model=llama_tiny`, `optim.lr=3e-4`, `recipe=NAME`.
+        machine: the machine to resolve for; by default this one.
+        environment: variables in which a launcher sets the number of ranks.
+        to_run: the configuration must run on this machine. Otherwise it may be meant for another
+            one: a missing device or input is then a warning, unless the configuration names this
+            machine.
+        machines: the number of machines on which a launcher started processes; by default that of
+            the cluster.
+        but: codes of problems to ignore.
 
-    A configuration that is `to_run` has to run on this machine. One that is only looked at may be
-    meant for another: a device or an input that is not here is then a warning, unless the
-    configuration says that it runs here. `machines` is how many a launcher started processes on;
-    None: as many as the cluster has.
+    Returns:
+        The resolved configuration, with the origin of every key and the warnings.
 
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the
@@ -83,7 +92,7 @@ def load(
     machine = machine or Machine.here()
     world_size = world_size_of(environment)
     try:
-        composed = weights.composed(argv)
+        composed = initial_weights.composed(argv)
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
@@ -111,7 +120,14 @@ def load(
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
     return Loaded(
-        run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw
+        run,
+        origins,
+        composed.choices,
+        tuple(problems),
+        composed.history,
+        composed.files,
+        raw,
+        tuple(argv),
     )
 
 
@@ -230,7 +246,7 @@ def validate(
     *,
     to_run: bool = True,
 ) -> list[Problem]:
-    """What the rules say of a resolved configuration, and what this machine does."""
+    """Return the problems of a resolved configuration by the rules and by this machine."""
     raw = composed.run
     problems = check(
         run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run
@@ -241,7 +257,7 @@ def validate(
         for p in kernels.problems(run, machine, origins)
     )
     problems += synthetic_tokens(raw, run, origins["data.kind"])
-    problems += weights.problems(run, origins)
+    problems += initial_weights.problems(run, origins)
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
 
 

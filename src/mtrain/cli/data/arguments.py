@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain.cli.words import Word, read_words, yes
+from mtrain.cli.named_values import Word, read_words, yes
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import program, user_path
 from mtrain.errors import ConfigError, Problem
@@ -26,14 +26,13 @@ def read_arguments(
     are needed.
 
     Raises:
-        ConfigError: a flag or a word that is not there, a value that is none, too few or too many
-            paths.
+        ConfigError: an unknown flag or word, an invalid value, too few or too many paths.
     """
     values, rest = read_words(as_words(argv, known, usage), known)
     strange = [word for word in rest if "=" in word and not os.path.exists(word)]
     if strange:
         name, _, value = strange[0].partition("=")
-        rule = f"there is no such word here; words: {', '.join(known) or 'none'}"
+        rule = f"is no word of this subverb; words: {', '.join(known) or 'none'}"
         raise ConfigError([Problem("MT003", name, value, rule, _fix(usage), COMMAND_LINE)])
     if len(rest) < least or (most is not None and len(rest) > most):
         if most == least:

@@ -1,4 +1,4 @@
-"""Words `name=value` that a verb takes beside settings, each read and checked in one place."""
+"""Words `name=value` of a verb that are no settings, each read and checked in one place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtrain.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Word:
-    """One of them: what stands where it is not said, and how its text is read."""
+    """The declaration of a word: its default, and how its text is read."""
 
     default: Any
     read: Callable[[str], Any] = str
@@ -27,9 +27,9 @@ class Word:
     """What a value must be."""
     example: str = ""
     aka: tuple[str, ...] = ()
-    """What it is called elsewhere."""
+    """Its names in other systems."""
     many: bool = False
-    """It may be said several times, each a value or a JSON list of them."""
+    """It may be repeated, each time with a value or a JSON list of values."""
 
 
 def number(
@@ -47,12 +47,12 @@ def number(
 
 
 def yes(text: str) -> bool:
-    """true or false."""
+    """Read true or false."""
     return {"true": True, "false": False}[text.lower()]
 
 
 def texts(text: str) -> list[str]:
-    """Return the texts of a JSON list or string; of anything else the text as it is."""
+    """Return the texts of a JSON list or string; any other text is returned as it is."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -62,8 +62,8 @@ def texts(text: str) -> list[str]:
 
 
 def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
-    """Return the word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens`
-    is `tokens`.
+    """Return the known word that a name misspells, translates or contains: `max_new_tokens` is
+    `tokens`.
     """
     parts = name.lower().replace("-", "_").split("_")
     near = [word for word, facts in known.items() if name.lower() in facts.aka]
@@ -72,8 +72,8 @@ def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
 
 
 def _as_meant(name: str, value: str, word: Word) -> str:
-    """Return the word with the number that its value may stand for, as 10k does for 10000; empty:
-    it stands for none.
+    """Return the word with the number that its value abbreviates, as 10k does 10000; empty: no
+    number.
     """
     for reading in chain.from_iterable(readings(name, value)):
         if isinstance(reading, (int, float)) and not isinstance(reading, bool):
@@ -87,8 +87,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
     """Return the values of the `known` words, with their defaults, and the other words.
 
     Raises:
-        ConfigError: for every value that is wrong, word that is said twice, and word that is nearly
-            one of them.
+        ConfigError: for every invalid value, repeated word, and misspelt word.
     """
     values = {
         name: list(word.default) if word.many else word.default for name, word in known.items()
@@ -102,7 +101,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
         if not equals or word is None:
             near = _meant(name, known) if equals and name not in GROUPS else []
             if near and "." not in name:
-                rule = f"there is no such word here; words: {', '.join(known)}"
+                rule = f"is no word of this verb; words: {', '.join(known)}"
                 problems.append(
                     Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE)
                 )
@@ -110,9 +109,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
             continue
         if name in said and not word.many:
             problems.append(
-                Problem(
-                    "MT004", name, value, "is said twice", f"{name}={value}, once", COMMAND_LINE
-                )
+                Problem("MT004", name, value, "is set twice", f"{name}={value}, once", COMMAND_LINE)
             )
         said.add(name)
         try:

@@ -1,0 +1,315 @@
+"""A layout against one rank: both train from the same weights and samples, and are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain.config.engine.kernels import OURS
+from mtrain.config.machine.devices import facts_of
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.rules import check
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import BadEnvironment, ConfigError, say
+from mtrain.launching import local, preflight
+from mtrain.launching.signals import scratch_folder
+from mtrain.layout.grid import RankGrid
+from mtrain.plan.shrink import (
+    alone,
+    by_document,
+    in_eight_bits,
+    on_device_of,
+    shrink,
+    without_chance,
+)
+
+if TYPE_CHECKING:
+    from mtrain.train.verify.first_divergence import Difference
+    from mtrain.train.verify.prove import Row
+
+STEPS = 4
+MAX_RANKS = preflight.MOST_REHEARSED
+EIGHT_BITS = "fp8"
+"""Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all
+else in fp32.
+"""
+UNCOMPARED = float("inf")
+TOLERANCES = {
+    "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
+    "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 5e-2},
+    # A bias begins at 0 and its first steps are signs of gradients: where those are small, the
+    # signs of rounding.
+    "bf16 with biases": {"loss": 2e-3, "gradient norm": 2e-2, "gradient": 5e-2, "weight": 1e-1},
+    # Half a bit decides which expert a token visits: single gradients of experts are then of other
+    # tokens.
+    "bf16 with experts": {
+        "loss": 5e-3,
+        "gradient norm": 5e-2,
+        "gradient": UNCOMPARED,
+        "weight": UNCOMPARED,
+    },
+    # Rounding in fp32 tips single elements to the other of two numbers of 8 bits.
+    EIGHT_BITS: {"loss": 2e-3, "gradient norm": 1e-3, "gradient": 5e-3, "weight": 5e-2},
+}
+MODULE = {"fp32": 3e-5, "bf16": 1e-1, EIGHT_BITS: 1e-1}
+"""What a token that passes a module may differ by in the first step, relative to the size of a
+token.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number format of a proof: the layout against one rank."""
+
+    run: RunConfig
+    """The shrunk run."""
+    rows: tuple[Row, ...]
+    """Largest errors of losses, norms, gradients and weights, with their tolerances."""
+    is_located: bool = False
+    """Both ran again to find the first module that differs."""
+    difference: Difference | None = None
+    """That module; None: no module differs by more than rounding."""
+
+    @property
+    def equal(self) -> bool:
+        """Return whether every error is within its tolerance."""
+        return all(row.equal for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of `prove`."""
+
+    comparisons: tuple[Comparison, ...]
+    drew: bool
+    """Several ranks of the run have dropout, so their masks were compared."""
+    dropout: tuple[tuple[str, str], ...] = ()
+    """Modules with wrong dropout over ranks, each with the problem."""
+
+    @property
+    def equal(self) -> bool:
+        """Return whether the layout computes what one rank computes."""
+        return all(one.equal for one in self.comparisons) and not self.dropout
+
+
+def prove(
+    full: RunConfig,
+    argv: Sequence[str],
+    *,
+    before: Callable[[RunConfig], None] | None = None,
+    after: Callable[[Comparison], None] | None = None,
+) -> Proof:
+    """Compare the layout of `full`, which `argv` describes, with one rank, at a size that fits this
+    machine.
+
+    In fp32, where an error of the layout exceeds the rounding; a bf16 run also in bf16, and FP8 of
+    our layers, emulated in plain torch, with the rest in fp32. Triton kernels run where Triton's
+    interpreter is on (TRITON_INTERPRET=1), and portable ones otherwise. Dropout and the noise of
+    routers are off, because another layout draws other numbers; the masks of the ranks are compared
+    separately. The layout resumes from a checkpoint after half of the steps, the one rank does not.
+    After the first failure both run again to find the first module that differs.
+
+    Args:
+        full: the resolved run.
+        argv: its command line, for messages.
+        before: called with the shrunk run of each format before it is trained.
+        after: called with each comparison.
+
+    Raises:
+        ConfigError: the shrunk configuration breaks a rule.
+        BadEnvironment: the layout has more ranks than this machine may start.
+    """
+    comparisons: list[Comparison] = []
+    for dtype in formats(full):
+        small = comparable(full, argv, STEPS, dtype)
+        if before is not None:
+            before(small)
+        comparison = Comparison(small, tuple(compared(small)))
+        if not comparison.equal and all(one.equal for one in comparisons):
+            comparison = replace(comparison, is_located=True, difference=located(small))
+        comparisons.append(comparison)
+        if after is not None:
+            after(comparison)
+    if not draws(full):
+        return Proof(tuple(comparisons), drew=False)
+    problems = masks(shrunk(full, argv, 1, "fp32"))
+    return Proof(tuple(comparisons), drew=True, dropout=tuple(problems))
+
+
+def formats(full: RunConfig) -> list[str]:
+    """Return the number formats that a run is proven in."""
+    half = ["bf16"] if full.precision.dtype == "bf16" else []
+    ours = full.precision.quantized in OURS and full.kernels.linear != "te"
+    return ["fp32", *half, *([EIGHT_BITS] if ours else [])]
+
+
+def comparable(full: RunConfig, argv: Sequence[str], steps: int, dtype: str) -> RunConfig:
+    """`shrunk`, with nothing left that another layout does otherwise; of packed samples, nothing
+    that looks beyond a document, where that can be.
+    """
+    if dtype == EIGHT_BITS:  # a scale is that of a micro-batch: no document has one of its own
+        small = without_chance(shrunk(full, argv, steps, "fp32", emulated=True))
+        return in_eight_bits(small, full, interpreted=Machine.here().triton_interpreted)
+    small = without_chance(shrunk(full, argv, steps, dtype))
+    return (by_document(small) or small) if small.data.packed else small
+
+
+def shrunk(
+    full: RunConfig, argv: Sequence[str], steps: int, dtype: str, *, emulated: bool = False
+) -> RunConfig:
+    """Return the layout of `full`, which `argv` describes, small enough for this machine.
+
+    It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a
+    format is `emulated`, it runs on the CPU.
+
+    Raises:
+        ConfigError: what is left of the configuration breaks a rule.
+        BadEnvironment: the layout has more ranks than this machine may start.
+    """
+    machine = Machine.here()
+    small = shrink(
+        full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS, interpreted=machine.triton_interpreted
+    )
+    if machine.gpus and not facts_of(full.cluster.device).on_host and not emulated:
+        fewest = shrink(full, steps=steps, dtype=dtype, max_ranks=min(MAX_RANKS, machine.gpus))
+        if _degrees(fewest) == _degrees(small):
+            small = on_device_of(full, fewest)
+        else:
+            ranks = RankGrid.of(small).world
+            say(
+                f"on the CPU: the layout has {ranks} ranks, and this machine {machine.gpus} of"
+                f" {full.cluster.device}"
+            )
+    problems = [p for p in check(small) if p.severity == "error"]
+    if problems:
+        raise ConfigError(problems)
+    ranks = RankGrid.of(small).world
+    if ranks > MAX_RANKS:
+        raise BadEnvironment(
+            f"the layout needs {ranks} processes; at most {MAX_RANKS} are started on one machine"
+        )
+    preflight.check(small, argv, machine)
+    return small
+
+
+def _degrees(run: RunConfig) -> tuple[int, int, int]:
+    """Return the degrees that a shrunk layout has to keep, so that it is still the layout that is
+    proven.
+    """
+    return run.parallel.model_ranks, run.parallel.ep, RankGrid.of(run).etp
+
+
+def compared(small: RunConfig) -> list[Row]:
+    """Train `small` as laid out, resumed in the middle, and on one rank without that, and compare
+    both.
+    """
+    with observed(small) as (one, many):
+        local.install_reader()
+        from mtrain.train.verify.prove import compare
+
+        centered = small.model.layernorm_zero_centered_gamma
+        return compare(one, many, small.trainer.steps, _tolerances(small), zero_centered=centered)
+
+
+def located(small: RunConfig) -> Difference | None:
+    """Return the first module, in the order of execution, that computes something else than on one
+    rank; None: none is found. Trains both again, with all that passes each module kept.
+    """
+    with observed(small, traced=True) as (one, many):
+        local.install_reader()
+        from mtrain.train.verify.first_divergence import Bounds, first_divergence
+
+        told = _tolerances(small)
+        dtype = EIGHT_BITS if small.precision.quantized else small.precision.format
+        bounds = Bounds(
+            MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"]
+        )
+        return first_divergence(one, many, small.trainer.steps, bounds)
+
+
+def draws(full: RunConfig) -> bool:
+    """Return whether several ranks of a run have dropout in the model or its adapters."""
+    m = full.model
+    adapters = full.peft
+    rate = (
+        m.hidden_dropout or m.attention_dropout or (adapters.kind is not None and adapters.dropout)
+    )
+    return bool(rate) and RankGrid.of(full).world > 1
+
+
+def masks(small: RunConfig) -> list[tuple[str, str]]:
+    """Return modules whose dropout is wrong over ranks, with what is wrong; see
+    `train.verify.dropout_compare.wrong_masks`.
+    """
+    with scratch_folder("mtrain-prove-") as scratch:
+        local.observe_masks(small, scratch)
+        local.install_reader()
+        from mtrain.train.verify.dropout_compare import wrong_masks
+
+        return wrong_masks(scratch, small)
+
+
+@contextmanager
+def observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, Path]]:
+    """Folders in which one rank and the layout left what they computed."""
+    with scratch_folder("mtrain-prove-") as scratch:
+        one = scratch / "one"
+        many = scratch / "many"
+        one.mkdir()
+        many.mkdir()
+        local.observe(small, many, resumed=True, traced=traced)
+        local.observe(alone(small), one, by_document=one_at_a_time(small), traced=traced)
+        yield one, many
+
+
+def one_at_a_time(small: RunConfig) -> bool:
+    """Return whether one rank runs each document of a sample by itself; a scale of FP8 or a router
+    looks at all of them.
+    """
+    return small.data.packed and small.precision.quantized is None and by_document(small) == small
+
+
+def _tolerances(small: RunConfig) -> dict[str, float]:
+    dtype = small.precision.format
+    if small.precision.quantized is not None:
+        return TOLERANCES[EIGHT_BITS]
+    if dtype == "bf16" and small.model.moe is not None:
+        return TOLERANCES["bf16 with experts"]
+    biases = (
+        small.model.add_bias_linear
+        or small.model.add_qkv_bias
+        or small.model.norm_placement == "post_residual"
+    )
+    if dtype == "bf16" and biases:
+        return TOLERANCES["bf16 with biases"]
+    return TOLERANCES[dtype]
+
+
+def in_words(found: Difference | None) -> str:
+    """Return the line that says where to look."""
+    if found is None:
+        return (
+            "where: nothing that passes the modules differs by more than rounding, nor do gradients"
+            " and weights"
+        )
+    return (
+        f"where: {found.module}, {found.way} of step {found.step}: {found.what} (relative error"
+        f" {found.error:.1e})"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the largest relative errors, where they occur, and their tolerances."""
+    wide = max(len(row.what) for row in rows) + 1
+    lines = [f"{'':<{wide}} {'largest relative error':<24} {'tolerance':<10} where"]
+    for row in rows:
+        report = "bitwise equal" if row.error == 0 else f"{row.error:.1e}"
+        bound = "not compared" if row.tolerance == UNCOMPARED else f"{row.tolerance:.0e}"
+        mark = "" if row.equal else "  <- differs"
+        lines.append(
+            f"{row.what:<{wide}} {report:<24} {bound:<10} {row.where if row.error else ''}{mark}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""The checkpoint of a run folder, and the settings under which another verb may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config.compose.dump import override
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.messages.keys import schema_keys
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import ConfigError, Problem
+from mtrain.launching.local import Source
+from mtrain.models.registry import family_of
+
+_OF_SAMPLES = frozenset(
+    f"data.{key}"
+    for key in (
+        "kind",
+        "seq_length",
+        "split",
+        "packed",
+        "packed_multiple",
+        "eod_mask_loss",
+        "prefetch",
+        "cache_dir",
+        "suffixes",
+        "tokenizer_vocab_size",
+        "remote_cache_gib",
+    )
+)
+"""Keys that do not describe a corpus."""
+_OF_A_CORPUS = {
+    key: field.get_default(call_default_factory=True)
+    for key, field in schema_keys().items()
+    if key.startswith("data.") and key not in _OF_SAMPLES
+}
+WITHOUT_START = "peft.init_from=null"
+"""The adapters that a run began with are in its checkpoint."""
+WITHOUT_DATA = (
+    "data.kind=mock",
+    *(override(key, default) for key, default in _OF_A_CORPUS.items()),
+    "trainer.sample_tokens=0",
+    WITHOUT_START,
+)
+"""The corpus of the run may be gone: its tokenizer is in the run folder."""
+
+
+def relaid(overrides: Sequence[str]) -> list[str]:
+    """Return the settings that another layout resolves again: the micro-batch was resolved for the
+    layout of the run.
+    """
+    if any(word.startswith("parallel") for word in overrides):
+        return ["trainer.micro_batch_size=null"]
+    return []
+
+
+def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides, after those of our own `words` whose keys they do not set."""
+    said = {word.partition("=")[0] for word in overrides}
+    return [*(word for word in words if word.partition("=")[0] not in said), *overrides]
+
+
+def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
+    """Return the run or checkpoint folder that a verb was given first, and the rest of its
+    arguments.
+
+    Raises:
+        ConfigError: no folder was given, or it is neither a run nor a checkpoint.
+    """
+    if not argv or "=" in argv[0]:
+        raise ConfigError(
+            [Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)]
+        )
+    target = Path(argv[0]).expanduser()
+    if not (target / ckpt_folder.RUN_FILE).is_file():
+        what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
+        raise ConfigError(
+            [
+                Problem(
+                    "MT502",
+                    "",
+                    None,
+                    f"{target} {what}; {verb} needs a run or checkpoint folder",
+                    usage,
+                )
+            ]
+        )
+    return target, argv[1:]
+
+
+def run_file(target: Path) -> str:
+    """Return the configuration of a run or checkpoint folder, as an override's value."""
+    return quoted(target / ckpt_folder.RUN_FILE)
+
+
+def quoted(path: Path) -> str:
+    """Return a path as a value in override grammar."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def require_writing(run: RunConfig) -> None:
+    """Require a model that continues text, and whole sequences on every rank.
+
+    Raises:
+        ConfigError: the family continues no text, or context parallelism splits a sequence.
+    """
+    if not family_of(run.model).writes:
+        rule = f"a model of the family {run.model.family} does not continue texts"
+        raise ConfigError(
+            [Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")]
+        )
+    if run.parallel.cp > 1:
+        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
+        raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
+
+
+def source_of(target: Path, usage: str) -> Source:
+    """Return the checkpoint of a run or checkpoint folder, and the tokenizer that the run kept.
+
+    Raises:
+        ConfigError: there is no checkpoint, or no tokenizer.
+    """
+    home, checkpoint = checkpoint_of(target, usage)
+    tokenizer = home / "tokenizer.json"
+    if not tokenizer.is_file():
+        rule = (
+            f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
+        )
+        raise ConfigError(
+            [
+                Problem(
+                    "MT506",
+                    "",
+                    None,
+                    rule,
+                    "a run on data=stdlib, data=text or data.tokenizer=FILE",
+                )
+            ]
+        )
+    return Source(checkpoint, tokenizer)
+
+
+def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
+    """Return the run folder and the checkpoint of a run or checkpoint folder.
+
+    Raises:
+        ConfigError: the run has no checkpoint.
+    """
+    if target.parent.name == CHECKPOINTS:
+        return target.parent.parent, target
+    saved = ckpt_folder.committed(target / CHECKPOINTS)
+    if not saved:
+        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+    return target, saved[-1]
+
+
+def newest(target: Path, usage: str) -> Path:
+    """Return the newest checkpoint of a run folder, or the checkpoint folder itself.
+
+    Raises:
+        ConfigError: the run has none yet.
+    """
+    if target.parent.name == CHECKPOINTS or (target / ckpt_folder.MANIFEST).is_file():
+        return target
+    saved = ckpt_folder.committed(target / CHECKPOINTS)
+    if not saved:
+        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+    return saved[-1]
