@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
 
@@ -202,7 +203,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
     products = _products(r, h, s, t, n)
     works = 0
     needs = 0
-    short = r.words["attention"] == "cpu" and not r.wide and scores <= MOST_SCORES
+    short = r.words["attention"] == ON_CPU and not r.wide and scores <= MOST_SCORES
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
         needs = scores * FP32

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
@@ -40,7 +41,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     if not rms:
         keeps += [Tensor(rows * FP32), *([Tensor(width * FP32)] if not r.wide else ())]
     # the gradient of RMSNorm on a CPU reads the rows as they are
-    written_out = rms and r.words["norm"] == "cpu"
+    written_out = rms and r.words["norm"] == ON_CPU
     widened = not r.wide and not written_out
     keeps.append(Tensor(rows * width * FP32) if widened else x)
     wide = rows * width * FP32  # of rows, of what is normed, of its gradient and of their product

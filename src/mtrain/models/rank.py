@@ -8,7 +8,7 @@ from functools import cached_property
 
 from mtrain.config.engine.formats import bytes_of
 from mtrain.config.engine.fusions import operands_apart
-from mtrain.config.engine.kernels import OPERATIONS, routes_by_lists, stands_for
+from mtrain.config.engine.kernels import ON_CPU, OPERATIONS, routes_by_lists, stands_for
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeModule
@@ -157,7 +157,7 @@ class Rank:
         """
         return (
             bool(self.layout.sequence_parallel)
-            and self.words["linear"] == "cpu"
+            and self.words["linear"] == ON_CPU
             and self.wide
             and self.layout.fsdp == "none"
         )
@@ -216,7 +216,7 @@ class Rank:
 
     def plain(self, op: str) -> bool:
         """Return whether an operation is done in plain torch, by its definition or for a CPU."""
-        return self.words[op] in ("reference", "cpu")
+        return self.words[op] in ("reference", ON_CPU)
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether a module of every layer is computed again in the backward."""

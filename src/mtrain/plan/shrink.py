@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mtrain.config.engine.kernels import OPERATIONS, lacks
+from mtrain.config.engine.kernels import ON_CPU, OPERATIONS, lacks
 from mtrain.config.machine.devices import CPU
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.batches import NO_RAMP
@@ -241,7 +241,7 @@ def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = Fals
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
     words = {op: getattr(small.kernels, op) for op in ("linear", "experts")}
     # the products of a CPU know no 8 bits, and the definition rounds in plain torch
-    plain = {op: "reference" for op, word in words.items() if word == "cpu"}
+    plain = {op: "reference" for op, word in words.items() if word == ON_CPU}
     update = {
         "precision": small.precision.model_copy(update=eight),
         "kernels": small.kernels.model_copy(update=plain),

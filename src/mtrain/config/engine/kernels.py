@@ -55,6 +55,9 @@ def _activates(run: RunConfig) -> bool:
     return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")
 
 
+ON_CPU = "cpu"
+"""The implementation for a CPU, whatever a device is called."""
+
 OPERATIONS = (
     Operation("norm", ("te", "triton", "cpu", "reference")),
     Operation(
@@ -230,7 +233,7 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
             return f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device}"
         if machine.gpus and not machine.transformer_engine:
             return "TransformerEngine is not installed"
-    if word == "cpu" and not facts.on_host:
+    if word == ON_CPU and not facts.on_host:
         return f"cpu is for operations on a CPU, and the device is {device}"
     if word == "triton":
         if not machine.triton and (facts.on_host or machine.gpus):
@@ -254,7 +257,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
             "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
             " tensorwise or blockwise"
         )
-    if op in ("linear", "experts") and word == "cpu" and run.precision.quantized is not None:
+    if op in ("linear", "experts") and word == ON_CPU and run.precision.quantized is not None:
         return (
             f"cpu multiplies in {run.precision.dtype}, and precision is {run.precision.quantized}"
         )
@@ -452,7 +455,7 @@ def _problem(
 ) -> Iterator[Problem]:
     word = getattr(run.kernels, key)
     device = run.cluster.device
-    if word not in ("triton", "te", "cpu") or (word == "te" and not facts_of(device).cuda_kernels):
+    if word not in ("triton", "te", ON_CPU) or (word == "te" and not facts_of(device).cuda_kernels):
         return
     if key != "default" and word == run.kernels.default:
         return

@@ -24,6 +24,7 @@ from mtrain_kernels.rope.op import rotate
 from torch import Tensor
 
 from mtrain.config.engine import release
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.errors import BadEnvironment
 from mtrain.mcore.layers.linear import accumulate_in_products
 
@@ -213,7 +214,7 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
     for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and what adds
     weight gradients up where the keys ask for that.
     """
-    on_a_cpu = "cpu" in (kernels.linear, kernels.experts, kernels.loss)
+    on_a_cpu = ON_CPU in (kernels.linear, kernels.experts, kernels.loss)
     if on_a_cpu and kernels.cpu_matmul not in (None, "auto"):
         try:
             linear.use(kernels.cpu_matmul)
@@ -229,6 +230,6 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
             elif impl == "reference":
                 ours = override.original
-            elif impl == "cpu":
+            elif impl == ON_CPU:
                 ours = functools.partial(rotary_on_cpu, original=override.original)
             setattr(override.module, override.name, ours)

@@ -23,6 +23,7 @@ from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
 from mtrain_kernels.attention.seen import Seen
 from torch import Tensor, nn
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.mcore.layers.context import Context
 from mtrain.mcore.layers.places import Places, mask_of, places_of
 
@@ -144,7 +145,7 @@ class CoreAttention(MegatronModule):
             out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
         square = query.shape[0] == key.shape[0]
-        if self.impl not in ("reference", "cpu") and square and hidden is None:
+        if self.impl not in ("reference", ON_CPU) and square and hidden is None:
             longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
             limits = {"window": self._window, "cu_seqlens": cu_seqlens}
             limits |= {"max_seqlen": longest} if cu_seqlens is not None else {}
@@ -280,9 +281,9 @@ class CoreAttention(MegatronModule):
         options |= {"scale": self._scale, "softcap": self.softcap, "dropout_p": dropout_p}
         plain = sink is None and not dropout_p and not self.softcap
         with self._random_state(dropout_p):
-            if self.impl == "cpu" and causal and plain and cpu.fits(q, k, v):
+            if self.impl == ON_CPU and causal and plain and cpu.fits(q, k, v):
                 out = cpu.attention(q, k, v, self._scale)
-            elif self.impl in ("reference", "cpu"):
+            elif self.impl in ("reference", ON_CPU):
                 out = reference.attention(q, k, v, **options)
             else:
                 # no kernel that has a name here takes any mask

@@ -14,6 +14,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.torch_norm import L2Norm
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.mcore import api
 from mtrain.mcore.layers.cache import CachedSelfAttention
 from mtrain.mcore.layers.gated_delta_net import GatedDeltaNet, OutputNorm
@@ -51,7 +52,7 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
     attention = provider.kernels["attention"]
     norm = provider.kernels["norm"]
     return api.ModuleSpec(
-        module=chosen(GatedDeltaNet, "reference" if attention in ("reference", "cpu") else "auto"),
+        module=chosen(GatedDeltaNet, "reference" if attention in ("reference", ON_CPU) else "auto"),
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(),
             out_norm=chosen(OutputNorm, "auto" if norm == "te" else norm),

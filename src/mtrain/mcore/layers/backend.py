@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mtrain_kernels.fp8_linear.op import Recipe
 
 from mtrain.config.engine import release
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.layers import dispatch
@@ -136,7 +137,7 @@ class Provider(BackendSpecProvider):
         """Return a layer of ours, in FP8 by the reference or the fastest that takes a product."""
         impl = self.kernels["linear"]
         if self.fp8 is None:
-            return chosen(layer, "cpu") if impl == "cpu" else layer
+            return chosen(layer, "cpu") if impl == ON_CPU else layer
         if impl != "reference":
             impl = "auto"
         return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)

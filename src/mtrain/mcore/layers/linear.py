@@ -18,6 +18,7 @@ from mtrain_kernels.linear import add_weight_gradient, fits, linear
 from mtrain_kernels.quantize.op import Operand
 from torch import Tensor
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.mcore.layers.operands import gathered, greatest, may_gather, taken
 
 
@@ -63,9 +64,9 @@ class _Product:
             return self._in_fp8(
                 input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, more
             )
-        fused = self.impl == "cpu" and _adds_in_place(input, weight)
+        fused = self.impl == ON_CPU and _adds_in_place(input, weight)
         forward_only = input.is_cpu and not torch.is_grad_enabled()
-        fast = self.impl == "cpu" and (fused or forward_only or fits(input, weight))
+        fast = self.impl == ON_CPU and (fused or forward_only or fits(input, weight))
         asked = more.get("gradient_accumulation_fusion", False) and not fused
         if asked or not fast or more.get("grad_output_buffer") is not None:
             given = {

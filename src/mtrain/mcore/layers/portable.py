@@ -25,6 +25,7 @@ from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.mcore.layers.operands import Feeds, greatest, normed, taken
 
 Init = Callable[[Tensor], Any]
@@ -273,7 +274,7 @@ class DuplicatedLinear(nn.Module):
         tokens.
         """
         if self.fp8 is None:
-            product = linear if self.impl == "cpu" else F.linear
+            product = linear if self.impl == ON_CPU else F.linear
             return product(x, self.weight)
         context = [parallel_state.get_context_parallel_group()]
         tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)

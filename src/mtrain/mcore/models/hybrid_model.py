@@ -21,6 +21,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config.engine import release
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.mcore import api
 from mtrain.mcore.layers.attention_spec import attention_spec
 from mtrain.mcore.layers.backend import mlp_spec
@@ -352,7 +353,7 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
     linear = Mamba2MixerSubmodules(
         provider.column_parallel_linear(), provider.row_parallel_linear()
     )
-    impl = "reference" if provider.kernels["attention"] in ("reference", "cpu") else "auto"
+    impl = "reference" if provider.kernels["attention"] in ("reference", ON_CPU) else "auto"
     # MambaModel's layer passes no epsilon on, and takes that of a specification
     with_epsilon = api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon})
     parts = MambaLayerSubmodules(

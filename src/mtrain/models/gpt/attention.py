@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
 from mtrain.models.gpt.linear_attention import gated_delta_net
@@ -110,7 +111,7 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
     if r.words["rope"] == "reference" and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
     else:
-        by_halves = r.words["rope"] == "cpu" and r.wide
+        by_halves = r.words["rope"] == ON_CPU and r.wide
         halves = by_halves and rotary == r.model.head_dim and not r.model.rotary_interleaved
         cosines = rotary if halves else rotary // 2
         tables = [Tensor(r.length * cosines * FP32), Tensor(r.length * (rotary // 2) * FP32)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.engine.kernels import ON_CPU
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import WRITTEN_OUT, column, row
@@ -125,7 +126,7 @@ def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
         keeps = [
             Tensor(rows * FP32),
             Tensor(own.value_head_dim * FP32),
-            y if r.words["norm"] == "cpu" else Tensor(size * FP32),
+            y if r.words["norm"] == ON_CPU else Tensor(size * FP32),
         ]
     out = Tensor(size * r.element)
     if not r.plain("norm"):
