@@ -225,7 +225,15 @@ def test_op_override_triton_steps_equal_reference(name: str) -> None:
     right = values["reference"]
     assert len(ours) == len(right) == 8
     assert ours == pytest.approx(right, abs=1e-4)
-    assert ours != right, "not one bit differs, so Triton did nothing"
+
+
+@pytest.mark.full
+def test_op_override_triton_steps_round_in_their_own_way() -> None:
+    # in fp32 the definition and the interpreted kernels can agree in every bit
+    words = [*INTERPRETED["one rank"], *SMALL, "precision=bf16"]
+    values = interpreted.trained({k: [*words, f"kernels={k}"] for k in ("reference", "triton")})
+    assert values["triton"] != values["reference"], "not one bit differs: Triton did nothing"
+    assert values["triton"] == pytest.approx(values["reference"], abs=1e-2)
 
 
 OVERLAPPED = (

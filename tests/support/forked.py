@@ -179,7 +179,7 @@ OF_FAMILIES = (
         for part in ("build", "data")
     ),
     "models.hybrid.build",
-    "data.chat_batch",
+    "data.batch",
 )
 """What a rank imports once it knows its model."""
 
