@@ -145,7 +145,7 @@ def _routed_padding() -> str:
 
 
 def _recomputed_padding() -> str:
-    """Return whether gradients beside padding are those of layers that are not computed again."""
+    """Return whether gradients with padding are those of layers that are not computed again."""
     from mtrain.mcore.layers.padding import padding_is
 
     tiny.start_world()

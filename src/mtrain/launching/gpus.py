@@ -138,9 +138,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank
-    fits beside it.
-    """
+    """Yield a shortage for each GPU whose memory others hold, or a warning if a rank still fits."""
     ranks = run.parallel.world
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)

@@ -115,8 +115,8 @@ def _generate(
     from mtrain.train.generate.write import write
 
     texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
-    asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
-    write(run, Path(checkpoint), Path(tokenizer), asked, Path(output))
+    values = {**request, **texts, "sampling": Sampling(**request["sampling"])}
+    write(run, Path(checkpoint), Path(tokenizer), Request(**values), Path(output))
 
 
 def _evaluate(

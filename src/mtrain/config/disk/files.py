@@ -90,7 +90,7 @@ def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
 def read_bytes(
     path: Path, source: str, limit: int = MAX_BYTES, endings: Sequence[str] = ()
 ) -> bytes:
-    """What is in a regular file.
+    """Return the contents of a regular file.
 
     Args:
         path: the file; a symbolic link is followed.

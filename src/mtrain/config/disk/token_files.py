@@ -1,5 +1,4 @@
-"""What Megatron's `.bin/.idx` and a `tokenizer.json` say of themselves, read without numpy and
-without all of them.
+"""Headers of Megatron's `.bin/.idx` and of `tokenizer.json`, read in part and without numpy.
 
 `.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 number of
 sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in

@@ -1,5 +1,4 @@
-"""What this process may use of its machine: cores and memory within the limits of its control
-group, and GPUs.
+"""The machine as this process may use it: cores and memory within its control group, and GPUs.
 
 Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of
 NVIDIA's GPUs the driver's own library knows more (`config/machine/nvml.py`).

@@ -74,7 +74,7 @@ def found(group: str) -> dict[str, EntryPoint]:
 
 
 def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
-    """What an entry point stands for.
+    """Return the object that an entry point names.
 
     Args:
         entry: the entry point.

@@ -110,9 +110,7 @@ class _Trial:
         return override(path, self.held[path])
 
     def _with_another(self, key: str, value: Any) -> str:
-        """Return a setting with the first change of other keys that makes it valid; empty if there
-        is none.
-        """
+        """Return a setting with the first change of other keys that makes it valid, or ""."""
         try:
             run = self.resolve(apply(self.partial, {key: value}))
         except (ValidationError, KeyError, TypeError):

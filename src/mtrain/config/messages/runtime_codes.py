@@ -141,7 +141,7 @@ OF_WORK = (
         "MT623",
         "A corpus has no manifest, so its hashes and the counts of its files are not known.",
         "Use a corpus that `data tokenize` made, or data verify manifest=false.",
-        says="there is no manifest beside it",
+        says="there is no manifest next to it",
     ),
     Code(
         "MT624",
@@ -156,7 +156,7 @@ OF_WORK = (
         "MT640",
         "A run asks for more samples than its data gives.",
         "Train for fewer steps, or let corpora be read more often.",
-        says="has 500 samples before every corpus has had its epochs, and 800 are asked for",
+        says="has 500 samples before every corpus has had its epochs, and the run needs 800",
     ),
     Code(
         "MT641",

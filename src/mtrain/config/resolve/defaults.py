@@ -137,7 +137,7 @@ def sample_length(run: RunConfig) -> Filled:
     positions = run.model.max_position_embeddings
     if (
         run.model.family == "llava" and run.model.llava is not None
-    ):  # beside an image of each sample
+    ):  # in addition to the image of each sample
         most += run.model.llava.image_tokens
     why = f"{run.model.name}: max_position_embeddings {positions}"
     if positions > most:
