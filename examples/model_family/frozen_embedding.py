@@ -10,7 +10,7 @@ from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.gpt import GPT
+from mtrain.models.gpt.family import FAMILY as GPT
 from mtrain.models.gpt.weights import stage_weights
 from mtrain.models.weights import Weight
 

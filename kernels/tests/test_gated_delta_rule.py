@@ -247,7 +247,7 @@ def test_gated_delta_rule_unfit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             op.gated_delta_rule(**found | change)
-    with pytest.raises(ValueError, match="beside the segments"):
+    with pytest.raises(ValueError, match="given with the segments"):
         op.gated_delta_rule(**found | {"segments": None}, edges=torch.tensor([0, 13]))
     with pytest.raises(ValueError, match="chunk 0"):
         op.gated_delta_rule(**found, chunk=0)

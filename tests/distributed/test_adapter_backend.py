@@ -78,7 +78,7 @@ def test_adapter_backend_mla_tp2_matches_one_rank(sequence_parallel: bool) -> No
 
 
 def test_adapter_backend_unusable_named_kernel_states_reason() -> None:
-    from mtrain.mcore.layers.portable import backend
+    from mtrain.mcore.layers import backend
 
     choices = {**vars(tiny.REFERENCE), "attention": "te", "norm": "te"}
     with pytest.raises(

@@ -101,7 +101,15 @@ def test_checkpoint_one_rank_verifies_saved_files(
         state = SimpleNamespace(step=3)
         clock = SimpleNamespace(done=lambda bit: None)
         with metadata_calls() as counted:
-            hook._save(SimpleNamespace(run=None, world=world, state=state, by_time=clock))  # type: ignore[arg-type]
+            hook._save(
+                SimpleNamespace(
+                    run=None,
+                    world=world,
+                    state=state,
+                    by_time=clock,
+                    hooks=SimpleNamespace(state_dict=dict),
+                )
+            )  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
         assert (hook.saved_step, hook.path) == (3, tmp_path)
 

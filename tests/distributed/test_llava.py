@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.cli import prove
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.launching import prove
 from mtrain.loading.configuration import load
 from mtrain.models.llava.count import frozen_parameters
 from mtrain.plan.count import parameters

@@ -51,7 +51,7 @@ def run(*argv: str, cwd: Path, env: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_examples_are_listed_with_a_page_each() -> None:
+def test_examples_have_a_listed_page_each() -> None:
     folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
     listed = (EXAMPLES / "README.md").read_text()
     for name in folders:
@@ -59,7 +59,7 @@ def test_examples_are_listed_with_a_page_each() -> None:
         assert (EXAMPLES / name / "README.md").is_file()
 
 
-def test_config_folder_trains_its_recipe(tmp_path: Path) -> None:
+def test_examples_config_folder_trains_its_recipe(tmp_path: Path) -> None:
     folder = str(EXAMPLES / "config_folder/conf")
     words = ("--config-dir", folder, "recipe=go", "+experiment=fast", "log.name=run")
     run(*words, cwd=tmp_path, env=environment())
@@ -67,7 +67,7 @@ def test_config_folder_trains_its_recipe(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
 
 
-def test_model_family_keeps_its_embedding(tmp_path: Path) -> None:
+def test_examples_model_family_keeps_its_embedding(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
     env = installed(EXAMPLES / "model_family", packages)
@@ -83,7 +83,7 @@ def test_model_family_keeps_its_embedding(tmp_path: Path) -> None:
     assert same == {name for name in weights if "word_embeddings" in name}
 
 
-def test_model_family_plans_less_state_than_gpt(tmp_path: Path) -> None:
+def test_examples_model_family_plans_less_state(tmp_path: Path) -> None:
     env = installed(EXAMPLES / "model_family", tmp_path)
     plans = {}
     for family in ("gpt", "frozen_embedding"):
@@ -95,7 +95,7 @@ def test_model_family_plans_less_state_than_gpt(tmp_path: Path) -> None:
         assert stages["frozen_embedding"][part] < stages["gpt"][part]
 
 
-def test_device_trains_two_ranks(tmp_path: Path) -> None:
+def test_examples_device_trains_two_ranks(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
     env = installed(EXAMPLES / "device", packages)
@@ -106,7 +106,7 @@ def test_device_trains_two_ranks(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "runs/run")) == 2
 
 
-def test_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+def test_examples_notebook_runs_to_its_last_cell(tmp_path: Path) -> None:
     notebook = json.loads((EXAMPLES / "notebook/plan_layouts.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] for cell in cells), "clear the outputs before you commit"

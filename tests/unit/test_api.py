@@ -40,7 +40,7 @@ def test_api_import_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_load_returns_a_resolved_configuration() -> None:
+def test_api_load_returns_a_resolved_configuration() -> None:
     loaded = api.load(ONE)
     assert loaded.run.trainer.global_batch_size == 2
     assert loaded.origins["data.seq_length"] == "command line"
@@ -48,19 +48,19 @@ def test_load_returns_a_resolved_configuration() -> None:
     assert api.load(to_run=False).argv == ()
 
 
-def test_load_of_a_wrong_key_raises_config_error() -> None:
+def test_api_load_of_a_wrong_key_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="MT0"):
         api.load(["model.num_layer=3"])
 
 
-def test_plan_counts_parameters_memory_and_time() -> None:
+def test_api_plan_counts_parameters_memory_and_time() -> None:
     loaded = api.load(["recipe=llama3/70b_h100x64"], to_run=False)
     facts = api.plan(loaded)
     assert 70e9 < facts["parameters"]["total"] < 71e9
     assert facts["memory"]["stages"]
 
 
-def test_train_and_generate_return_folder_and_texts(
+def test_api_train_and_generate_return_folder_and_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_train_and_generate_return_folder_and_texts(
         api.generate(folder, ["x"], overrides=["parallel=cp2"])
 
 
-def test_prove_compares_a_layout_with_one_rank() -> None:
+def test_api_prove_compares_a_layout_with_one_rank() -> None:
     started: list[object] = []
     proof = api.prove(api.load([*TINY, "parallel=tp2"]), before=started.append)
     assert proof.equal

@@ -140,7 +140,8 @@ def test_boxes_non_boxes_are_refused() -> None:
 
 
 def test_boxes_writers_import_no_torch() -> None:
-    names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
+    names = ["boxes", "importer", "exporter", "checkpoint_reader"]
+    names += ["huggingface.reader", "huggingface.model", "megatron.reader"]
     text = (
         f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"
         " mtrain.models.gpt.hf_files\n"

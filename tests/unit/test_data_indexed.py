@@ -133,9 +133,9 @@ def test_indexed_dtype_equals_megatron() -> None:
 I8 = struct.Struct("<q").pack
 I4 = struct.Struct("<i").pack
 CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "empty index": (lambda i, b: resize(i, 0), "0 bytes, a header alone has 34"),
-    "index cut in the magic": (lambda i, b: resize(i, 5), "5 bytes, a header"),
-    "index cut in the header": (lambda i, b: resize(i, 33), "33 bytes, a header"),
+    "empty index": (lambda i, b: resize(i, 0), "0 bytes, and a header has 34"),
+    "index cut in the magic": (lambda i, b: resize(i, 5), "5 bytes, and a header"),
+    "index cut in the header": (lambda i, b: resize(i, 33), "33 bytes, and a header"),
     "index cut after the header": (lambda i, b: resize(i, 34), "offset 18: 6 sequences"),
     "index cut by one byte": (lambda i, b: resize(i, 161), "need 162 bytes, the file has 161"),
     "index one byte longer": (lambda i, b: resize(i, -1), "the file has 163"),

@@ -160,7 +160,7 @@ def test_remote_errors_hold_no_secret(
     assert "nosuch://" in refused(BadEnvironment, "nosuch://bucket/a")
     files.pipe_file("/bucket/c.bin", b"1234")
     for head, said in (
-        (b"", "a header alone"),
+        (b"", "and a header has"),
         (b"X" * 40, "offset 0"),
         (b"MMIDIDX\0\0" + bytes(100), "version 0"),
     ):

@@ -15,10 +15,10 @@ from mtrain.errors import OF_THE_PLACE
 
 
 def raising(error: BaseException) -> Callable[[object], int]:
-    def dispatch(call: object) -> int:
+    def run(arguments: object) -> int:
         raise error
 
-    return dispatch
+    return run
 
 
 @pytest.mark.parametrize("number", [*OF_THE_PLACE], ids=errno.errorcode.get)
@@ -26,7 +26,7 @@ def test_environment_errors_include_refusals_of_the_system(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = OSError(number, os.strerror(number), "/somewhere/file")
-    monkeypatch.setattr(command, "dispatch", raising(error))
+    monkeypatch.setattr(command, "run", raising(error))
     assert command.main(["check"]) == 3
     said = capsys.readouterr().err
     assert said.startswith(f"/somewhere/file: {os.strerror(number)}\n  fix: ")
@@ -36,7 +36,7 @@ def test_environment_errors_include_refusals_of_the_system(
 def test_environment_errors_exclude_other_system_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "dispatch", raising(OSError(errno.EBADF, "Bad file descriptor")))
+    monkeypatch.setattr(command, "run", raising(OSError(errno.EBADF, "Bad file descriptor")))
     assert command.main(["check"]) == 1
     assert "unexpected OSError" in capsys.readouterr().err
 
@@ -44,7 +44,7 @@ def test_environment_errors_exclude_other_system_errors(
 def test_environment_errors_include_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "dispatch", raising(MemoryError()))
+    monkeypatch.setattr(command, "run", raising(MemoryError()))
     assert command.main(["check"]) == 3
     assert "memory" in capsys.readouterr().err
 
@@ -58,7 +58,7 @@ def test_environment_errors_include_missing_working_folder(
     os.chdir(gone)
     gone.rmdir()
     assert command.main(["check"]) == 3
-    assert capsys.readouterr().err.startswith("the working folder is gone: it was removed\n  fix: ")
+    assert capsys.readouterr().err.startswith("the working folder was removed\n  fix: ")
     assert command.main(["choices", "cluster"]) == 0, "a verb that needs no folder works without"
 
 

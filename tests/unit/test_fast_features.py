@@ -175,7 +175,10 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
         ),
     ),
     "has Whitespace": ("llama", lambda b: b.update(pre_tokenizer={"type": "Whitespace"})),
-    "is none, and it has no normalizer": ("llama", lambda b: b.update(normalizer=None)),
+    "it has no pre-tokenizer, and it has no normalizer": (
+        "llama",
+        lambda b: b.update(normalizer=None),
+    ),
 }
 
 

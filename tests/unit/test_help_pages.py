@@ -93,7 +93,7 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     elif verb == "explain":
         assert field_of(words[0]) is not None or words[0].startswith("MT")
     elif verb != "data":
-        known = {"completion": SHELLS, "choices": GROUPS, "schema": (*KINDS, "fields")}
+        known = {"completion": SHELLS, "choices": GROUPS, "schema": (*KINDS, "fields", "codes")}
         assert set(words) <= set(known.get(verb, ()))
 
 

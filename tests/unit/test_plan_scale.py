@@ -85,7 +85,7 @@ WRONG = {
         ["--scale", "8,x,-1"],
         ["x is no number of devices", "-1 is no number of devices"],
     ),
-    "falling": (["--scale", "16,8"], ["8 behind 16", "--scale 8,16"]),
+    "falling": (["--scale", "16,8"], ["8 after 16", "--scale 8,16"]),
     "dots": (["--scale", "8,12,...,64"], ["12 is no multiple of 8"]),
     "dots at the end": (["--scale", "8,16,..."], ["... stands between two numbers"]),
     "no machines": (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.prove import draws
+from mtrain.launching.prove import draws
 from mtrain.loading.configuration import load
 from mtrain.train.verify.dropout_compare import MASKS, wrong_masks
 

@@ -25,7 +25,7 @@ MAX_OLD_BYTES = 1 << 22
     usage="schema [run|recipe|GROUP|fields|codes] [-o DIR]",
     help=(
         "Print JSON Schema for editors. `schema fields`: every key, and what it feeds in"
-        " megatron-core. `schema codes`: every code, with cause and fix."
+        " megatron-core.\n`schema codes`: every code, with cause and fix."
     ),
     arguments=(
         (
