@@ -121,7 +121,7 @@ def _in_cycles(imports: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
-def test_modules_and_ops_import_each_other_in_one_direction() -> None:
+def test_house_imports_have_no_cycles() -> None:
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "mtrain_kernels").rglob("*.py")
@@ -135,5 +135,5 @@ def test_modules_and_ops_import_each_other_in_one_direction() -> None:
     assert not _in_cycles(folders), f"import in a cycle: {sorted(_in_cycles(folders))}"
 
 
-def test_a_cycle_of_imports_is_found() -> None:
+def test_house_import_cycle_is_found() -> None:
     assert _in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
