@@ -235,7 +235,7 @@ def test_norm_cpu_form_equals_definition(zero_centered: bool, dtype: torch.dtype
             parity.check(fast, definition, found | {"x": x})
 
 
-def test_implementations_on_a_cpu_are_those_that_are_named() -> None:
+def test_norm_named_implementation_runs_on_cpu() -> None:
     x = leaf(5, 24).detach().cpu().requires_grad_()
     weight = leaf(24).detach().cpu()
     made = {

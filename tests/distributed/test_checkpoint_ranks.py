@@ -107,7 +107,7 @@ def test_checkpoint_one_rank_verifies_saved_files(
                     world=world,
                     state=state,
                     by_time=clock,
-                    hooks=SimpleNamespace(state_dict=dict),
+                    hooks=SimpleNamespace(state_dict=dict, call=lambda *moment: None),
                 )
             )  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
