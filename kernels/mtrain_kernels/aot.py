@@ -112,7 +112,9 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if once and self.__name__ in {name for name, _ in compiled.values()}:
             return None
+        # A warm-up compiles and launches nothing, so that meta tensors will do.
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        # Launches that differ only in sizes share a binary, which counts once.
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
 
@@ -179,6 +181,7 @@ def _resources(kernel: Any) -> tuple[int, int, int]:
     tool = _tools() / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
+        # Another process reads the file by its name.
         file.flush()
         said = subprocess.run(
             [str(tool), "--dump-resource-usage", file.name],

@@ -67,6 +67,7 @@ def faster(rounds: int = 5) -> tuple[Library, float]:
             )
             gradient = torch.zeros(outputs, inputs)
             seconds = {"blas": [0.0] * 0, "onednn": [0.0] * 0}
+            # One round more, since the first warms caches and is left out.
             for _ in range(rounds + 1):
                 for library in ("blas", "onednn"):
                     use(library)
@@ -124,6 +125,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None, *, plain: bool
     """
     if plain or not fits(x, weight):
         return torch.mm(x, weight.t(), out=out)
+    # The operator that torch's compiler emits: it takes ordinary tensors instead of oneDNN's own.
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return y
 

@@ -115,6 +115,7 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     inside: set[int] = set()
     for at, (name, operands) in enumerate(found):
         target = re.search(r"`\((\.L_\w+)\)", operands)
+        # A branch to an earlier label closes a loop.
         if name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             loop = range(labels[target[1]], at + 1)
             if any(ACCESS.match(found[i][0]) for i in loop):
@@ -181,5 +182,6 @@ def _issue(body: list[tuple[str, str]], warps: int) -> int:
         if unit is not None:
             wide = max(1.0, _width(name) / 32) if unit == "memory" else 1.0
             busy[unit] += 2.0 if PAIR.match(name) else wide
+    # The pipe of integer products is half of the fp32 lanes and keeps them busy.
     busy["float"] += busy["product"]
     return round(max(32 * warps * count / LANES[unit] for unit, count in busy.items()))

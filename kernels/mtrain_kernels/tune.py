@@ -65,6 +65,7 @@ def measure(
 
     A tile that the device cannot launch is left out.
     """
+    # Measuring switches variants; the earlier record is restored at the end.
     before = tuning.read(path)
     chosen = {}
     ends = (torch.arange(1, groups + 1, device=device) * (rows // groups)).int()

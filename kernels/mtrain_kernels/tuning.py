@@ -80,6 +80,7 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
     known = {name: dict(found) for name, found in read(path).items()}
     known.setdefault(kernel, {})[shapes] = variant
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename is atomic only within one file system.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
         json.dump(known, file, indent=1, sort_keys=True)
     os.chmod(

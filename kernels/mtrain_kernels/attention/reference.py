@@ -166,12 +166,14 @@ def softmax(
     if seen is not None:
         z = z.masked_fill(~seen, float("-inf"))
     if x.shape[-1]:
+        # Subtracted and divided out again: no gradient flows through the maximum.
         top = z.detach().amax(-1, keepdim=True)
     else:
         top = z.new_full((*z.shape[:-1], 1), float("-inf"))
     offset = None if sink is None else sink.to(wide).view(1, -1, 1, 1)
     if offset is not None:
         top = torch.maximum(top, offset.detach())
+    # -inf minus -inf would be NaN in rows that see nothing.
     top = top.masked_fill(top == float("-inf"), 0.0)
     e = (z - top).exp()
     total = e.sum(-1, keepdim=True)
@@ -187,6 +189,7 @@ def visible_keys(x: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
     seen = mask
     if causal:
         s, t = x.shape[-2:]
+        # Aligned at the end, so that the last query sees all keys.
         lower = torch.ones(s, t, dtype=torch.bool, device=x.device).tril(t - s)
         seen = lower if mask is None else mask & lower
     return seen

@@ -65,6 +65,7 @@ def _typed(found: Sequence[Tensor], format: str, one: bool, amax: Tensor | None)
     again = scale if one else turned_scale
     assert dtype is not None
     amax = made if amax is None else amax
+    # Operators exchange bytes, see `quantize.op._bytes`; here they get their dtype back.
     return Grouped(data.view(dtype), scale, turned.view(dtype), again, amax)
 
 

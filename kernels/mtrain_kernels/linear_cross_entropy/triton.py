@@ -61,6 +61,7 @@ def product_kernel(
             b = tl.load(right + i, mask=(c < columns)[None, :] & here[:, None], other=0.0)
         x = dot(a, b, x, EXACT)
     held = (c < columns)[None, :]
+    # Statistics are of what is stored, so that the probabilities of the backward add up to 1.
     rounded = cast(x, x_ptr.dtype.element_ty)
     if KEPT:
         place = logits_ptr + r.to(tl.int64)[:, None] * logits_stride + c[None, :]
@@ -72,6 +73,7 @@ def product_kernel(
         top = tl.max(x, axis=1)
         at = tl.min(tl.where(x == top[:, None], c[None, :], columns), axis=1)
         tl.store(out + 3 * part, top, mask=r < rows)
+        # A column number is exact in fp32 up to 2^24.
         tl.store(out + 4 * part, at.to(tl.float32), mask=r < rows)
     if CAPPED:
         x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, False)

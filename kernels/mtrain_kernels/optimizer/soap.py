@@ -87,6 +87,7 @@ class Soap(FusedAdam):
                 given.shape[1:], self.max_precond_dim, given.device
             )
         factors, (grad, average, square) = self.factors[id(param)], given
+        # The first step only makes bases, so that Adam's count begins with the second.
         step = group["step"] - 1
         if not step:
             self._count(factors, grad)
@@ -148,6 +149,7 @@ class Soap(FusedAdam):
             for side in sides:
                 factors[f"basis_{side}"].fill_(torch.nan)
         elif sides:
+            # The gradient's singular vectors keep digits that squaring it would lose.
             rows, values, columns = torch.linalg.svd(grad, full_matrices=False)
             vectors = {"rows": rows, "columns": columns.mT}
             for side in sides:

@@ -82,6 +82,7 @@ def packed_forward_kernel(
     start = token * x_token + batch * x_batch + place
     a, b = _load(x_ptr, start, live, half, TOKENS, HEADS, HALF, PAIRED)
     rest = _load_rest(x_ptr, start, live, half, width, REST)
+    # A program has one kind, so that its threads never diverge here.
     if kind < 2:
         if NORM:
             weight_ptr = q_weight_ptr
@@ -93,6 +94,7 @@ def packed_forward_kernel(
             b = b * rstd * wb
             if REST > 0:
                 rest = rest * rstd * w
+        # q_ptr stands for positions, which are not read.
         cos, sin = _angles(
             cos_ptr, sin_ptr, q_ptr, batch, token, token < length, half, table, 0, 0, HALF, False
         )  # fmt: skip
@@ -293,6 +295,7 @@ def backward(
         )  # fmt: skip
     if not norm:
         return dx, dx.new_empty(0), dx.new_empty(0)
+    # Blocks of values come last; they have no weight, and their sums are left out.
     ends = blocks[0], blocks[0] + blocks[1]
     dq_weight = sums[:, :, : ends[0]].sum((0, 1, 2))
     dk_weight = sums[:, :, ends[0] : ends[1]].sum((0, 1, 2))
