@@ -184,7 +184,8 @@ def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[]
     """Return a product of a kind with random tensors."""
     from mtrain_kernels.grouped_gemm import triton
 
-    (rows, k), groups = x.shape, len(ends)
+    rows, k = x.shape
+    groups = len(ends)
     if kind == "weights":
         other = torch.randn(rows, n, device=x.device, dtype=x.dtype)
         return lambda: triton.weights_product(other, x, ends)

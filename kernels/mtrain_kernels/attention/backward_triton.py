@@ -230,7 +230,8 @@ def backward(
     """Return gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those
     of sinks are made.
     """
-    (b, n, s, d), (_, g, t, e) = q.shape, v.shape
+    b, n, s, d = q.shape
+    _, g, t, e = v.shape
     d_q = token_major(q, d)
     d_k = token_major(k, d)
     d_v = token_major(v, e)
@@ -243,19 +244,21 @@ def backward(
         if d_q.numel():
             tile = tile_for("queries", q, v, seen.masks_left)
             queries_kernel[(ceil_div(s, tile.queries), b * n)](
-                *(
-                    q,
-                    k,
-                    v,
-                    seen.table,
-                    out,
-                    lse,
-                    d_out,
-                    None if d_lse is None else d_lse.contiguous(),
-                    d_q,
-                    delta,
-                ),
-                *(*inputs, *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], *numbers),
+                q,
+                k,
+                v,
+                seen.table,
+                out,
+                lse,
+                d_out,
+                None if d_lse is None else d_lse.contiguous(),
+                d_q,
+                delta,
+                *inputs,
+                *out.stride()[:3],
+                *d_out.stride()[:3],
+                *d_q.stride()[:3],
+                *numbers,
                 WITH_LSE=d_lse is not None,
                 LEFT=seen.masks_left,
                 **constants(q, v, seen, softcap, tile),
@@ -263,8 +266,20 @@ def backward(
         if d_k.numel():
             tile = tile_for("keys", q, v, seen.masks_left)
             keys_kernel[(ceil_div(t, tile.keys), b * g)](
-                *(q, k, v, seen.table, lse, delta, d_out, d_k, d_v),
-                *(*inputs, *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], *numbers),
+                q,
+                k,
+                v,
+                seen.table,
+                lse,
+                delta,
+                d_out,
+                d_k,
+                d_v,
+                *inputs,
+                *d_out.stride()[:3],
+                *d_k.stride()[:3],
+                *d_v.stride()[:3],
+                *numbers,
                 RIGHT=seen.masks_right,
                 **constants(q, v, seen, softcap, tile),
             )

@@ -308,7 +308,10 @@ def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict
     ).to(device)
     sink = torch.zeros(model.heads, device=device, dtype=dtype).requires_grad_()
     return _make(model, device, dtype) | {
-        **{"window": (model.tokens // 4, 0), "softcap": 50.0, "sink": sink, "cu_seqlens": edges}
+        "window": (model.tokens // 4, 0),
+        "softcap": 50.0,
+        "sink": sink,
+        "cu_seqlens": edges,
     }
 
 

@@ -254,7 +254,8 @@ def forward(
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, n, s, e], fp32 if `wide`, and log-sum-exps [b, n, s] in fp32."""
-    (b, n, s, d), (_, g, t, e) = q.shape, v.shape
+    b, n, s, d = q.shape
+    _, g, t, e = v.shape
     out = token_major(q, e, torch.float32 if wide else None)
     lse = q.new_empty((b, n, s), dtype=torch.float32)
     if lse.numel() == 0:
@@ -263,9 +264,26 @@ def forward(
     tile = tile_for("forward", q, v, seen.masks_left)
     with on_device_of(q):
         forward_kernel[(ceil_div(s, tile.queries), b * n)](
-            *(q, k, v, None if sink is None else sink.contiguous(), seen.table, out, lse),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
-            *(n, n // g, s, t, d, e, *seen.limits(s, t), scale, softcap),
+            q,
+            k,
+            v,
+            None if sink is None else sink.contiguous(),
+            seen.table,
+            out,
+            lse,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            n,
+            n // g,
+            s,
+            t,
+            d,
+            e,
+            *seen.limits(s, t),
+            scale,
+            softcap,
             SINK=sink is not None,
             LEFT=seen.masks_left,
             **constants(q, v, seen, softcap, tile),

@@ -141,7 +141,8 @@ def _weights(
 
 @_weights.register_fake
 def _(weights, format, one, backend):
-    like, (n, k) = weights[0], weights[0].shape[-2:]
+    like = weights[0]
+    n, k = like.shape[-2:]
     count = like.shape[0] if like.ndim == 3 else len(weights)
     down = ceil_div(n, BLOCK)
     across = ceil_div(k, BLOCK)

@@ -225,7 +225,7 @@ def quantize_rows(
                 x, share, ends, found, rows, width, x.stride(0), **constants, num_warps=8
             )
         quantize_rows_kernel[grid](
-            *(x, share, ends, found, q, scale, t, t_scale, rows, width, x.stride(0), blocks),
+            x, share, ends, found, q, scale, t, t_scale, rows, width, x.stride(0), blocks,
             **constants, ONE=one, STRAIGHT=straight, TURNED=turned, MANTISSA=mantissa.mantissa,
             BIAS=mantissa.bias,
             GREATEST=mantissa.greatest, num_warps=16 if one else 8,
@@ -239,7 +239,9 @@ def quantize_weights(
     """Return the reference's results as bytes, of weights that are read where they lie."""
     places = Places.of(weights)
     like = weights[0]
-    (n, k), count, chosen = places.shape, places.groups, FORMATS[format]
+    n, k = places.shape
+    count = places.groups
+    chosen = FORMATS[format]
     down = ceil_div(n, BLOCK)
     across = ceil_div(k, BLOCK)
     q, t = (like.new_empty((count, *shape), dtype=torch.uint8) for shape in ((n, k), (k, n)))
@@ -252,10 +254,10 @@ def quantize_weights(
         with on_device_of(like):
             if one:
                 weights_amax_kernel[grid](
-                    *(places.base, places.table, amax, n, k, places.step), **constants, num_warps=8
+                    places.base, places.table, amax, n, k, places.step, **constants, num_warps=8
                 )
             quantize_weights_kernel[grid](
-                *(places.base, places.table, amax, q, scale, t, t_scale, n, k, places.step),
+                places.base, places.table, amax, q, scale, t, t_scale, n, k, places.step,
                 **constants, ONE=one, MANTISSA=chosen.mantissa, BIAS=chosen.bias,
                 GREATEST=chosen.greatest,
                 num_warps=16 if one else 8,

@@ -51,8 +51,8 @@ def quantize_rows(
     have the code zero.
     """
     x = activation(x, "swiglu", weight=share) if swiglu else x
-    rows, width, groups = *x.shape, ends.shape[0]
-    blocks = blocks_of(rows, groups)
+    rows, width = x.shape
+    blocks = blocks_of(rows, ends.shape[0])
     dtype = FORMATS[format].dtype
     codes = x.new_zeros((rows, width), dtype=dtype)
     turned = x.new_zeros((width, blocks * BLOCK), dtype=dtype)

@@ -183,7 +183,8 @@ def rows_product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Launch the kernel on `x` [r, k] and `w` [g, n, k] in FP8, both dense; see the reference."""
-    (rows, k), (count, n) = x.shape, w.shape[:2]
+    rows, k = x.shape
+    count, n = w.shape[:2]
     y = x.new_empty((rows, n), dtype=dtype)
     if not y.numel():
         return y

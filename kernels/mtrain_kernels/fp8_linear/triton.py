@@ -81,7 +81,8 @@ def scaled_product(
     """Launch the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
     `reference.scaled_product`.
     """
-    (m, k), n = a.shape, b.shape[0]
+    m, k = a.shape
+    n = b.shape[0]
     y = a.new_empty((m, n), dtype=dtype)
     if y.numel():
         a_rows = rows_of(a, a_scale)

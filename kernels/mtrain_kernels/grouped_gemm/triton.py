@@ -413,7 +413,16 @@ def rows_product(
         kept = places.descriptor(tile, [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k])
     with on_device_of(x):
         rows_kernel[(min(most, processors(x.device)),)](
-            *(source, kept, places.table, ends, y, rows, n, k, places.step, *strides),
+            source,
+            kept,
+            places.table,
+            ends,
+            y,
+            rows,
+            n,
+            k,
+            places.step,
+            *strides,
             EXACT=x.dtype == torch.float32,
             TMA=tile.tma,
             TURNED=transposed,
@@ -433,7 +442,9 @@ def gated_product(
     places = Places.of(weights)
     x = x.contiguous()
     ends = ends.contiguous()
-    (rows, k), groups, n = x.shape, ends.shape[0], places.shape[0]
+    rows, k = x.shape
+    groups = ends.shape[0]
+    n = places.shape[0]
     h = x.new_empty(rows, n)
     y = x.new_empty(rows, n // 2)
     if y.numel() == 0:
@@ -447,8 +458,17 @@ def gated_product(
         kept = places.descriptor(tile, [1, tile.n, tile.k])
     with on_device_of(x):
         gated_kernel[(min(most, processors(x.device)),)](
-            *(source, kept, places.table, ends, None if share is None else share.contiguous()),
-            *(h, y, rows, n // 2, k, places.step),
+            source,
+            kept,
+            places.table,
+            ends,
+            None if share is None else share.contiguous(),
+            h,
+            y,
+            rows,
+            n // 2,
+            k,
+            places.step,
             EXACT=x.dtype == torch.float32,
             TMA=tile.tma,
             KIND=kind,
@@ -469,7 +489,9 @@ def weights_product(
     d_y = d_y.contiguous()
     x = x.contiguous()
     ends = ends.contiguous()
-    (rows, n), k, groups = d_y.shape, x.shape[1], ends.shape[0]
+    rows, n = d_y.shape
+    k = x.shape[1]
+    groups = ends.shape[0]
     d_w = x.new_empty(groups, n, k) if into is None else None
     places = Places.of([d_w] if d_w is not None else into or ())
     if n * k == 0:
@@ -485,7 +507,15 @@ def weights_product(
         right = tile.descriptor(x, [tile.rows, tile.k])
     with on_device_of(x):
         weights_kernel[(min(most, processors(x.device)),)](
-            *(left, right, ends, places.base, places.table, rows, n, k, places.step),
+            left,
+            right,
+            ends,
+            places.base,
+            places.table,
+            rows,
+            n,
+            k,
+            places.step,
             GROUPS=groups,
             EXACT=x.dtype == torch.float32,
             TABLE=places.table is not None,

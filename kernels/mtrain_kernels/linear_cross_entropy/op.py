@@ -136,10 +136,12 @@ class _Given(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy made its gradients once and has given them away"
             )
-        (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
+        weight, dhidden, dweight, scale = ctx.given
+        ctx.given = None
         factor = dtotal * scale
         given = ctx.gradient(weight, dweight, factor)
-        (losses,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        (losses,) = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
         d_tokens = losses * dtotal if wanted[4] else None
         return (
             dhidden.mul_(factor) if wanted[0] else None,

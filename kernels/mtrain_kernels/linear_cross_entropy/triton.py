@@ -110,7 +110,8 @@ def product_statistics(
 
     Both operands have a unit stride along h, and `logits` [t, v_local] along the columns.
     """
-    (rows, k), columns = hidden.shape, weight.shape[0]
+    rows, k = hidden.shape
+    columns = weight.shape[0]
     tiles = ceil_div(columns, tile.columns)
     found = torch.empty(
         (5 if ranked else 3, tiles, rows), dtype=torch.float32, device=hidden.device

@@ -152,7 +152,8 @@ def combine(rows: Tensor, position: Tensor, weights: Tensor | None = None) -> Te
     rows = rows.contiguous()
     position = position.contiguous()
     weights = None if weights is None else weights.contiguous()
-    (tokens, k), hidden = position.shape, rows.shape[1]
+    tokens, k = position.shape
+    hidden = rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if out.numel() == 0:
         return out

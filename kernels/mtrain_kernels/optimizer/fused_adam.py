@@ -348,7 +348,8 @@ class FusedAdam(torch.optim.Optimizer):
         return [s[moment] for s in scales] if self.moment_dtypes[moment] == torch.uint8 else []
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        step, (beta1, beta2) = group["step"], group["betas"]
+        step = group["step"]
+        beta1, beta2 = group["betas"]
         corrected = group["bias_correction"]
         return Hyper(
             lr=float(group["lr"]),

@@ -110,7 +110,8 @@ def quantize_blocks(
 
 
 def _blocks(x: Tensor, format: str, layout: Layout) -> tuple[Tensor, Tensor]:
-    (rows, columns), (m, n) = layout[:2], x.shape
+    rows, columns = layout[:2]
+    m, n = x.shape
     padded = F.pad(x, (0, -n % columns, 0, -m % rows))
     # [m / rows, rows, n / columns, columns]
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
