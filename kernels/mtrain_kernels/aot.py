@@ -198,9 +198,8 @@ def _attempt(name: str, model: str, arch: int, once: bool) -> list[Row] | str:
         return compile_op(name, model, arch, once)
     except Exception as error:  # one op that does not compile must not hide what the others need
         cause: BaseException = error
-        while (
-            cause.__cause__ is not None
-        ):  # a fault inside a called function is hidden under the caller's
+        # a fault inside a called function is hidden under the caller's
+        while cause.__cause__ is not None:
             cause = cause.__cause__
         return (
             f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}:"
@@ -228,9 +227,8 @@ def compile_all(
         for arch in archs
         if arch >= ops()[name].oldest
     ]
-    with ProcessPoolExecutor(
-        processes, mp_context=get_context("fork")
-    ) as pool:  # with all that is imported
+    # forked processes have all that is imported here
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
     rows = [row for part in found if not isinstance(part, str) for row in part]
     faults = [part for part in found if isinstance(part, str)] + [

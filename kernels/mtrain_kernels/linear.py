@@ -23,9 +23,8 @@ WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
 # the same for a row or a few without gradients: what takes time is reading the weight
 SMALLEST_WEIGHT = 1 << 17
-MARGIN = (
-    1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
-)
+# how much faster oneDNN must be measured to be taken: noise does not change the choice
+MARGIN = 1.1
 # tokens, inputs and outputs of layers to measure
 SHAPES = (
     (512, 384, 1152),

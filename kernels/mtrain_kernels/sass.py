@@ -57,8 +57,8 @@ UNITS = (
     (
         "integer",
         re.compile(
-            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|"
-            r"F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
+            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|"
+            r"SHF|SHL|SHR|LEA|F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
         ),
     ),
 )
@@ -104,9 +104,8 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        if line.startswith(
-            "$__internal"
-        ):  # division and roots of the numbers that the fast path leaves out
+        # division and roots of the numbers that the fast path leaves out
+        if line.startswith("$__internal"):
             break
         if label := LABEL.match(line):
             labels[label[1]] = len(found)

@@ -214,9 +214,8 @@ def _times(
         tuning.use({kernel: {shapes: tile.name}})
         try:
             taken[tile.name] = seconds(call)
-        except (
-            Exception
-        ) as error:  # one that wants more than the device has, which Triton says in many ways
+        # a tile that wants more than the device has, which Triton reports in many ways
+        except Exception as error:
             why = error
             log.warning("%s, tile %s: %s", kernel, tile.name, error)
     if why is not None and not taken:

@@ -279,9 +279,8 @@ def by_torch(
     causal = call.window == (-1, 0) and call.dense
     # Fused kernels want a unit stride within rows; views that move heads keep it and stay views.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if (
-        name == "efficient" and call.heads != call.kv_heads
-    ):  # it wants as many key heads as query heads
+    # it wants as many key heads as query heads
+    if name == "efficient" and call.heads != call.kv_heads:
         k, v = (x.repeat_interleave(call.heads // call.kv_heads, 1) for x in (k, v))
     with sdpa_kernel(SDPA[name]):
         return reference.attention(

@@ -97,8 +97,7 @@ def queries_kernel(
     out = _rows(out_ptr + b64 * o_batch + h64 * o_head, start, o_row, s, e, M, 0, E, False, EVEN_E)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if WITH_LSE:
-        # The log-sum-exp has the gradient p, the factor of delta below, so the two merge into one
-        # term.
+        # This gradient reaches every logit times p, as delta does below: the two merge.
         delta -= tl.load(d_lse_ptr + at, mask=inside, other=0.0)
     tl.store(delta_ptr + at, delta, mask=inside)
     # Logits are in units of log 2 here: exp2 is what the hardware has.
@@ -179,9 +178,8 @@ def keys_kernel(
     d_out_ptr += b64 * d_batch + g64 * share * d_head
     lse_ptr += (b64 * heads + g64 * share) * s
     delta_ptr += (b64 * heads + g64 * share) * s
-    for step in range(
-        share * tiles
-    ):  # all query heads in one loop, so that loads run ahead from one to the next
+    # all query heads in one loop, so that loads run ahead from one to the next
+    for step in range(share * tiles):
         r = (step // tiles).to(tl.int64)
         i = low + step % tiles * M
         query = i + tl.arange(0, M)

@@ -39,9 +39,8 @@ def attention(
     if softcap > 0:
         return _capped(q, k, v, causal, mask, sink, scale, softcap, dropout_p)
     width = v.shape[-1]
-    if (
-        width < q.shape[-1]
-    ):  # fused kernels know one head size; zero columns change nothing and are cut off again
+    # fused kernels know one head size; zero columns change nothing and are cut off again
+    if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     if sink is not None:
         k, v, mask, causal = _with_sink(q, k, v, causal, mask, sink)

@@ -158,9 +158,8 @@ def forward_kernel(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """out = softmax over the keys that a query sees, and the logarithm of its denominator."""
-    start = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) * M  # under a causal mask the last ones take longest
+    # under a causal mask the last ones take longest
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
     b64 = b.to(tl.int64)

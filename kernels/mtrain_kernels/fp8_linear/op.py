@@ -147,7 +147,7 @@ def fp8_linear(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, operand, swiglu, impl)
     else:
-        # Without gradients nothing is transposed, and nothing is kept.
+        # Without gradients no operand is kept for a backward.
         a = operand or _input(rows, recipe, shares.x, False, swiglu, impl)
         b = _weight(weight, recipe, shares.weight, False, impl)
         y = scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)

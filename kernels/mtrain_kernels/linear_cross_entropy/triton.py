@@ -79,9 +79,8 @@ def product_kernel(
         x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, False)
         x = tl.where(held, x, -float("inf"))
     label = tl.load(labels_ptr + r, mask=r < rows, other=-1) - first
-    target = (
-        c[None, :] == label[:, None]
-    ) & held  # the label may be another rank's, and behind these columns
+    # the label may be another rank's, and behind these columns
+    target = (c[None, :] == label[:, None]) & held
     tl.store(out + part, tl.sum(tl.where(target, x, 0.0), axis=1), mask=r < rows)
     if SMOOTHED:
         each = tl.where(held, x, 0.0)

@@ -90,9 +90,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.seed = seed
         self.impl = impl
         self.capturable = capturable
-        self._clocks: dict[
-            int, Tensor
-        ] = {}  # of each group by its place: learning rate and step in fp64
+        # of each group by its place: learning rate and step in fp64
+        self._clocks: dict[int, Tensor] = {}
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})

@@ -164,11 +164,7 @@ _rope.register_autograd(_differentiate, setup_context=_save)
 
 
 # heads, groups and width of Qwen3-Next's attention, of which a quarter turns
-PARTIAL = (
-    16,
-    2,
-    256,
-)
+PARTIAL = (16, 2, 256)
 
 
 def _launch(model: Model) -> None:
