@@ -73,6 +73,7 @@ def gathered(
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     registered = tuple(registered)
+    # Oldest first: a later run of an op replaces what an earlier one admitted.
     for said in sorted(summaries, key=lambda said: said["date"]):
         generation = said["device"].get("sm")
         if said.get("dry") or not generation:
@@ -88,7 +89,10 @@ def gathered(
             ]
             failures = [failure["unit"] for part in told for failure in part.get("failures", ())]
             decided = {unit: why for unit in failures if (why := _decided(said["commit"], unit))}
+            # A later failure must take back an earlier admission.
             at.pop(op, None)
+            # The count decides where a summary lists fewer failures than it counted: none may slip
+            # through.
             failed = max(len(failures), sum(part.get("failed", 0) for part in told))
             if len(decided) == failed and op in registered:
                 source = {

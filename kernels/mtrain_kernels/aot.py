@@ -112,7 +112,9 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if once and self.__name__ in {name for name, _ in compiled.values()}:
             return None
+        # A warm-up compiles and launches nothing, so that meta tensors will do.
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        # Launches that differ only in sizes share a binary, which counts once.
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
 
@@ -179,6 +181,7 @@ def _resources(kernel: Any) -> tuple[int, int, int]:
     tool = _tools() / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
+        # Another process reads the file by its name.
         file.flush()
         said = subprocess.run(
             [str(tool), "--dump-resource-usage", file.name],
@@ -195,9 +198,8 @@ def _attempt(name: str, model: str, arch: int, once: bool) -> list[Row] | str:
         return compile_op(name, model, arch, once)
     except Exception as error:  # one op that does not compile must not hide what the others need
         cause: BaseException = error
-        while (
-            cause.__cause__ is not None
-        ):  # a fault inside a called function is hidden under the caller's
+        # a fault inside a called function is hidden under the caller's
+        while cause.__cause__ is not None:
             cause = cause.__cause__
         return (
             f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}:"
@@ -225,9 +227,8 @@ def compile_all(
         for arch in archs
         if arch >= ops()[name].oldest
     ]
-    with ProcessPoolExecutor(
-        processes, mp_context=get_context("fork")
-    ) as pool:  # with all that is imported
+    # forked processes have all that is imported here
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
     rows = [row for part in found if not isinstance(part, str) for row in part]
     faults = [part for part in found if isinstance(part, str)] + [

@@ -39,6 +39,7 @@ def compile_apart(
     """
     paths = [str(ROOT), *([str(triton)] if triton else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Tests set it, and interpreted kernels compile to nothing.
     environment.pop("TRITON_INTERPRET", None)
     command = [
         sys.executable,
@@ -51,6 +52,8 @@ def compile_apart(
     ]
     command += ["--processes", str(processes), *(["--models", ",".join(models)] if models else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    # The exit code also reports faults of kernels, which are in the output; only without any output
+    # did the process fail.
     if not done.stdout:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
@@ -93,6 +96,8 @@ def worse(rows: Iterable[Row], version: str) -> list[str]:
             continue
         before = record[name]
         for key in ("registers", "spilled", "narrow", "issue"):
+            # `narrow` is a share that is often zero, for which a relative slack would allow
+            # nothing.
             if now[key] > before[key] * SLACK + (0.01 if key == "narrow" else 0):
                 found.append(f"{name}: {key} {before[key]} -> {now[key]} with triton {version}")
     return found

@@ -32,9 +32,11 @@ class DeviceTables:
         not known.
         """
         captured = capturing(device)
+        # Taken out and put back at the end, which keeps the dict in order of use.
         table = self._known.pop((device, key), None)
         if table is None:
             host = make()
+            # Only from pinned memory does a copy run without the host waiting for it.
             host = host.pin_memory() if device.type == "cuda" else host
             table = host.to(device, non_blocking=True)
             if captured:

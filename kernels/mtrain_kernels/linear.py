@@ -23,9 +23,8 @@ WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
 # the same for a row or a few without gradients: what takes time is reading the weight
 SMALLEST_WEIGHT = 1 << 17
-MARGIN = (
-    1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
-)
+# how much faster oneDNN must be measured to be taken: noise does not change the choice
+MARGIN = 1.1
 # tokens, inputs and outputs of layers to measure
 SHAPES = (
     (512, 384, 1152),
@@ -67,6 +66,7 @@ def faster(rounds: int = 5) -> tuple[Library, float]:
             )
             gradient = torch.zeros(outputs, inputs)
             seconds = {"blas": [0.0] * 0, "onednn": [0.0] * 0}
+            # One round more, since the first warms caches and is left out.
             for _ in range(rounds + 1):
                 for library in ("blas", "onednn"):
                     use(library)
@@ -124,6 +124,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None, *, plain: bool
     """
     if plain or not fits(x, weight):
         return torch.mm(x, weight.t(), out=out)
+    # The operator that torch's compiler emits: it takes ordinary tensors instead of oneDNN's own.
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return y
 

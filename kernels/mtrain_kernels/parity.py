@@ -188,6 +188,7 @@ def _values_and_gradients(
             differentiable, list(leaves.values()), directions, allow_unused=True
         )
         for name, gradient in zip(leaves, gradients, strict=True):
+            # Outputs that do not depend on an input give it no gradient, which counts as zeros.
             values[f"gradient of {name}"] = (
                 torch.zeros_like(leaves[name]) if gradient is None else gradient
             )
@@ -212,6 +213,7 @@ def poisoned() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    # torch fills empty memory only in deterministic mode.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
@@ -255,6 +257,7 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
     package, _, name = module.rpartition(".")
     parent = importlib.import_module(package)
     with tempfile.TemporaryDirectory() as folder:
+        # A file, since Triton reads the source text of its kernels.
         path = Path(folder) / f"{name}.py"
         path.write_text(source.replace(old, new))
         spec = importlib.util.spec_from_file_location(module, path)

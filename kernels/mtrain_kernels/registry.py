@@ -182,6 +182,7 @@ def ops() -> dict[str, Op]:
     return found
 
 
+# A constant to the compiler: the choice depends on dtypes, shapes and devices, not on values.
 @torch.compiler.assume_constant_result
 def pick(
     name: str,
@@ -214,6 +215,7 @@ def choose(
         for name, implementation in op.implementations.items()
     }
     if impl == "auto":
+        # The reference refuses nothing, so there always is one.
         chosen = next(name for name, reason in reasons.items() if reason is None)
         refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
         reason = "; ".join(refused) or "the first that can run"

@@ -42,6 +42,7 @@ if HAS_TRITON:
         """
         if INTERPRETED and dtype == tl.bfloat16:
             bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+            # Half of the last kept bit, less one unless that bit is odd: ties go to even.
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             # the carry would turn some NaN into infinity or zero
             rounded = tl.where(x == x, rounded, 0x7FC0)
@@ -97,6 +98,7 @@ if HAS_TRITON:
         x = x * 0.0625
         y = y * 0.0625
         near = reciprocal(y)
+        # A Newton step on the reciprocal; then the remainder corrects the quotient.
         near = tl.fma(near, tl.fma(-y, near, 1.0), near)
         found = x * near
         return tl.fma(tl.fma(-y, found, x), near, found)

@@ -57,8 +57,8 @@ UNITS = (
     (
         "integer",
         re.compile(
-            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|"
-            r"F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
+            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|"
+            r"SHF|SHL|SHR|LEA|F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
         ),
     ),
 )
@@ -104,9 +104,8 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        if line.startswith(
-            "$__internal"
-        ):  # division and roots of the numbers that the fast path leaves out
+        # division and roots of the numbers that the fast path leaves out
+        if line.startswith("$__internal"):
             break
         if label := LABEL.match(line):
             labels[label[1]] = len(found)
@@ -115,6 +114,7 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     inside: set[int] = set()
     for at, (name, operands) in enumerate(found):
         target = re.search(r"`\((\.L_\w+)\)", operands)
+        # A branch to an earlier label closes a loop.
         if name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             loop = range(labels[target[1]], at + 1)
             if any(ACCESS.match(found[i][0]) for i in loop):
@@ -181,5 +181,6 @@ def _issue(body: list[tuple[str, str]], warps: int) -> int:
         if unit is not None:
             wide = max(1.0, _width(name) / 32) if unit == "memory" else 1.0
             busy[unit] += 2.0 if PAIR.match(name) else wide
+    # The pipe of integer products is half of the fp32 lanes and keeps them busy.
     busy["float"] += busy["product"]
     return round(max(32 * warps * count / LANES[unit] for unit, count in busy.items()))

@@ -65,6 +65,7 @@ def measure(
 
     A tile that the device cannot launch is left out.
     """
+    # Measuring switches variants; the earlier record is restored at the end.
     before = tuning.read(path)
     chosen = {}
     ends = (torch.arange(1, groups + 1, device=device) * (rows // groups)).int()
@@ -183,7 +184,8 @@ def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[]
     """Return a product of a kind with random tensors."""
     from mtrain_kernels.grouped_gemm import triton
 
-    (rows, k), groups = x.shape, len(ends)
+    rows, k = x.shape
+    groups = len(ends)
     if kind == "weights":
         other = torch.randn(rows, n, device=x.device, dtype=x.dtype)
         return lambda: triton.weights_product(other, x, ends)
@@ -212,9 +214,8 @@ def _times(
         tuning.use({kernel: {shapes: tile.name}})
         try:
             taken[tile.name] = seconds(call)
-        except (
-            Exception
-        ) as error:  # one that wants more than the device has, which Triton says in many ways
+        # a tile that wants more than the device has, which Triton reports in many ways
+        except Exception as error:
             why = error
             log.warning("%s, tile %s: %s", kernel, tile.name, error)
     if why is not None and not taken:

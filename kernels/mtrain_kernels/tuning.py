@@ -80,11 +80,11 @@ def add(path: Path, kernel: str, shapes: str, variant: str) -> None:
     known = {name: dict(found) for name, found in read(path).items()}
     known.setdefault(kernel, {})[shapes] = variant
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename is atomic only within one file system.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
         json.dump(known, file, indent=1, sort_keys=True)
-    os.chmod(
-        file.name, 0o644
-    )  # only its maker can read a temporary file, and a folder may be for all
+    # only its maker can read a temporary file, and a folder may be for all
+    os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
 

@@ -56,8 +56,10 @@ def activation_gradients(
     if dy.shape != (*x.shape[:-1], x.shape[-1] // (2 if kind in reference.GATED else 1)):
         raise ValueError(f"dy {tuple(dy.shape)} is no gradient of the {kind} of x {tuple(x.shape)}")
     if pick("activation", impl, x.device, _obstacle(x, weight, dy)) != "reference":
+        # Only swiglu_clamped reads the two numbers, the defaults of `activation`.
         dx, dweight = _activation_backward(dy, x, weight, kind, 1.702, 7.0)
         return dx, None if weight is None else dweight
+    # The caller is often inside a backward, where autograd records nothing.
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
         y = reference.activation(leaves[0], kind, weight=leaves[1] if weight is not None else None)
@@ -95,6 +97,7 @@ def _activation_backward(
 
 @_activation_backward.register_fake
 def _(dy, x, weight, kind, alpha, limit):
+    # An operator returns a fixed number of tensors: an empty one stands for no weight.
     d_weight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return x.new_empty(x.shape), d_weight
 
@@ -116,6 +119,7 @@ _activation.register_autograd(_differentiate, setup_context=_save)
 def _launch(model: Model) -> None:
     from mtrain_kernels.activation import triton
 
+    # Meta tensors: `aot` compiles what is launched on them without a GPU.
     x = torch.empty((model.tokens, 2 * model.ffn), dtype=torch.bfloat16, device="meta")
     weight = torch.empty(model.tokens, dtype=torch.float32, device="meta")
     triton.backward(triton.forward(x, None, "swiglu", 0.0, 0.0), x, None, "swiglu", 0.0, 0.0)
@@ -156,6 +160,7 @@ def _case(name: str, kind: str, experts: bool = False) -> Case:
 def _liger(inputs: dict[str, Any]) -> Any:
     from liger_kernel.transformers.functional import liger_swiglu
 
+    # Liger takes gate and up as two tensors; splitting them is not timed.
     gate, up = (
         half.detach().contiguous().requires_grad_() for half in inputs["x"].chunk(2, dim=-1)
     )

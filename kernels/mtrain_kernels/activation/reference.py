@@ -26,6 +26,7 @@ def activation(
         arXiv:2508.10925.
     """
     require(x, kind, weight)
+    # fp64 stays fp64, in which parity evaluates this definition.
     inner = torch.promote_types(x.dtype, torch.float32)
     y = _activate(x.to(inner), kind, alpha, limit)
     return (y if weight is None else y * weight.to(inner)[..., None]).to(x.dtype)

@@ -19,6 +19,7 @@ WARPS = 8
 def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
     """Return the activation of a gate (or of x, squared_relu) and its derivative, in fp32."""
     if KIND == "squared_relu":
+        # Not a maximum, which would turn NaN into zero.
         positive = tl.where(x < 0, 0.0, x)
         value = positive * positive
         slope = 2 * positive
@@ -32,12 +33,15 @@ def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
         value = below * share
         slope = share * (1 + alpha * below * (1 - share))
     elif KIND == "geglu":
+        # The distribution function of a Gaussian, and its density below: the constants are 1 /
+        # sqrt(2) and 1 / sqrt(2 pi).
         share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * share
         slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
         # flat beyond; its cube would overflow
         near = tl.where(x > 20.0, 20.0, tl.where(x < -20.0, -20.0, x))
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), which needs no tanh; 1.5957 is 2 sqrt(2 / pi).
         share = sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         value = x * share
         slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * near * near)
@@ -69,6 +73,7 @@ def forward_kernel(
     WEIGHT: tl.constexpr,
 ):
     """Compute one tile of the result, which is `width` wide."""
+    # int64, since row times stride leaves int32 in tensors of more than 2^31 elements.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
@@ -141,6 +146,7 @@ def backward_kernel(
 
 def _tile(width: int) -> tuple[int, int]:
     columns = min(power_of_two(width), ELEMENTS)
+    # Narrow rows share a tile and wide ones are cut, so that a program's work stays the same.
     return ELEMENTS // columns, columns
 
 
@@ -188,11 +194,13 @@ def backward(
     elif dy.numel():
         dweight = weight.new_empty(weight.shape)
     else:
+        # No program runs for rows without elements, and their weights still need a gradient.
         dweight = weight.new_zeros(weight.shape)
     if dy.numel():
         source = as_rows(x, x.shape[-1])
         grad = as_rows(dy, width)
         rows, columns = _tile(width)
+        # The gradient of a row's weight is a sum over the row, so one program must see all of it.
         stripes = ceil_div(width, columns) if weight is None else 1
         with on_device_of(x):
             backward_kernel[(ceil_div(source.shape[0], rows), stripes)](

@@ -29,6 +29,7 @@ def _has_windows() -> bool:
         return False
     from torch.nn.attention.varlen import varlen_attn
 
+    # The module is older than these arguments, so its presence does not tell.
     return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -136,6 +137,7 @@ def _cudnn(call: Call) -> Iterator[str]:
 
 def _flash(call: Call) -> Iterator[str]:
     if call.device == "cpu":
+        # torch has another flash kernel for CPUs, with limits of its own.
         if call.dropout_p:
             yield "knows no dropout on the CPU"
         if call.sink:
@@ -254,6 +256,7 @@ def seen(
     q_at, k_at = (torch.arange(n, device=device) for n in (call.queries, call.keys))
     q_owner = k_owner = None
     if cu_seqlens is not None:
+        # The number of edges at or before a position identifies its sequence.
         q_owner, k_owner = (
             torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at)
         )
@@ -274,10 +277,10 @@ def by_torch(
     `seen` says.
     """
     causal = call.window == (-1, 0) and call.dense
+    # Fused kernels want a unit stride within rows; views that move heads keep it and stay views.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if (
-        name == "efficient" and call.heads != call.kv_heads
-    ):  # it wants as many key heads as query heads
+    # it wants as many key heads as query heads
+    if name == "efficient" and call.heads != call.kv_heads:
         k, v = (x.repeat_interleave(call.heads // call.kv_heads, 1) for x in (k, v))
     with sdpa_kernel(SDPA[name]):
         return reference.attention(
@@ -305,6 +308,8 @@ def by_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]
+    # The kernel knows one head size: zero columns of values give zero columns of the output, which
+    # are cut off below.
     v = F.pad(v, (0, q.shape[-1] - width))
     (q_rows, q_edges, q_longest), (k_rows, k_edges, k_longest) = (
         _flat(x, cu_seqlens, longest) for x in (q, k)
@@ -366,6 +371,7 @@ def _flat(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Te
     length.
     """
     b, n, s, d = x.shape
+    # Kernels for packed sequences index tokens before heads.
     rows = x.transpose(1, 2).reshape(b * s, n, d)
     if cu_seqlens is None:
         return rows, torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=x.device), s

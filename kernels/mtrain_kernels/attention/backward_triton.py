@@ -46,13 +46,17 @@ def _queries_over_keys(
             k2 = _rows(k_ptr, j, k_stride, t, d, N, D, D2, not MASKED, EVEN)
             x = dot(q2, tl.trans(k2), x, EXACT)
         z, bent = _logits(x, scale, cap, CAPPED)
+        # Probabilities are recomputed from the log-sum-exp, as storing one for each pair would take
+        # memory quadratic in the length.
         p = tl.exp2(z - lse[:, None])
         if MASKED:
             key = j + tl.arange(0, N)
             p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
+        # Gradient of a softmax: the key's own term less the one that all keys of a row share.
         d_z = p * (dot(d_out, tl.trans(v), None, EXACT) - delta[:, None])
         if CAPPED:
             d_z *= 1 - bent * bent
+        # Tensor cores multiply in half precision; only their sums are in fp32.
         d_x = cast(d_z, k.dtype)
         d_q = dot(d_x, k, d_q, EXACT)
         if D2 > 0:
@@ -74,9 +78,11 @@ def queries_kernel(
     """Compute the gradient of queries, and the term of their logits' gradients that all keys share
     (`delta`).
     """
+    # Last rows first: under a causal mask they see the most keys and take longest.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
+    # int64 before the products, since an index times the stride of a batch may leave int32.
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     g64 = (h // share).to(tl.int64)
@@ -91,11 +97,15 @@ def queries_kernel(
     out = _rows(out_ptr + b64 * o_batch + h64 * o_head, start, o_row, s, e, M, 0, E, False, EVEN_E)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if WITH_LSE:
+        # This gradient reaches every logit times p, as delta does below: the two merge.
         delta -= tl.load(d_lse_ptr + at, mask=inside, other=0.0)
     tl.store(delta_ptr + at, delta, mask=inside)
+    # Logits are in units of log 2 here: exp2 is what the hardware has.
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0) * LOG2E
     q_ptr += b64 * q_batch + h64 * q_head
     q = _rows(q_ptr, start, q_row, s, d, M, 0, D, False, EVEN)
+    # Placeholders where a head has no second part (D2 = 0): arguments must exist, though nobody
+    # reads them.
     q2 = q
     d_q = tl.zeros([M, D], tl.float32)
     d_q2 = tl.zeros([M, 16], tl.float32)
@@ -110,6 +120,7 @@ def queries_kernel(
             last, t, d, e, scale,
             cap, True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
         )  # fmt: skip
+    # Most tiles of a long sequence are seen whole and skip the mask.
     d_q, d_q2 = _queries_over_keys(
         begin, end, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last,
         t, d, e, scale,
@@ -121,6 +132,7 @@ def queries_kernel(
         cap, True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
     )  # fmt: skip
     d_q_ptr += b64 * g_batch + h64 * g_head
+    # Once for each element of the result and not for each pair.
     _store(d_q_ptr, d_q * scale, start, g_row, s, d, M, 0, D)
     if D2 > 0:
         _store(d_q_ptr, d_q2 * scale, start, g_row, s, d, M, D, D2)
@@ -156,7 +168,9 @@ def keys_kernel(
     row = start + tl.arange(0, N)
     half = table_ptr
     if TABLE:
+        # The half of the table that keys index lies behind the 2 s numbers of the queries.
         half += 2 * s
+    # The window as a key sees it: left and right trade places, and the shift changes its sign.
     first, last = _interval(row, half, t, s, right + shift, left - shift, TABLE)
     low, begin, end, high = _phases(first, last, row < t, s, M)
     tiles = tl.cdiv(tl.maximum(high - low, 0), M)
@@ -164,9 +178,8 @@ def keys_kernel(
     d_out_ptr += b64 * d_batch + g64 * share * d_head
     lse_ptr += (b64 * heads + g64 * share) * s
     delta_ptr += (b64 * heads + g64 * share) * s
-    for step in range(
-        share * tiles
-    ):  # all query heads in one loop, so that loads run ahead from one to the next
+    # all query heads in one loop, so that loads run ahead from one to the next
+    for step in range(share * tiles):
         r = (step // tiles).to(tl.int64)
         i = low + step % tiles * M
         query = i + tl.arange(0, M)
@@ -180,6 +193,7 @@ def keys_kernel(
         lse = tl.load(lse_ptr + r * s + query, mask=query < s, other=0.0) * LOG2E
         delta = tl.load(delta_ptr + r * s + query, mask=query < s, other=0.0)
         p = tl.exp2(z - lse[None, :])
+        # One loop runs over masked and unmasked tiles here, so the mask is decided at run time.
         if (i < begin) | (i + M > end):
             p = tl.where(
                 (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None]), p, 0.0
@@ -214,11 +228,13 @@ def backward(
     """Return gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those
     of sinks are made.
     """
-    (b, n, s, d), (_, g, t, e) = q.shape, v.shape
+    b, n, s, d = q.shape
+    _, g, t, e = v.shape
     d_q = token_major(q, d)
     d_k = token_major(k, d)
     d_v = token_major(v, e)
     delta = torch.empty_like(lse)
+    # Gradients of fp32 outputs are rounded to the operands' dtype, which tensor cores need.
     q, k, v, d_out = map(dense_rows, (q, k, v, d_out.to(q.dtype)))
     numbers = (n, n // g, s, t, d, e, *seen.limits(s, t), scale, softcap)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -226,19 +242,21 @@ def backward(
         if d_q.numel():
             tile = tile_for("queries", q, v, seen.masks_left)
             queries_kernel[(ceil_div(s, tile.queries), b * n)](
-                *(
-                    q,
-                    k,
-                    v,
-                    seen.table,
-                    out,
-                    lse,
-                    d_out,
-                    None if d_lse is None else d_lse.contiguous(),
-                    d_q,
-                    delta,
-                ),
-                *(*inputs, *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], *numbers),
+                q,
+                k,
+                v,
+                seen.table,
+                out,
+                lse,
+                d_out,
+                None if d_lse is None else d_lse.contiguous(),
+                d_q,
+                delta,
+                *inputs,
+                *out.stride()[:3],
+                *d_out.stride()[:3],
+                *d_q.stride()[:3],
+                *numbers,
                 WITH_LSE=d_lse is not None,
                 LEFT=seen.masks_left,
                 **constants(q, v, seen, softcap, tile),
@@ -246,8 +264,20 @@ def backward(
         if d_k.numel():
             tile = tile_for("keys", q, v, seen.masks_left)
             keys_kernel[(ceil_div(t, tile.keys), b * g)](
-                *(q, k, v, seen.table, lse, delta, d_out, d_k, d_v),
-                *(*inputs, *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], *numbers),
+                q,
+                k,
+                v,
+                seen.table,
+                lse,
+                delta,
+                d_out,
+                d_k,
+                d_v,
+                *inputs,
+                *d_out.stride()[:3],
+                *d_k.stride()[:3],
+                *d_v.stride()[:3],
+                *numbers,
                 RIGHT=seen.masks_right,
                 **constants(q, v, seen, softcap, tile),
             )

@@ -42,8 +42,11 @@ class _Short(torch.autograd.Function):
         batch = q.shape[0]
         rows = q.shape[1]
         s = k.shape[1]
+        # Repeated, since the rows of heads that share keys follow each other.
         later = torch.full((s, s), float("-inf")).triu_(1).repeat(rows // s, 1)
+        # baddbmm adds the mask inside the product, which saves a pass over the scores.
         scores = torch.baddbmm(later.expand(batch, rows, s), q.float(), k.float().mT, alpha=scale)
+        # In place: the scores are the largest tensor here, and nobody needs them again.
         p = torch.softmax(scores, -1, out=scores).to(q.dtype)
         ctx.save_for_backward(q, k, v, p)
         ctx.scale = scale
@@ -54,6 +57,7 @@ class _Short(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, p = ctx.saved_tensors
         d_out = d_out.contiguous()
+        # The softmax's gradient subtracts numbers that nearly cancel, hence fp32.
         d_p = torch.bmm(d_out, v.mT).float()
         d_scores = (
             torch._softmax_backward_data(d_p, p.float(), -1, torch.float32)

@@ -62,6 +62,7 @@ def _run(
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # The schema of an operator knows tensors and numbers, so `seen` is passed in parts.
     found: tuple[Tensor, Tensor] = _attention(
         q,
         k,
@@ -99,6 +100,7 @@ def _attention(
 
 def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     b, n, s, _ = x.shape
+    # The strides that the kernels allocate: torch.compile plans views by those of the fake.
     return x.new_empty((s, b, n, width), dtype=dtype or x.dtype).permute(1, 2, 0, 3)
 
 
@@ -142,6 +144,7 @@ def _(d_out, d_lse, q, k, v, out, lse, table, left, right, shift, scale, softcap
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sink, table, *ctx.numbers, ctx.wide = inputs
+    # Mostly only one output has a gradient; None is cheaper than zeros.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, sink, table, *output)
 

@@ -144,6 +144,7 @@ def _call(
         raise ValueError(
             f"window {window} must be how many keys are seen to the left and to the right"
         )
+    # All negative limits mean the same and become -1, since decisions are cached by the call.
     left, right = (-1, -1) if window is None else (max(window[0], -1), max(window[1], -1))
     limits = (left, 0 if causal else right)
     if mask is not None and (limits != (-1, -1) or cu_seqlens is not None):
@@ -215,6 +216,7 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
         ("cudnn", torch.backends.cuda.can_use_cudnn_attention),
         ("flash", torch.backends.cuda.can_use_flash_attention),
     ):
+        # torch reports its reasons only as warnings, which the default filter shows once.
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if v.shape[-1] == q.shape[-1] and not takes(params, True):
@@ -224,6 +226,7 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
     return tuple(found)
 
 
+# The decision depends on descriptions, not on values, and the compiler must not trace it.
 @torch.compiler.assume_constant_result
 def _backend(call: tuple[Any, ...], impl: str, refusals: tuple[tuple[str, str], ...]) -> str:
     return _decide(Call(*call), impl, refusals).chosen
@@ -305,7 +308,10 @@ def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict
     ).to(device)
     sink = torch.zeros(model.heads, device=device, dtype=dtype).requires_grad_()
     return _make(model, device, dtype) | {
-        **{"window": (model.tokens // 4, 0), "softcap": 50.0, "sink": sink, "cu_seqlens": edges}
+        "window": (model.tokens // 4, 0),
+        "softcap": 50.0,
+        "sink": sink,
+        "cu_seqlens": edges,
     }
 
 
@@ -330,6 +336,8 @@ def _capped_cost(products: float, passes: int) -> Any:
         t = m.tokens
         w = m.tokens // 4 + 1
         lengths = (t // 3, t // 2 - t // 3, t - t // 2)
+        # Rows of a causal window see min(n, w) keys each, less the triangle that the first rows
+        # lack.
         pairs = sum(n * min(n, w) - min(n, w) * (min(n, w) - 1) // 2 for n in lengths)
         whole = _cost(products, passes)(m)
         return Cost(bytes=whole.bytes, flops=int(products * 2 * m.heads * m.head_dim * pairs))
@@ -342,6 +350,7 @@ def _device_obstacle(name: str) -> Any:
 
     def obstacle(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        # The call that most backends take: what they still refuse is the device.
         plain = Call(
             device.type,
             capability,

@@ -42,8 +42,11 @@ def partial_attention(
     if softcap > 0:
         logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(~mask, float("-inf"))
+    # The maximum cancels out of the result and needs no gradient. The clamp avoids -inf - -inf,
+    # which is NaN, in rows that see nothing.
     top = logits.amax(-1, keepdim=True).detach().clamp_min(HIDDEN)
     weights = (logits - top).exp()
+    # The sum of a row that sees nothing is 0: its shares stay 0, and its logarithm stays finite.
     total = weights.sum(-1, keepdim=True).clamp_min(1e-30)
     shares = F.dropout(weights / total, dropout_p) if dropout_p else weights / total
     return torch.matmul(shares, v.float()), (top + total.log()).squeeze(-1)
@@ -54,6 +57,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     log-sum-exps [...].
     """
     both = torch.logaddexp(lse, more_lse)
+    # Both factors are shares of a common denominator and at most 1, so nothing overflows.
     merged = out * (lse - both).exp().unsqueeze(-1) + more * (more_lse - both).exp().unsqueeze(-1)
     return merged, both
 

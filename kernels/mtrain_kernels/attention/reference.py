@@ -39,9 +39,8 @@ def attention(
     if softcap > 0:
         return _capped(q, k, v, causal, mask, sink, scale, softcap, dropout_p)
     width = v.shape[-1]
-    if (
-        width < q.shape[-1]
-    ):  # fused kernels know one head size; zero columns change nothing and are cut off again
+    # fused kernels know one head size; zero columns change nothing and are cut off again
+    if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     if sink is not None:
         k, v, mask, causal = _with_sink(q, k, v, causal, mask, sink)
@@ -166,12 +165,14 @@ def softmax(
     if seen is not None:
         z = z.masked_fill(~seen, float("-inf"))
     if x.shape[-1]:
+        # Subtracted and divided out again: no gradient flows through the maximum.
         top = z.detach().amax(-1, keepdim=True)
     else:
         top = z.new_full((*z.shape[:-1], 1), float("-inf"))
     offset = None if sink is None else sink.to(wide).view(1, -1, 1, 1)
     if offset is not None:
         top = torch.maximum(top, offset.detach())
+    # -inf minus -inf would be NaN in rows that see nothing.
     top = top.masked_fill(top == float("-inf"), 0.0)
     e = (z - top).exp()
     total = e.sum(-1, keepdim=True)
@@ -187,6 +188,7 @@ def visible_keys(x: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
     seen = mask
     if causal:
         s, t = x.shape[-2:]
+        # Aligned at the end, so that the last query sees all keys.
         lower = torch.ones(s, t, dtype=torch.bool, device=x.device).tril(t - s)
         seen = lower if mask is None else mask & lower
     return seen

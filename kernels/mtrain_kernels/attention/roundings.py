@@ -64,6 +64,7 @@ def limits(inputs: Mapping[str, Any], directions: Mapping[str, Tensor]) -> dict[
                 place = at.get(name, (b, h // share))
                 exact[name][place] += value
                 squares[name][place] += square
+    # torch's eps is the spacing of numbers at 1; rounding to nearest errs by half of it.
     unit = torch.finfo(inputs["q"].dtype).eps / 2
     return {
         name: unit * (value.abs() + _deviations(value.numel()) * (squares[name] / 3).sqrt())
@@ -131,6 +132,7 @@ def _head(
             d_q,
             scale**2 * (d_z.square() @ k.square() + shared[:, None] * (through @ k).square()),
         ),
+        # The last term: gradients of shared key heads may be rounded once for each query head.
         "gradient of k": (
             d_k,
             scale**2

@@ -43,6 +43,7 @@ class Seen:
 
     def limits(self, queries: int, keys: int) -> tuple[int, int, int]:
         """left, right and shift with numbers in the place of no limit."""
+        # Beyond every distance between a query and a key, so that kernels need no branch for it.
         none = queries + keys + abs(self.shift)
         return (
             self.left if self.left >= 0 else none,
@@ -65,6 +66,7 @@ def table(
     k_at = k_at.long()
     edges = None
     if cu_seqlens is not None:
+        # An edge beyond all positions makes what lies behind the sequences one more sequence.
         ends = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int64, device=q_at.device)
         edges = torch.cat([cu_seqlens.long(), ends])
     left, right = window
@@ -80,6 +82,7 @@ def _interval(
     last = at + after if after >= 0 else torch.full_like(at, torch.iinfo(torch.int32).max)
     if edges is not None:
         own = torch.searchsorted(edges, at, right=True)
+        # `own` counts the edges at or before a position, so that it indexes the next one.
         last = torch.minimum(last, edges[own.clamp(max=len(edges) - 1)] - 1)
         first = torch.maximum(first, edges[(own - 1).clamp(min=0)])
     return torch.searchsorted(others, first), torch.searchsorted(others, last, right=True)

@@ -31,6 +31,7 @@ class Widths:
     @classmethod
     def of(cls, size: int, value_size: int) -> Widths:
         """Cut heads of `size` with values of `value_size` into parts of 16 columns or more."""
+        # The largest power of two that fits; a rest of its own keeps 192 from being padded to 256.
         first = max(16, power_of_two(size + 1) // 2)
         rest = max(0, size - first)
         second = max(16, power_of_two(rest)) if rest else 0
@@ -98,6 +99,7 @@ def candidates(pass_: str, q: Tensor, v: Tensor) -> tuple[Tile, ...]:
     if q.dtype == torch.float32:
         return (EXACT[pass_],)
     key = pass_, next(most for most in (64, 128, 192, WIDEST) if width <= most)
+    # The capability is 0 where there is no NVIDIA GPU, as in the interpreter.
     return (OLDER[key],) if 0 < capability(q.device) < 90 else TABLES[key]
 
 

@@ -56,7 +56,9 @@ def _rows(
     """Rows from `start` on and columns from AT on of a matrix [rows, columns], zeros beyond."""
     row = tl.arange(0, R)
     column = AT + tl.arange(0, C)
+    # Only the start needs int64; offsets inside a tile are small.
     at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    # Decided at compile time: loads of full tiles carry no predicates.
     if INSIDE and EVEN:
         return tl.load(at)
     if EVEN:
@@ -85,6 +87,7 @@ def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
     """
     inside = at < size
     if TABLE:
+        # Rows outside get an empty interval, from which no tile is visited.
         first = tl.load(table_ptr + at, mask=inside, other=others)
         last = tl.load(table_ptr + size + at, mask=inside, other=0)
     else:
@@ -98,10 +101,14 @@ def _phases(first, last, inside, others, T: tl.constexpr):
     """Tiles of T of the others: from where on some are seen, from and to where all are, and to
     where some are.
     """
+    # Some row sees the tiles from the least first key to the greatest last one.
     low = tl.min(tl.where(inside, first, others), 0) // T * T
     high = tl.max(last, 0)
+    # Every row sees those from the greatest first key, rounded up, to the least last one, rounded
+    # down.
     begin = tl.cdiv(tl.max(tl.where(inside, first, 0), 0), T) * T
     end = tl.min(tl.where(inside, last, others), 0) // T * T
+    # Kept in order where no tile is seen by all, so that none is visited twice.
     begin = tl.minimum(tl.maximum(begin, low), tl.maximum(high, low))
     return low, begin, tl.maximum(end, begin), high
 
@@ -129,6 +136,7 @@ def _over_keys(
             z = tl.where(
                 (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), z, float("-inf")
             )
+        # Online softmax: as the maximum grows, what was added up so far shrinks by the same factor.
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - higher[:, None])
         shrunk = tl.exp2(top - higher)
@@ -150,9 +158,8 @@ def forward_kernel(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """out = softmax over the keys that a query sees, and the logarithm of its denominator."""
-    start = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) * M  # under a causal mask the last ones take longest
+    # under a causal mask the last ones take longest
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
     b64 = b.to(tl.int64)
@@ -169,9 +176,11 @@ def forward_kernel(
     inside = row < s
     first, last = _interval(row, table_ptr, s, t, left - shift, right + shift, TABLE)
     low, begin, end, high = _phases(first, last, inside, t, N)
+    # Finite, so that the factor of a row that has seen nothing yet is 1 and not NaN.
     top = tl.zeros([M], tl.float32) + HIDDEN
     total = tl.zeros([M], tl.float32)
     if SINK:
+        # A key of value zero: it enters the denominator and not the accumulator.
         sink = tl.load(sink_ptr + h).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)
@@ -194,6 +203,7 @@ def forward_kernel(
     )  # fmt: skip
     seen = total != 0  # not a number counts as seen
     total = tl.where(seen, total, 1.0)
+    # Natural logarithms, as ring attention merges parts by logaddexp.
     lse = tl.where(seen, (top + tl.log2(total)) * LN2, HIDDEN)
     tl.store(lse_ptr + (b64 * heads + h64) * s + row, lse, mask=inside)
     out_ptr += b64 * o_batch + h64 * o_head
@@ -243,7 +253,8 @@ def forward(
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, n, s, e], fp32 if `wide`, and log-sum-exps [b, n, s] in fp32."""
-    (b, n, s, d), (_, g, t, e) = q.shape, v.shape
+    b, n, s, d = q.shape
+    _, g, t, e = v.shape
     out = token_major(q, e, torch.float32 if wide else None)
     lse = q.new_empty((b, n, s), dtype=torch.float32)
     if lse.numel() == 0:
@@ -252,9 +263,26 @@ def forward(
     tile = tile_for("forward", q, v, seen.masks_left)
     with on_device_of(q):
         forward_kernel[(ceil_div(s, tile.queries), b * n)](
-            *(q, k, v, None if sink is None else sink.contiguous(), seen.table, out, lse),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
-            *(n, n // g, s, t, d, e, *seen.limits(s, t), scale, softcap),
+            q,
+            k,
+            v,
+            None if sink is None else sink.contiguous(),
+            seen.table,
+            out,
+            lse,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            n,
+            n // g,
+            s,
+            t,
+            d,
+            e,
+            *seen.limits(s, t),
+            scale,
+            softcap,
             SINK=sink is not None,
             LEFT=seen.masks_left,
             **constants(q, v, seen, softcap, tile),

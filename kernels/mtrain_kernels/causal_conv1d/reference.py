@@ -35,6 +35,8 @@ def causal_conv1d(
         earlier = padded[..., width - 1 - j : width - 1 - j + times]
         if segments is not None:
             same = torch.zeros_like(segments, dtype=torch.bool)
+            # Where the filter is longer than the sequence, the bound must not turn negative and
+            # count from the end.
             same[:, j:] = segments[:, j:] == segments[:, : max(times - j, 0)]
             earlier = torch.where(same[:, None], earlier, 0.0)
         z = z + weight.to(wide)[:, width - 1 - j, None] * earlier

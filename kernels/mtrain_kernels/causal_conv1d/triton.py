@@ -128,7 +128,9 @@ def conv_kernel(
     batch, _, channel, row, time = _tile_of(times, channels, D, T)
     live = channel < channels
     weights, bias = _parameters(weight_ptr, bias_ptr, channel, live, WIDTH, BIAS)
+    # Two runs in one tuple: a tap at an offset is another register instead of another load.
     x = _load(x_ptr, row, time - 8, live, times, D, R) + _load(x_ptr, row, time, live, times, D, R)
+    # A placeholder of the right structure, which nobody reads without segments.
     segments = x
     if SEGMENTED:
         at = batch * times
@@ -185,6 +187,7 @@ def conv_backward_kernel(
             segments_ptr, at, time, True, times, 1, R
         )
     if WIDTH > 1:
+        # Outputs of the next run read this one, so their gradients flow back to it.
         x = x + _load(x_ptr, row, time + 8, live, times, D, R)
         d_y = d_y + _load(d_y_ptr, row, time + 8, live, times, D, R)
         if SEGMENTED:
@@ -197,6 +200,7 @@ def conv_backward_kernel(
             z = _sum(x, segments, weights, bias, 8 + e, WIDTH, SEGMENTED)
             d = tl.where(first + e < times, d * _slope(z), 0.0)
         d_z = d_z + (d,)  # noqa: RUF005
+    # Each tile has sums of its own, added up afterwards in a fixed order: no atomics.
     to = partial_ptr + ((batch * tl.cdiv(times, T) + block) * channels + channel) * (WIDTH + 1)
     share = d_z[0]
     for e in tl.static_range(1, 8):
@@ -298,4 +302,5 @@ def backward(
             num_warps=4,
         )
     total = partial.sum(0)
+    # The copy: results of an operator must not share memory, and slices of one sum would.
     return d_x, total[:, :width].to(weight.dtype), total[:, width].clone()

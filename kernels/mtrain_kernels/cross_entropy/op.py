@@ -101,6 +101,7 @@ def _cross_entropy(
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     vocabulary = Vocabulary(group)
     first = vocabulary.rank * logits.shape[1]
+    # Padding never reaches a kernel: no mask is needed there, and it has no probability.
     logits = logits[:, : reference.real_columns(logits.shape[1], first, terms)]
     if backend == "reference":
         statistics = reference.row_statistics(logits, labels, first, terms)
@@ -109,6 +110,7 @@ def _cross_entropy(
 
         statistics = triton.row_statistics(_dense(logits), labels.contiguous(), first, terms)
     statistics = mark_foreign(vocabulary.merge(statistics), labels, terms)
+    # A clone, since results of an operator must not share memory.
     return reference.token_losses(statistics, labels, terms)[0], statistics[0].clone()
 
 
@@ -169,6 +171,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, labels, *ctx.settings = inputs
+    # The log-sum-exp is a result only because the backward needs it.
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, labels, output[1])
 

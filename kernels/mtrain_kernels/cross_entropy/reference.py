@@ -51,6 +51,7 @@ def row_statistics(
     """
     x = capped(wide(logits), terms.soft_cap)
     here, column = local_labels(labels, first, x.shape[1])
+    # A rank may hold nothing but padding, and `gather` needs a column.
     target = (
         x.gather(1, column[:, None])[:, 0].where(here, 0) if x.shape[1] else x.new_zeros(x.shape[0])
     )
@@ -144,10 +145,12 @@ def logits_gradient(
         gradient -= smoothed(x, first, terms, class_weights)
     here, column = local_labels(labels, first, x.shape[1])
     if x.shape[1]:
+        # A label that another rank holds has column 0 here, to which zero is added.
         gradient.scatter_add_(1, column[:, None], -(hit * here)[:, None].to(gradient.dtype))
     if terms.soft_cap:
         gradient *= 1 - (x / terms.soft_cap).square()
     counted = (labels != terms.ignore_index)[:, None]
+    # Selected instead of multiplied by zero, since ignored rows may hold NaN.
     return (gradient * rows[:, None].to(gradient.dtype)).where(counted, 0).to(logits.dtype)
 
 

@@ -29,6 +29,7 @@ def bend(x, slope, SHARED: tl.constexpr):
     With `SHARED` four neighbours share a division, and become not a number together: for logits of
     one row, of which each thread has four (a block of 128 columns and more).
     """
+    # With at most 2^30 the product of four stays finite, and tanh has long become 1.
     above = 1.0 + exp2(tl.minimum(x * slope, 30.0, propagate_nan=tl.PropagateNan.ALL))
     if INTERPRETED or not SHARED:
         return reciprocal(above)
@@ -46,6 +47,7 @@ def _columns(
     """Add a block of columns to what each eighth of it, which one thread holds, knows of those
     before.
     """
+    # Eight neighbours for each thread are one load of 16 bytes in half precision.
     column = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     if WHOLE:
         x = tl.load(logits_ptr + column).to(tl.float32)
@@ -53,11 +55,13 @@ def _columns(
         x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
     if RANKED:  # of what is not capped: a bound makes different logits equal
         here = tl.max(x, axis=1)
+        # Strictly greater, so that the first of equal maxima stays.
         at = tl.where(here > top, start + tl.arange(0, COLUMNS // 8) * 8, at)
         top = tl.maximum(top, here)
     if CAPPED:
         x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, COLUMNS >= 128)
         if not WHOLE:
+            # The cap has turned the -inf of absent columns into -soft_cap.
             x = tl.where(column < columns, x, -float("inf"))
     if SMOOTHED:
         part = x
@@ -67,6 +71,7 @@ def _columns(
             part *= tl.load(class_weights_ptr + column, mask=column < columns, other=0.0)
         total += tl.sum(part, axis=1)
     following = tl.maximum(most, tl.max(x, axis=1))
+    # -inf minus -inf would be NaN in threads that have met no column yet.
     shift = _finite(following) * LOG2E
     exponentials *= exp2(most * LOG2E - shift)
     exponentials += tl.sum(exp2(x * LOG2E - shift[:, None]), axis=1)
@@ -122,6 +127,8 @@ def statistics_kernel(
     tl.store(out_ptr + 2 * rows + row, tl.sum(total, axis=0))
     if RANKED:
         best = tl.max(top, axis=0)
+        # Threads remember only where their best eight columns begin: the exact place is looked up
+        # in them.
         column = tl.min(tl.where(top == best, at, columns), axis=0) + tl.arange(0, 8)
         x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
         place = tl.min(tl.where(x == best, column, columns), axis=0)
@@ -173,6 +180,7 @@ def gradient_kernel(
     gradient = tl.where(column == place, gradient - hit * factor, gradient)
     if CAPPED:
         gradient *= bent - bent * bent
+    # A selection and the last step, so that it also removes NaN.
     gradient = tl.where(label == ignore_index, 0.0, gradient)
     tl.store(
         out_ptr + row * out_stride + column, cast(gradient, out_ptr.dtype.element_ty), mask=inside

@@ -37,8 +37,10 @@ class Vocabulary:
         if len(statistics) > 3:
             statistics[4] *= statistics[3] == highest[1]
             statistics[3] = 0  # minus infinity of a part without columns is nothing that adds up
+        # Shifted by the largest, no exponential exceeds 1; an infinite shift would give NaN.
         shift = highest[0].where(highest[0].isfinite(), 0)
         lse.sub_(shift).exp_()
+        # Exponentials, label logits and sums all add up over ranks: one all-reduce for all of them.
         dist.all_reduce(statistics, group=self.group)
         lse.log_().add_(shift)
         return statistics

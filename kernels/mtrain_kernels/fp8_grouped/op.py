@@ -77,6 +77,7 @@ def grouped_fp8(
     backend = pick("fp8_grouped", impl, x.device)
     options = _Options(recipe, swiglu, again, main_grads, backend, torch.is_grad_enabled())
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    # Kernels compare rows with ends; the sum stays on the device, so that nothing waits for it.
     ends = counts.cumsum(0).to(torch.int32)
     return _Grouped.apply(x, share, ends, options, *weights)  # type: ignore[no-any-return]
 
@@ -110,8 +111,10 @@ class _Grouped(torch.autograd.Function):
             x if activated and (need_x or need_share or (need_weight and options.again)) else None
         )
         kept = (a.transposed, a.transposed_scale) if turned else (None, None)
+        # The backward quantises again with this amax, so that both forms have one scale.
         amax = a.amax if need_weight and options.again else None
         ctx.leaves = weights_are_leaving()
+        # Weights that leave are not kept in FP8: the backward quantises them again.
         w = (None, None) if ctx.leaves else (b.transposed, b.transposed_scale)
         ctx.save_for_backward(ends, *w, gates, share, *kept, amax, *(weights if ctx.leaves else ()))
         ctx.options = options
@@ -169,6 +172,7 @@ def _weight_gradients(
     number, shape, dtype = weights
     if options.main_grads is not None:
         add_weights_product(*operands, list(options.main_grads()), options.backend)
+        # The gradients are in the buffers already; autograd only checks shapes and dtypes.
         return [operands[0].new_empty(shape, dtype=dtype) for _ in range(number)]
     made = weights_product(*operands, dtype, options.backend)
     return [made] if len(shape) == 3 else made.unbind()

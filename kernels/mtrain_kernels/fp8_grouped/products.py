@@ -65,6 +65,7 @@ def _typed(found: Sequence[Tensor], format: str, one: bool, amax: Tensor | None)
     again = scale if one else turned_scale
     assert dtype is not None
     amax = made if amax is None else amax
+    # Operators exchange bytes, see `quantize.op._bytes`; here they get their dtype back.
     return Grouped(data.view(dtype), scale, turned.view(dtype), again, amax)
 
 
@@ -140,7 +141,8 @@ def _weights(
 
 @_weights.register_fake
 def _(weights, format, one, backend):
-    like, (n, k) = weights[0], weights[0].shape[-2:]
+    like = weights[0]
+    n, k = like.shape[-2:]
     count = like.shape[0] if like.ndim == 3 else len(weights)
     down = ceil_div(n, BLOCK)
     across = ceil_div(k, BLOCK)

@@ -29,6 +29,7 @@ def _rows_of_block(ends_ptr, rows, SIDE: tl.constexpr, GROUPS: tl.constexpr, G: 
     """
     base, ends, upto, _ = _bounds(ends_ptr, rows, SIDE, GROUPS, G)
     block = tl.program_id(0)
+    # As many groups end before this block as its group's number says: no search, no branch.
     group = tl.sum((upto <= block).to(tl.int32), 0)
     here = tl.arange(0, G) == group
     return (
@@ -86,6 +87,7 @@ def quantize_rows_kernel(
     """Quantise a tile of one group's rows: as they lie, and transposed into a block of their own,
     zeros after them.
     """
+    # Of the greatest numbers: 448 is 1.75 * 2^8, 57344 is 1.75 * 2^15.
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
     if TURNED:
         RUN: tl.constexpr = 4 if ONE else 8
@@ -109,6 +111,7 @@ def quantize_rows_kernel(
             "power_of_two",
         )
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
+        # One program is enough for the scales of all groups.
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             every = tl.arange(0, G)
             greatest = tl.load(amax_ptr + every, mask=every < GROUPS, other=0.0)
@@ -117,6 +120,8 @@ def quantize_rows_kernel(
         if STRAIGHT:
             tl.store(q_at, q, mask=inside)
         if TURNED:
+            # No mask along rows: zeros fill the group's last block, as the product of weights
+            # expects.
             tl.store(turned_at, tl.trans(in_order(q, SIDE, RUN)), mask=column[:, None] < columns)
     else:
         if STRAIGHT:
@@ -220,7 +225,7 @@ def quantize_rows(
                 x, share, ends, found, rows, width, x.stride(0), **constants, num_warps=8
             )
         quantize_rows_kernel[grid](
-            *(x, share, ends, found, q, scale, t, t_scale, rows, width, x.stride(0), blocks),
+            x, share, ends, found, q, scale, t, t_scale, rows, width, x.stride(0), blocks,
             **constants, ONE=one, STRAIGHT=straight, TURNED=turned, MANTISSA=mantissa.mantissa,
             BIAS=mantissa.bias,
             GREATEST=mantissa.greatest, num_warps=16 if one else 8,
@@ -234,7 +239,9 @@ def quantize_weights(
     """Return the reference's results as bytes, of weights that are read where they lie."""
     places = Places.of(weights)
     like = weights[0]
-    (n, k), count, chosen = places.shape, places.groups, FORMATS[format]
+    n, k = places.shape
+    count = places.groups
+    chosen = FORMATS[format]
     down = ceil_div(n, BLOCK)
     across = ceil_div(k, BLOCK)
     q, t = (like.new_empty((count, *shape), dtype=torch.uint8) for shape in ((n, k), (k, n)))
@@ -247,10 +254,10 @@ def quantize_weights(
         with on_device_of(like):
             if one:
                 weights_amax_kernel[grid](
-                    *(places.base, places.table, amax, n, k, places.step), **constants, num_warps=8
+                    places.base, places.table, amax, n, k, places.step, **constants, num_warps=8
                 )
             quantize_weights_kernel[grid](
-                *(places.base, places.table, amax, q, scale, t, t_scale, n, k, places.step),
+                places.base, places.table, amax, q, scale, t, t_scale, n, k, places.step,
                 **constants, ONE=one, MANTISSA=chosen.mantissa, BIAS=chosen.bias,
                 GREATEST=chosen.greatest,
                 num_warps=16 if one else 8,

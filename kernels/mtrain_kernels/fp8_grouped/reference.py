@@ -28,6 +28,7 @@ def blocks_of(rows: int, groups: int) -> int:
     """Blocks of 128 rows, each of one group, that `rows` rows take at most, however long each group
     is.
     """
+    # Every group leaves at most 127 rows of its last block unused.
     return max(1, (rows + (BLOCK - 1) * groups) // BLOCK)
 
 
@@ -50,8 +51,8 @@ def quantize_rows(
     have the code zero.
     """
     x = activation(x, "swiglu", weight=share) if swiglu else x
-    rows, width, groups = *x.shape, ends.shape[0]
-    blocks = blocks_of(rows, groups)
+    rows, width = x.shape
+    blocks = blocks_of(rows, ends.shape[0])
     dtype = FORMATS[format].dtype
     codes = x.new_zeros((rows, width), dtype=dtype)
     turned = x.new_zeros((width, blocks * BLOCK), dtype=dtype)
@@ -135,6 +136,7 @@ def weights_product(d: Tensor, d_scale: Tensor, x: Tensor, x_scale: Tensor, ends
     rows = d.shape[1]
     at = 0
     made = d.new_zeros((ends.shape[0], d.shape[0], x.shape[0]), dtype=torch.float32)
+    # Only the bounds of groups matter here, hence rows without elements.
     for g, (_, part) in enumerate(parts(torch.empty(rows, 0), ends)):
         count = -(-len(part) // BLOCK)
         mine = slice(at * BLOCK, (at + count) * BLOCK)
@@ -161,4 +163,5 @@ def parts(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:
 def _stack(each: Sequence[Tensor]) -> Tensor:
     if each[0].element_size() > 1:
         return torch.stack(list(each))
+    # As bytes, since few operators of torch take FP8.
     return torch.stack([t.view(torch.uint8) for t in each]).view(each[0].dtype)

@@ -83,11 +83,14 @@ def rows_kernel(
             inner = i + tl.arange(0, K)
             x = _x_tile(x_ptr, r, inner, first, i, end, k, TMA, EVEN)
             w = _w_tile(w_ptr, place, g, c, column, inner, i, n, k, k, 1, N, K, TMA, False, EVEN)
+            # Not accumulated by tensor cores, whose sums in FP8 keep too few bits; see
+            # `fp8_linear`.
             part = _part(x, w)
             if not ONE:
                 part *= tl.load(
                     x_scale_ptr + r.to(tl.int64) * blocks + block, mask=r < end, other=0.0
                 )[:, None]
+                # The tile's columns lie in one block of the weight, whose scale is one number.
                 part *= tl.load(w_scale_ptr + (g * tl.cdiv(n, K) + c // K) * blocks + block)
             total += part
         if ONE:
@@ -169,6 +172,7 @@ def tile_for(one: bool, weights: bool, x: Tensor, w: Tensor) -> Tile:
 
     TMA reads what is aligned.
     """
+    # TMA needs addresses and rows in multiples of 16 bytes, which are elements in FP8.
     fits = all(t.shape[-1] % 16 == 0 and (t.is_meta or t.data_ptr() % 16 == 0) for t in (x, w))
     tma = fits and capability(x.device) >= 90 and min(*x.shape, *w.shape[-2:]) >= BLOCK // 2
     wide = BLOCK // 2 if weights and not one else BLOCK
@@ -179,7 +183,8 @@ def rows_product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Launch the kernel on `x` [r, k] and `w` [g, n, k] in FP8, both dense; see the reference."""
-    (rows, k), (count, n) = x.shape, w.shape[:2]
+    rows, k = x.shape
+    count, n = w.shape[:2]
     y = x.new_empty((rows, n), dtype=dtype)
     if not y.numel():
         return y

@@ -139,6 +139,7 @@ def fp8_linear(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., k]{halves} and"
             " [n, k]"
         )
+    # reshape(-1, ...) cannot infer a length without elements.
     if x.numel():
         rows = x.reshape(-1, x.shape[-1])
     else:
@@ -146,6 +147,7 @@ def fp8_linear(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, operand, swiglu, impl)
     else:
+        # Without gradients no operand is kept for a backward.
         a = operand or _input(rows, recipe, shares.x, False, swiglu, impl)
         b = _weight(weight, recipe, shares.weight, False, impl)
         y = scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
@@ -167,6 +169,7 @@ def quantized(
     whole.
     """
     options: dict[str, Any] = {"format": format, "transpose": transpose, "swiglu": swiglu}
+    # cuBLAS multiplies operands but does not make them.
     options["impl"] = "auto" if impl == "torch" else impl
     if recipe.kind == "tensorwise":
         given = None
@@ -190,6 +193,7 @@ def _weight(
     weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str
 ) -> Quantized:
     """Return the weight as a recipe says, made once while `weights_stay`."""
+    # What is kept must serve the backward, too, whoever asks first.
     both = transpose or _kept is not None
     return while_weights_stay(
         weight,
@@ -206,6 +210,7 @@ def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made])
         return make()
     key = id(weight), recipe
     if key not in _kept:
+        # The entry holds the weight, so that no other tensor can get its id meanwhile.
         _kept[key] = weight, make()
     made: Made = _kept[key][1]
     return made
@@ -242,6 +247,7 @@ class _Linear(torch.autograd.Function):
         b = _weight(weight, recipe, shares.weight, need_x and not _leave, impl)
         ctx.leaves = _leave
         w = (None, None) if _leave else (b.transposed, b.transposed_scale)
+        # Gate and up are needed only for the gradient of x.
         gates = x if swiglu and need_x else None
         ctx.save_for_backward(weight, *w, gates, *(kept if need_weight else ()))
         ctx.options = recipe, shares, gradient, impl

@@ -33,6 +33,7 @@ def scaled_product_kernel(
     across = tl.cdiv(n, ACROSS)
     group = program // (GROUP * across)
     inside = program % (GROUP * across)
+    # The last group of rows may be shorter than the others.
     size = tl.minimum(down - group * GROUP, GROUP)
     rows = (group * GROUP + inside % size) * TILE + tl.arange(0, TILE)
     columns = inside // size * ACROSS + tl.arange(0, ACROSS)
@@ -51,6 +52,7 @@ def scaled_product_kernel(
             other=0.0,
         )
         if INTERPRETED:
+            # The interpreter has no product in FP8.
             part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
             part = tl.dot(a, b)
@@ -79,7 +81,8 @@ def scaled_product(
     """Launch the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
     `reference.scaled_product`.
     """
-    (m, k), n = a.shape, b.shape[0]
+    m, k = a.shape
+    n = b.shape[0]
     y = a.new_empty((m, n), dtype=dtype)
     if y.numel():
         a_rows = rows_of(a, a_scale)

@@ -153,6 +153,7 @@ def by_fla(
 
 def _edges(segments: Tensor) -> Tensor:
     """Return the starts of the runs of equal marks [t], and the end of the last: int64."""
+    # `nonzero` waits for the device, which callers avoid by giving `edges`.
     begins = torch.nonzero(segments[1:] != segments[:-1]).flatten() + 1
     ends = segments.new_tensor([segments.shape[0]], dtype=torch.int64)
     return torch.cat([torch.zeros_like(ends), begins, ends])

@@ -42,6 +42,7 @@ def gated_delta_rule_sequential(
             s = torch.where((segments[:, i] == segments[:, i - 1])[:, None, None, None], s, 0.0)
         s = g[:, :, i].exp()[..., None, None] * s
         known = torch.einsum("nwde,nwd->nwe", s, k[:, :, i])
+        # The delta: only what the state does not yet return for this key is written.
         s = s + torch.einsum("nw,nwd,nwe->nwde", beta[:, :, i], k[:, :, i], vw[:, :, i] - known)
         ys.append(torch.einsum("nwde,nwd->nwe", s, q[:, :, i]))
     y = torch.stack(ys, 1) if ys else v.new_zeros(v.shape, dtype=s.dtype)
@@ -75,6 +76,7 @@ def gated_delta_rule(
     q, k, vw, g, beta = (_chunks(x, chunk) for x in (q, k, vw, g, beta))
     total = g.cumsum(-1)
     seen, into, behind = _decays(total, _marks(segments, times, chunk))
+    # A unit lower triangle: each write is corrected by the earlier ones in its direction.
     written = torch.eye(chunk, dtype=s.dtype, device=s.device) + (
         beta[..., None] * (k @ k.mT) * seen.tril(-1)
     )
@@ -85,6 +87,7 @@ def gated_delta_rule(
     asked = q * into[..., None]
     kept = k * behind[..., None]
     ys = []
+    # Only the states depend on each other; all above was done for every chunk at once.
     for i in range(vw.shape[2]):
         corrected = new[:, :, i] - read[:, :, i] @ s
         ys.append(asked[:, :, i] @ s + scores[:, :, i] @ corrected)
@@ -127,6 +130,7 @@ def _decays(total: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor
     behind = total[..., -1:] - total
     if marks is not None:
         seen = seen & (marks[..., :, None] == marks[..., None, :])
+        # The mark of the time before each chunk; the first chunk continues itself.
         before = torch.cat([marks[:, :, :1, :1], marks[:, :, :-1, -1:]], 2)
         into = into.masked_fill(marks != before, float("-inf"))
         behind = behind.masked_fill(marks != marks[..., -1:], float("-inf"))

@@ -68,6 +68,7 @@ def grouped_gemm(
     if name in PLAIN and main_grads is None:
         return PLAIN[name].grouped_gemm(x, weight, counts, bias)  # type: ignore[no-any-return]
     if name in PLAIN:
+        # The value comes without a graph; a node of its own adds the gradients to the buffers.
         y = PLAIN[name].grouped_gemm(x, _detached(weight), counts)
         y = _added(x, weight, counts, y, name, main_grads)
         return y if bias is None else y + reference.bias_rows(bias, counts, x.shape[0])
@@ -119,6 +120,7 @@ def grouped_gated(
     ends = counts.cumsum(0).to(torch.int32)
     if main_grads is None:
         return _gated(x, _listed(weight), ends, share, kind)[0]
+    # This graph would make the weights' gradients again; `_added` puts another in its place.
     with torch.no_grad():
         y, h = _gated(x, _listed(weight), ends, share, kind)
     return _Activated.apply(_added(x, weight, ends, h, "triton", main_grads), share, y, kind)  # type: ignore[no-any-return]
@@ -186,6 +188,7 @@ class _Added(torch.autograd.Function):
         ctx.save_for_backward(x, ends, *weights)
         ctx.name = name
         ctx.buffers = buffers
+        # A view, so that the result is a tensor of its own and `y` stays outside of the graph.
         return y.view_as(y)
 
     @staticmethod
@@ -194,11 +197,13 @@ class _Added(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             if ctx.name in PLAIN:
+                # In plain torch `ends` holds the counts.
                 d_x = PLAIN[ctx.name].grouped_gemm(d_y, [w.t() for w in weights], ends)
             else:
                 d_x = _grouped_dx(d_y, weights, ends, ctx.name)
         if any(ctx.needs_input_grad[5:]):
             _add_dw(d_y, x, ends, list(ctx.buffers()), ctx.name)
+        # Never written: the buffers have the gradients, and autograd only checks shapes.
         return d_x, None, None, None, None, *(torch.empty_like(w) for w in weights)
 
 

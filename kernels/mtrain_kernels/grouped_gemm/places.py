@@ -80,6 +80,7 @@ class Places:
             and self.step * bytes_ % 16 == 0
             and k * bytes_ % 16 == 0
         )
+        # A descriptor counts upward, so it starts at the last of tensors that lie downward.
         lowest = self.tensors[-1] if self.step < 0 else self.base
         return self.table is None and fits and (lowest.is_meta or lowest.data_ptr() % 16 == 0)
 

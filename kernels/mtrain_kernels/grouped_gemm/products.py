@@ -88,6 +88,7 @@ def _add_dw(
         else:
             assert rows is not None
             mine = slice(sum(rows[:g]), sum(rows[: g + 1]))
+            # In the buffer's dtype, so that the product is not rounded before it is added.
             rows_of = (d_y[mine].to(buffer.dtype), x[mine].to(buffer.dtype))
             add_weight_gradient(buffer, *rows_of, plain=implementation == "reference")
 
@@ -112,6 +113,7 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
         return _dense(weights[0])
     places = Places.of(weights)
     n, k = places.shape
+    # Neighbours by address may be separate storages, and a view must not leave its own.
     if (
         places.table is None
         and places.step == n * k
@@ -133,6 +135,7 @@ def _cleared(y: Tensor, ends: Tensor) -> Tensor:
     if y.is_cpu:
         y[int(ends[-1]) :] = 0.0
         return y
+    # Compared on the device: reading the end on the host would wait for it.
     return y.masked_fill_((torch.arange(y.shape[0], device=y.device) >= ends[-1])[:, None], 0.0)
 
 
@@ -178,6 +181,7 @@ def _(x, weights, ends, share, kind):
 
 def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weights, ends, share, ctx.kind = inputs
+    # The product is a result only because the backward needs it.
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, ends, *weights, output[1], share)
 

@@ -88,6 +88,7 @@ def require_grouped(
             raise ValueError(
                 f"a list of {len(weight)} weights must hold [n, k] alike, one for each group"
             )
+        # A view that stands for the list in the checks below.
         weight = weight[0].expand(len(weight), *weight[0].shape)
     if x.ndim != 2 or weight.ndim != 3 or weight.shape[0] == 0 or weight.shape[2] != x.shape[1]:
         raise ValueError(

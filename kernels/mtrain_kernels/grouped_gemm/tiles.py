@@ -89,6 +89,7 @@ def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
     """Return the tiles of the table that can run on `x`; `descriptors`: whether TMA may read what
     lies next to it.
     """
+    # Rows that a descriptor reads are multiples of 16 bytes.
     tma = descriptors and capability(x.device) >= 90 and x.shape[-1] * x.element_size() % 16 == 0
     found = [tile for tile in TABLES[product] if tma or not tile.tma]
     return found if x.dtype != torch.float32 else [EXACT[product]]
@@ -109,6 +110,7 @@ def tile_for(
     tile = next((tile for tile in found if tile.name == wanted), found[0])
     if tile.tma:
         return tile
+    # Small sizes get small tiles; those by descriptors stay as they were measured.
     sides = _side(rows, tile.rows), _side(n, tile.n), _side(k, tile.k)
     return Tile(*sides, warps=tile.warps, stages=tile.stages)
 

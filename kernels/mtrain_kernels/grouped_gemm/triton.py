@@ -25,12 +25,14 @@ def _bounds(ends_ptr, rows, R: tl.constexpr, GROUPS: tl.constexpr, G: tl.constex
     [G] each, and how many tiles there are in all.
     """
     group = tl.arange(0, G)
+    # The host never checks counts, so ends beyond the rows are cut off here.
     end = tl.minimum(tl.load(ends_ptr + group, mask=group < GROUPS, other=0), rows)
     start = tl.minimum(
         tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < GROUPS), other=0), rows
     )
     tiles = (tl.maximum(end - start, 0) + R - 1) // R
     upto = tl.cumsum(tiles, 0)
+    # The first row of tile t of all tiles is then base + t R, whatever its group.
     base = start - (upto - tiles) * R
     return base, end, upto, tl.sum(tiles, 0)
 
@@ -42,6 +44,7 @@ def _place(offsets_ptr, step, group, TABLE: tl.constexpr, ALIGNED: tl.constexpr)
         at = tl.load(offsets_ptr + group)
     else:
         at = tl.cast(group, tl.int64) * step
+    # A promise by which the compiler makes wide loads.
     return tl.multiple_of(at, 16) if ALIGNED else at
 
 
@@ -61,6 +64,7 @@ def _tile(
     first = tl.sum(tl.where(here, base, 0), 0) + high * R
     end = tl.sum(tl.where(here, ends, 0), 0)
     place = _place(offsets_ptr, step, group, TABLE, ALIGNED)
+    # The descriptor of tensors that lie downward counts from the last one.
     at = GROUPS - 1 - group if DOWNWARD else group
     return first, end, c, first + tl.arange(0, R), c + tl.arange(0, N), place, at
 
@@ -148,6 +152,7 @@ def rows_kernel(
     """
     base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(n, N)
+    # A fixed number of programs, as only the device knows how many tiles the groups make.
     for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
         first, end, c, r, column, place, at = _tile(
             tile,
@@ -255,6 +260,7 @@ def gated_kernel(
                 w_ptr, place, at, c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN
             )
             gate = dot(x, w, gate, EXACT)
+            # The rows of ups follow those of gates in the same weight.
             lower = place + tl.cast(width, tl.int64) * k
             w = _w_tile(
                 w_ptr,
@@ -276,6 +282,7 @@ def gated_kernel(
             )
             up = dot(x, w, up, EXACT)
         inside = (r < end)[:, None] & (column < width)[None, :]
+        # Rounded before the activation, as between two kernels: the backward reads these numbers.
         gate = cast(gate, h_ptr.dtype.element_ty)
         up = cast(up, h_ptr.dtype.element_ty)
         to = h_ptr + r.to(tl.int64)[:, None] * (2 * width) + column[None, :]
@@ -337,6 +344,7 @@ def weights_kernel(
             r = (i + tl.arange(0, R)).to(tl.int64)
             if TMA:
                 inside = (r < end)[:, None]
+                # A descriptor reads on into the next group, whose rows are zeroed here.
                 d_y = tl.trans(tl.where(inside, d_y_ptr.load([i, c]), 0.0))
                 x = tl.where(inside, x_ptr.load([i, b]), 0.0)
             else:
@@ -396,6 +404,7 @@ def rows_product(
     tile = tile_for(
         "turned" if transposed else "rows", x, rows, n, k, groups, descriptors=places.even
     )
+    # An upper bound without the counts: each group adds at most one partial tile.
     most = (ceil_div(rows, tile.rows) + groups) * ceil_div(n, tile.n)
     source = x
     kept = places.base
@@ -404,7 +413,16 @@ def rows_product(
         kept = places.descriptor(tile, [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k])
     with on_device_of(x):
         rows_kernel[(min(most, processors(x.device)),)](
-            *(source, kept, places.table, ends, y, rows, n, k, places.step, *strides),
+            source,
+            kept,
+            places.table,
+            ends,
+            y,
+            rows,
+            n,
+            k,
+            places.step,
+            *strides,
             EXACT=x.dtype == torch.float32,
             TMA=tile.tma,
             TURNED=transposed,
@@ -424,7 +442,9 @@ def gated_product(
     places = Places.of(weights)
     x = x.contiguous()
     ends = ends.contiguous()
-    (rows, k), groups, n = x.shape, ends.shape[0], places.shape[0]
+    rows, k = x.shape
+    groups = ends.shape[0]
+    n = places.shape[0]
     h = x.new_empty(rows, n)
     y = x.new_empty(rows, n // 2)
     if y.numel() == 0:
@@ -438,8 +458,17 @@ def gated_product(
         kept = places.descriptor(tile, [1, tile.n, tile.k])
     with on_device_of(x):
         gated_kernel[(min(most, processors(x.device)),)](
-            *(source, kept, places.table, ends, None if share is None else share.contiguous()),
-            *(h, y, rows, n // 2, k, places.step),
+            source,
+            kept,
+            places.table,
+            ends,
+            None if share is None else share.contiguous(),
+            h,
+            y,
+            rows,
+            n // 2,
+            k,
+            places.step,
             EXACT=x.dtype == torch.float32,
             TMA=tile.tma,
             KIND=kind,
@@ -460,11 +489,14 @@ def weights_product(
     d_y = d_y.contiguous()
     x = x.contiguous()
     ends = ends.contiguous()
-    (rows, n), k, groups = d_y.shape, x.shape[1], ends.shape[0]
+    rows, n = d_y.shape
+    k = x.shape[1]
+    groups = ends.shape[0]
     d_w = x.new_empty(groups, n, k) if into is None else None
     places = Places.of([d_w] if d_w is not None else into or ())
     if n * k == 0:
         return d_w
+    # Eight elements of half precision are 16 bytes, the alignment that descriptors need.
     tma = rows > 0 and n % 8 == 0 and (d_y.is_meta or d_y.data_ptr() % 16 == 0)
     tile = tile_for("weights", x, rows, n, k, groups, descriptors=tma)
     most = groups * ceil_div(n, tile.n) * ceil_div(k, tile.k)
@@ -475,7 +507,15 @@ def weights_product(
         right = tile.descriptor(x, [tile.rows, tile.k])
     with on_device_of(x):
         weights_kernel[(min(most, processors(x.device)),)](
-            *(left, right, ends, places.base, places.table, rows, n, k, places.step),
+            left,
+            right,
+            ends,
+            places.base,
+            places.table,
+            rows,
+            n,
+            k,
+            places.step,
             GROUPS=groups,
             EXACT=x.dtype == torch.float32,
             TABLE=places.table is not None,

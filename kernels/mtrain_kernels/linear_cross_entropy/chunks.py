@@ -38,6 +38,7 @@ def chunk_rows(
     if chunk:
         return chunk
     elements = elements or CHUNK_ELEMENTS.get(device.type, GPU_CHUNK_ELEMENTS)
+    # Multiples of 64 fill the tiles of a matrix product.
     rows = max(64, elements // columns // 64 * 64)
     return min(rows, max(1, ceil_div(tokens, 2))) if device.type == "cpu" else rows
 
@@ -111,6 +112,7 @@ def run(
     vocabulary = Vocabulary(group)
     plain = backend == "reference"
     rows = chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device, logits)
+    # Only statistics are wanted, so no logits are written and a chunk may be longer.
     if not (chunk or need_hidden or need_weight or backend != "triton") and isinstance(
         tiles.way_for(hidden, weight.shape[0], False), tiles.Tile
     ):
@@ -132,6 +134,7 @@ def run(
         plain=plain,
     )
     if need_hidden:
+        # Each rank has only its own columns' share of the gradient of hidden states.
         if sequence_parallel:
             dhidden = vocabulary.scatter_sum(found.hidden)
         else:

@@ -123,6 +123,8 @@ class _Given(torch.autograd.Function):
         losses = for_reading[0]
         ctx.mark_non_differentiable(*for_reading)
         ctx.gradient = gradient
+        # Not in saved tensors: the gradients are given away, and the graph must not keep them
+        # alive.
         ctx.given = (weight, dhidden, dweight, scale)
         ctx.save_for_backward(losses)
         return total, *for_reading
@@ -134,10 +136,12 @@ class _Given(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy made its gradients once and has given them away"
             )
-        (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
+        weight, dhidden, dweight, scale = ctx.given
+        ctx.given = None
         factor = dtotal * scale
         given = ctx.gradient(weight, dweight, factor)
-        (losses,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        (losses,) = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
         d_tokens = losses * dtotal if wanted[4] else None
         return (
             dhidden.mul_(factor) if wanted[0] else None,
@@ -320,6 +324,7 @@ def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
             "linear_cross_entropy made its gradients once and has given them away: no second"
             " backward"
         )
+    # Scaled in place they are spent, and a second backward would scale them again.
     ctx.spent = ctx.in_place
     losses, dhidden, dweight, scale = ctx.saved_tensors
     times = Tensor.mul_ if ctx.in_place else Tensor.mul
@@ -352,6 +357,7 @@ def _token_cross_entropy(
     backend: str,
 ) -> Tensor:
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    # Only the backward knows the factor of a token; here each counts as 1.
     ones = _token_ones(hidden, labels)
     return run(
         hidden, weight, labels, ones, class_weights, group, sequence_parallel, terms, chunk, 0,
@@ -383,6 +389,7 @@ def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         need_hidden, need_weight,
         False, False, backend,
     )  # fmt: skip
+    # Fresh tensors that nobody else sees may change in place, though not in a traced graph.
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
     return (
         times(dhidden, scale) if need_hidden else None,

@@ -129,6 +129,7 @@ def chunked(
     has the largest logit. `plain`: products are by torch's BLAS, see `mtrain_kernels.linear`.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
+    # With all weights zero any divisor will do.
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
     counted = (labels != terms.ignore_index).to(scale.dtype)
     losses = torch.empty_like(token_weights)
@@ -177,6 +178,7 @@ def chunked(
 
 
 def _room(hidden: Tensor, tokens: int, width: int, columns: int) -> Room:
+    # Allocated at first use: ways that write no logits never ask for it.
     held: list[Tensor] = []
 
     def room(some: int) -> Tensor:
@@ -235,6 +237,7 @@ class ReferenceChunks:
             statistics = rows_reference.row_statistics(logits, labels, first, terms, ranked=ranked)
             return statistics, lambda lse, factors: logits
         place = [first_place(logits, labels, first)] if ranked else []
+        # Taken now, since the softmax overwrites the logits.
         highest = capped(wide(logits.amax(1)), terms.soft_cap)
         x = capped(self._widened(logits), terms.soft_cap)
         here, column = local_labels(labels, first, x.shape[1])
@@ -245,6 +248,7 @@ class ReferenceChunks:
             total = torch.zeros_like(target)
         slope = 1 - (x / terms.soft_cap).square() if terms.soft_cap else None
         gradient = torch.softmax(x, 1, out=x)
+        # The greatest probability is exp(highest - lse), so lse needs no further pass.
         local = highest - gradient.amax(1).log()
 
         def finish(lse: Tensor, factors: Tensor) -> Tensor:

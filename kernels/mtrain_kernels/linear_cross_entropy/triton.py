@@ -61,6 +61,7 @@ def product_kernel(
             b = tl.load(right + i, mask=(c < columns)[None, :] & here[:, None], other=0.0)
         x = dot(a, b, x, EXACT)
     held = (c < columns)[None, :]
+    # Statistics are of what is stored, so that the probabilities of the backward add up to 1.
     rounded = cast(x, x_ptr.dtype.element_ty)
     if KEPT:
         place = logits_ptr + r.to(tl.int64)[:, None] * logits_stride + c[None, :]
@@ -72,14 +73,14 @@ def product_kernel(
         top = tl.max(x, axis=1)
         at = tl.min(tl.where(x == top[:, None], c[None, :], columns), axis=1)
         tl.store(out + 3 * part, top, mask=r < rows)
+        # A column number is exact in fp32 up to 2^24.
         tl.store(out + 4 * part, at.to(tl.float32), mask=r < rows)
     if CAPPED:
         x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, False)
         x = tl.where(held, x, -float("inf"))
     label = tl.load(labels_ptr + r, mask=r < rows, other=-1) - first
-    target = (
-        c[None, :] == label[:, None]
-    ) & held  # the label may be another rank's, and behind these columns
+    # the label may be another rank's, and behind these columns
+    target = (c[None, :] == label[:, None]) & held
     tl.store(out + part, tl.sum(tl.where(target, x, 0.0), axis=1), mask=r < rows)
     if SMOOTHED:
         each = tl.where(held, x, 0.0)
@@ -108,7 +109,8 @@ def product_statistics(
 
     Both operands have a unit stride along h, and `logits` [t, v_local] along the columns.
     """
-    (rows, k), columns = hidden.shape, weight.shape[0]
+    rows, k = hidden.shape
+    columns = weight.shape[0]
     tiles = ceil_div(columns, tile.columns)
     found = torch.empty(
         (5 if ranked else 3, tiles, rows), dtype=torch.float32, device=hidden.device

@@ -73,6 +73,7 @@ class _RowWeights(torch.autograd.Function):
 
 def _taken(values: Tensor, places: Tensor) -> Tensor:
     """Return the flat `values` at `places`, zero where a place is negative."""
+    # One zero behind the values serves all places that hold nothing.
     padded = torch.cat([values.reshape(-1), values.new_zeros(1)])
     return padded[torch.where(places < 0, values.numel(), places)]
 
@@ -126,11 +127,13 @@ def _save_permute(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _differentiate_permute(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
     position, source = ctx.saved_tensors
+    # The gradient of copying a token is the sum over its copies.
     return _unpermute(d_rows, position, source, None), None, None
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, position, source, weights = inputs
+    # Only the gradient of the weights reads the rows.
     ctx.save_for_backward(position, source, weights, None if weights is None else rows)
 
 

@@ -45,7 +45,9 @@ def plan(
     require_plan(indices, experts, capacity, pad_to, rows, blocks)
     t, k = indices.shape
     flat = indices.reshape(-1).to(torch.int64)
+    # Whatever is dropped sorts behind all experts.
     owner = torch.where((flat < 0) | (flat >= experts), experts, flat)
+    # A stable sort keeps the rows of an expert in the order of their tokens.
     by_expert, order = owner.sort(stable=True)
     edges = torch.searchsorted(by_expert, torch.arange(experts + 1, device=flat.device))
     held = edges.diff()
@@ -60,13 +62,16 @@ def plan(
     # where the dropped ones go, and are cut off
     beyond = torch.full((1,), rows, device=flat.device)
     place = torch.arange(t * k, device=flat.device) - edges[by_expert]
+    # The dropped ones have no room at all, hence the zero behind the experts.
     kept = place < torch.cat([held, torch.zeros_like(held[:1])])[by_expert]
     row = torch.where(kept, torch.cat([starts, beyond])[by_expert] + place, rows).clamp(max=rows)
     if blocks > 1:
+        # A copy for which its block has no room must not take rows of the next block.
         row = torch.where(
             row // max(1, rows // blocks) == by_expert // (experts // blocks), row, rows
         )
     position = torch.empty_like(row).scatter(0, order, row)
+    # The last entry collects all dropped copies and is cut off.
     source = torch.full((rows + 1,), -1, device=flat.device).scatter(0, row, order)[:rows]
     position = torch.where(position < rows, position, -1).view(t, k)
     return Plan(position.int(), source.int(), counts.int())

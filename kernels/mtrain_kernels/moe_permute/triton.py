@@ -36,6 +36,7 @@ def spread_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     source = tl.load(source_ptr + row, mask=row < rows, other=-1).to(tl.int64)
     held = source >= 0
+    # A valid address for rows that load nothing.
     token = tl.where(held, source // K, 0)
     weight = tl.full([R], 1.0, tl.float32)
     if WEIGHTED:
@@ -83,6 +84,7 @@ def combine_kernel(
     column = tl.program_id(1) * H + tl.arange(0, H)[None, :]
     live = token < tokens
     total = tl.zeros([T, H], tl.float32)
+    # Always in the order of a token's copies, so that the sum has the same bits in every run.
     for j in tl.static_range(K):
         position = tl.load(position_ptr + token * K + j, mask=live, other=-1).to(tl.int64)
         kept = position >= 0
@@ -150,7 +152,8 @@ def combine(rows: Tensor, position: Tensor, weights: Tensor | None = None) -> Te
     rows = rows.contiguous()
     position = position.contiguous()
     weights = None if weights is None else weights.contiguous()
-    (tokens, k), hidden = position.shape, rows.shape[1]
+    tokens, k = position.shape
+    hidden = rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if out.numel() == 0:
         return out

@@ -53,6 +53,7 @@ def moe_router(
         )
     kind = "pre_softmax" if score == "softmax" and pre_softmax else score
     divide = reference.normalizes(normalize, score, topk)
+    # The bias only chooses, and gets no gradient.
     bias = None if expert_bias is None else expert_bias.detach()
     return _router(
         logits, bias, topk, kind, divide, float(scale), groups, group_topk, group_members

@@ -59,6 +59,7 @@ def moe_router(
         weights = chosen.sigmoid() if score == "sigmoid" else chosen.softmax(-1)
     if normalizes(normalize, score, topk):
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    # Comparisons instead of bincount, which waits for the device.
     counts = (indices.reshape(-1, 1) == torch.arange(logits.shape[1], device=logits.device)).sum(0)
     return (weights * scale).to(logits.dtype), indices, counts
 

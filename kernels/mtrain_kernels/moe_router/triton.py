@@ -24,6 +24,7 @@ def _key(value, live):
     least of all.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    # As integers negative floats are in reverse order, which flipping their lower bits mends.
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     key = tl.where(value == value, key, 0x7FFFFFFF)
     return tl.where(live, key, LEAST)
@@ -77,6 +78,7 @@ def _open_groups(
     place = tl.arange(0, S)[None, None, :]
     worth = tl.zeros([T, G], tl.float32)
     for _ in tl.static_range(MEMBERS):
+        # The lowest place among equals, as the stable sort of the definition takes it.
         at = tl.min(tl.where(left == tl.max(left, 2)[:, :, None], place, S), 2)
         hit = place == at[:, :, None]
         worth += tl.sum(tl.where(hit, values, 0.0), 2)
@@ -145,6 +147,7 @@ def route_kernel(
     count = tl.sum(chosen.to(tl.int32), 0)
     at = tl.arange(0, G * S)
     at_expert = at // S * (EXPERTS // GROUPS) + at % S
+    # Integers add up to the same in any order of atomics.
     tl.atomic_add(counts_ptr + at_expert, count.to(tl.int64), mask=count > 0)
 
 
@@ -183,6 +186,7 @@ def route_backward_kernel(
     weight, total = _weights(score, chosen, SCORE, NORMALIZE)
     d = d_weight
     if NORMALIZE:
+        # Gradient of a division by the sum: each weight's own less the part that all share.
         inner = tl.sum(tl.where(chosen, weight * d, 0.0), 1)
         d = tl.where(chosen, (d - inner[:, None]) / total[:, None], 0.0)
     if SCORE == "sigmoid":
@@ -191,6 +195,7 @@ def route_backward_kernel(
         inner = tl.sum(tl.where(chosen, score * d, 0.0), 1)
         d = score * (d - inner[:, None])
     else:
+        # Multiplied by the sum again, which gives the softmax before it was normalised.
         soft = weight * total[:, None]
         inner = tl.sum(tl.where(chosen, soft * d, 0.0), 1)
         d = tl.where(chosen, soft * (d - inner[:, None]), 0.0)

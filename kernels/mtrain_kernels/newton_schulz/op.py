@@ -45,6 +45,7 @@ def newton_schulz(
     x = x.contiguous()
     for _ in range(steps):
         square = _symmetric_product(x, None, 1.0, 0.0)
+        # `baddbmm` adds a X as it multiplies; the polynomial of the square is symmetric, too.
         x = torch.baddbmm(x, _symmetric_product(square, square, c, b), x, beta=a)
     return (x.mT if tall else x).reshape(gradient.shape).to(gradient.dtype)
 
@@ -102,6 +103,7 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 def _cost(model: Model) -> Cost:
     m = model.hidden
     k = model.ffn
+    # Half of 2 m^2 k: tiles above the diagonal are copies.
     return Cost(bytes=2 * (m * k + m * m), flops=m * (m + 1) * k)
 
 

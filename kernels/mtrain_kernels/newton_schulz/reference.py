@@ -31,8 +31,10 @@ def normed(gradient: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, bo
     """Matrices over their Frobenius norms, in `dtype`, no taller than wide; and whether that turned
     them.
     """
+    # The norm is made in fp32: half precision has neither range nor digits for the sum.
     x = gradient.to(torch.promote_types(dtype, torch.float32))
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + eps)).to(dtype)
+    # Turned where that makes X X^T the smaller of the two squares.
     tall = x.shape[-2] > x.shape[-1]
     return (x.mT if tall else x), tall
 

@@ -58,6 +58,7 @@ def symmetric_kernel(
         if INTERPRETED:
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
         elif EXACT:
+            # fp32 proper, without TF32.
             total = tl.dot(a, b, total, input_precision="ieee")
         else:
             total = tl.dot(a, b, total)
@@ -84,6 +85,7 @@ def symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta: float
     exact = x.dtype == torch.float32
     tile, step = (TILE // 2, STEP // 2) if exact else (TILE, STEP)
     tiles = ceil_div(m, tile)
+    # The matrices are the second axis of the grid, whose length is limited.
     for first in range(0, b if m else 0, GRID):
         part = slice(first, first + GRID)
         with on_device_of(x):

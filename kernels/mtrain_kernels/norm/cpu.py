@@ -38,6 +38,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.float()
         scale = weight.float() + 1 if zero_centered else weight.float()
+        # A reduction without a tensor of squares; squaring its result costs one number for each
+        # row.
         squares = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
         inverse = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, inverse)
@@ -57,5 +59,6 @@ class _RMSNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, dweight, None, None
         share = torch.mv(product, scale).div_(-width)
+        # Into memory that is no longer needed.
         dx = torch.mul(dy, scale, out=product).addcmul_(normed, share[:, None]).mul_(inverse)
         return dx.view(x.shape).to(x.dtype), dweight, None, None

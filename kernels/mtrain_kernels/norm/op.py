@@ -198,11 +198,13 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    # Either output may be unused, and None is cheaper than zeros.
     ctx.set_materialize_grads(False)
     ctx.has_residual = residual is not None
     ctx.has_bias = bias is not None
     ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
+    # With a residual the sum is what was normed, and x itself is not kept.
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
 
@@ -219,6 +221,7 @@ def differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -
             None,
             None,
         )
+    # Without a residual the second output is empty, and so is its gradient.
     dtotal = dtotal if ctx.has_residual else None
     dx, dweight, dbias = _norm_backward(
         dy, dtotal, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered, ctx.subtract_mean

@@ -98,7 +98,8 @@ def norm_quantized(
 def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the operand transposed [h, m] and its scale, from what the norm keeps."""
     q, scale = _codes(*kept, *options, True)
-    multiplier, format, layout = kept[-1], *options[2:]
+    multiplier = kept[-1]
+    format, layout = options[2:]
     if multiplier is None:
         return _typed(q, scale, format, layout)
     return _codes_in(format, q), 1 / multiplier

@@ -42,6 +42,7 @@ def operand_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
+    # The operations of the norm's kernel in their order: codes must agree with it to the bit.
     y = x * tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None] * weight[None, :]
     if BIAS:
         y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]

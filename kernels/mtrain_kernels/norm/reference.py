@@ -54,6 +54,7 @@ def rms_norm_residual(
     does.
     """
     total = _add(x, residual)
+    # The sum is normed as it was rounded, in the wider of the two dtypes.
     wide = total.to(torch.promote_types(total.dtype, x.dtype))
     return rms_norm(wide, weight, eps, zero_centered=zero_centered).to(x.dtype), total
 

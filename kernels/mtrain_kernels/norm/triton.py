@@ -112,6 +112,7 @@ def forward_kernel(
             kept = (row[:, None] < rows) & (group < groups)
             tl.store(scale_ptr + row[:, None] * groups + group, scale, mask=kept)
         else:
+            # A place for each program instead of an atomic; torch takes the greatest.
             tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(finite(y), 1), 0))
             if OPERAND == "tensor":
                 y *= tl.load(multiplier_ptr)
@@ -183,6 +184,7 @@ def backward_kernel(
     step = tl.num_programs(0) * ROWS
     column = tl.arange(0, COLUMNS)[None, :]
     weight = _scale(weight_ptr, column, width, ZERO_CENTERED)
+    # One sum for each row of a tile, reduced at the end and not in every step.
     dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
     dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     row = (program * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
@@ -192,6 +194,7 @@ def backward_kernel(
     )  # fmt: skip
     for _ in range(program * ROWS, rows, step):
         inside = (row < rows) & (column < width)
+        # Behind the last rows the masks make this load nothing.
         next_x, next_dy, next_mean, next_rstd = _load(
             x_ptr, dy_ptr, mean_ptr, rstd_ptr, row + step, column, rows, width, x_stride, dy_stride,
             SUBTRACT_MEAN,
@@ -256,6 +259,7 @@ def wide_backward_kernel(
         along = tl.sum(along, axis=1, keep_dims=True) / width
         if SUBTRACT_MEAN:
             middle = tl.sum(middle, axis=1, keep_dims=True) / width
+        # The row is read a second time, since registers do not hold all of it.
         sums = ()
         for i in tl.static_range(PIECES):
             column = i * PIECE + piece
@@ -308,6 +312,7 @@ def forward(
     rstd = x.new_empty(rows, dtype=torch.float32)
     _, group, scale_kind = LAYOUTS[layout] if operand == "blocks" else (1, 0, "")
     mantissa, exponent, greatest, _ = FORMATS[format]
+    # At least as wide as a group, so that rows can be cut into groups.
     tile_rows, columns, warps = tile(max(width, group))
     programs = ceil_div(rows, tile_rows) if x.numel() else 0
     q = x.new_empty((rows, width) if operand in ("blocks", "tensor") else 0, dtype=torch.uint8)
@@ -364,6 +369,7 @@ def backward(
     through = None if dtotal is None else as_rows(dtotal, width)
     rows = source.shape[0]
     tile_rows, columns, warps = tile(width, per_warp=512)
+    # Few programs leave few rows of sums to be added up afterwards.
     programs = min(ceil_div(rows, tile_rows), 2 * processors(x.device)) if x.numel() else 0
     dx = x.new_empty(x.shape)
     dweight = x.new_empty((programs, width), dtype=torch.float32)
@@ -388,6 +394,7 @@ def backward(
                 wide_backward_kernel[(programs,)](
                     *operands, *sizes, **pieces, **settings, num_warps=16
                 )
+                # By torch, as the wide kernel has no registers left for these sums.
                 dbias = grad.sum(0, keepdim=True, dtype=torch.float32) if has_bias else dbias
             else:
                 shape = {"ROWS": tile_rows, "COLUMNS": columns, "BIAS": has_bias}

@@ -90,9 +90,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.seed = seed
         self.impl = impl
         self.capturable = capturable
-        self._clocks: dict[
-            int, Tensor
-        ] = {}  # of each group by its place: learning rate and step in fp64
+        # of each group by its place: learning rate and step in fp64
+        self._clocks: dict[int, Tensor] = {}
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})
@@ -115,6 +114,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self.master_weights:
             halved = remainders and param.dtype == torch.bfloat16
             if halved:
+                # A bf16 parameter is the upper half of its master, so the rest starts at zero.
                 state[MASTER] = torch.zeros_like(param, dtype=torch.int16)
             else:
                 state[MASTER] = param.detach().float().clone()
@@ -168,6 +168,7 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # A capture records a step that is replayed later; `advance` counts each replay.
         if not (self.capturable and _capturing()):
             self.advance()
         stream = 0
@@ -188,6 +189,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if place not in self._clocks:
                     self._clocks[place] = now.to(device)
                 elif device.type == "cuda":
+                    # Pinned memory, so that the host does not wait for the copy.
                     self._clocks[place].copy_(now.pin_memory(), non_blocking=True)
                 else:
                     self._clocks[place].copy_(now)
@@ -262,6 +264,7 @@ class FusedAdam(torch.optim.Optimizer):
         The state of torch.optim.AdamW is understood too: its step tensors become the int of each
         group. Raises `ValueError` where groups or parameters do not match.
         """
+        # torch would cast the state to the parameters' dtype; `_load` keeps it to the bit.
         super().load_state_dict({**state_dict, "state": {}})
         self._scales.clear()
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -270,6 +273,7 @@ class FusedAdam(torch.optim.Optimizer):
             if index in state_dict["state"]:
                 self._load(param, state_dict["state"][index])
         for group in self.param_groups:
+            # Groups that another optimizer saved may lack some of these keys.
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             steps = {
@@ -343,7 +347,8 @@ class FusedAdam(torch.optim.Optimizer):
         return [s[moment] for s in scales] if self.moment_dtypes[moment] == torch.uint8 else []
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        step, (beta1, beta2) = group["step"], group["betas"]
+        step = group["step"]
+        beta1, beta2 = group["betas"]
         corrected = group["bias_correction"]
         return Hyper(
             lr=float(group["lr"]),

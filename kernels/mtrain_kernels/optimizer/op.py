@@ -54,6 +54,7 @@ def grad_norm(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
     if not grads:
         return torch.zeros(())
     norms = [_grad_norm(same, pick("optimizer", impl, same[0].device)) for same in _by_dtype(grads)]
+    # The norm of norms is the norm of all elements.
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
@@ -99,6 +100,7 @@ def _require(lists: Lists, hyper: Hyper, grad_scale: Tensor | None, clock: Tenso
     }
     for name, tensors in lists._asdict().items():
         scaled = name.endswith("scales")
+        # exp_avg_scales belong to exp_avgs and exist only for eight bits.
         if not tensors and (
             name == "masters" or (scaled and eight[name[:-7] + "s"][0].dtype != torch.uint8)
         ):

@@ -74,6 +74,8 @@ def adamw_(
     """
     if clock is not None:
         hyper = at(clock, hyper)
+    # fp32 tensors come back themselves and change in place; the others are copies that `_write`
+    # rounds.
     read = _read(lists)
     p, m, v = read
     g = [x.reshape(-1).float() for x in lists.grads]
@@ -97,6 +99,7 @@ def adamw_(
 def at(clock: Tensor, hyper: Hyper) -> Hyper:
     """`hyper` at the learning rate and the step of `clock` [2] fp64."""
     lr, step = clock.tolist()
+    # Both are 1 only without bias correction, as 1 - beta^step stays below 1.
     corrected = not hyper.bias1 == hyper.bias2 == 1
     bias1, bias2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if corrected else (1.0, 1.0)
     return hyper._replace(lr=lr, step=int(step), bias1=bias1, bias2=bias2)
@@ -144,6 +147,7 @@ def _write(
             (lists.exp_avgs, lists.exp_avg_scales, m, False),
             (lists.exp_avg_sqs, lists.exp_avg_sq_scales, v, True),
         ):
+            # The first of the three words is the weight's.
             stored, scale = store_moment(x, kept[i].dtype, second, random[1 + second])
             kept[i].view(-1).copy_(stored)
             if scale is not None:

@@ -107,6 +107,7 @@ def store_moment(
         factor = multiplier(finite_amax(blocks, 1), "e4m3", "power_of_two")
         code = encode(blocks * factor[:, None], "e4m3").view(torch.uint8)
         if second:
+            # Code 1 is the smallest number above zero.
             code = code.clamp(min=1).where(blocks > 0, code)
         return code.flatten()[: len(x)], 1 / factor
     return (

@@ -86,7 +86,9 @@ class Soap(FusedAdam):
             self.factors[id(param)] = new_factors(
                 given.shape[1:], self.max_precond_dim, given.device
             )
-        factors, (grad, average, square) = self.factors[id(param)], given
+        factors = self.factors[id(param)]
+        grad, average, square = given
+        # The first step only makes bases, so that Adam's count begins with the second.
         step = group["step"] - 1
         if not step:
             self._count(factors, grad)
@@ -108,7 +110,9 @@ class Soap(FusedAdam):
         if not group.get("matrix"):
             super()._update(group, stream, grad_scale)
             return
-        (beta1, _), lr, moves = group["betas"], group["lr"], group["step"] > 1
+        beta1, _ = group["betas"]
+        lr = group["lr"]
+        moves = group["step"] > 1
         for param in group["params"]:
             if not self.state[param]:
                 self.initialize_state(param)
@@ -148,6 +152,7 @@ class Soap(FusedAdam):
             for side in sides:
                 factors[f"basis_{side}"].fill_(torch.nan)
         elif sides:
+            # The gradient's singular vectors keep digits that squaring it would lose.
             rows, values, columns = torch.linalg.svd(grad, full_matrices=False)
             vectors = {"rows": rows, "columns": columns.mT}
             for side in sides:

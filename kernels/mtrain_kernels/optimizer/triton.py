@@ -116,6 +116,7 @@ def load_moment(
     kept = tl.load(ptr + at, mask=inside, other=0)
     if tl.uint8 == TYPE:
         block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
+        # Blocks behind the tensor's last one have no scale to read.
         last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
         scale = tl.load(scale_ptr + block, mask=block <= last, other=0.0)
         x = tl.reshape(
@@ -227,6 +228,7 @@ def over(x, by, inverse):
     return tl.where(x < float("inf"), q, x)
 
 
+# Both change between calls, and a kernel specialised on their values would be compiled again.
 @triton.jit(do_not_specialize=["seed", "step"])
 def adamw_kernel(
     table_ptr,
@@ -304,6 +306,7 @@ def adamw_kernel(
         m = m * beta1 + rest1 * g
         v = v * beta2 + rest2 * (g * g)
         w -= lr_over_bias1 * tl.div_rn(m, over(tl.sqrt_rn(v), root_bias2, inverse) + eps)
+        # Placeholders, which nobody reads without stochastic rounding.
         w0 = at
         w1 = at
         w2 = at
@@ -414,6 +417,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     partial = [_gradients(grads, *part) for part in _tables_of(grads)]
     if not partial:
         return torch.zeros((), device=grads[0].device)
+    # fp64 costs nothing for one number a chunk, and there may be many chunks.
     return torch.cat(partial).sum(dtype=torch.float64).sqrt().float()
 
 

@@ -79,6 +79,7 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
     amax = tl.maximum(greatest_finite(left, 1), greatest_finite(right, 1))
     code = encode(amax * (1.0 / 6.0) * top, 3, 7, 448.0)
     decoded = decode(code, 3, 7)
+    # A scale that rounds to zero makes its whole block zeros.
     m = tl.where(decoded > 0, over_scale(decoded * 0.0 + top, decoded), 0.0)
     code = tl.where(any_nan(left, right), 0x7F, code).to(tl.uint8)
     width = tl.cdiv(columns, 16)

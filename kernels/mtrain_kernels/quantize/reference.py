@@ -35,6 +35,7 @@ def multiplier(amax: Tensor, format: str, scale: str = "fp32") -> Tensor:
     "power_of_two" the power below.
     """
     m = span(amax, FORMATS[format].greatest)
+    # Without its mantissa a number is the power of two below it.
     return (m.view(torch.int32) & -(1 << 23)).view(torch.float32) if scale == "power_of_two" else m
 
 
@@ -71,6 +72,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(code: Tensor) -> Tensor:
     """Return the numbers in fp32 that e2m1 codes 0-15 stand for."""
+    # The table holds twice the numbers, and the sign picks 0.5 or -0.5.
     return code.new_tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)[(code & 7).long()] * (
         0.5 - (code >> 3).float()
     )
@@ -108,7 +110,8 @@ def quantize_blocks(
 
 
 def _blocks(x: Tensor, format: str, layout: Layout) -> tuple[Tensor, Tensor]:
-    (rows, columns), (m, n) = layout[:2], x.shape
+    rows, columns = layout[:2]
+    m, n = x.shape
     padded = F.pad(x, (0, -n % columns, 0, -m % rows))
     # [m / rows, rows, n / columns, columns]
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -116,6 +119,7 @@ def _blocks(x: Tensor, format: str, layout: Layout) -> tuple[Tensor, Tensor]:
     if layout.scale == "e8m0":
         exponent = e8m0(amax, format)
         scale = exponent.view(torch.float8_e8m0fnu)
+        # The reciprocal of 2^(e - 127) has the biased exponent 254 - e.
         factor = ((254 - exponent.int()) << 23).view(torch.float32)
     else:
         factor = multiplier(amax, format, layout.scale)
@@ -130,6 +134,7 @@ def e8m0(amax: Tensor, format: str) -> Tensor:
     """
     bits = amax.view(torch.int32)
     emax = {"e4m3": 8, "e5m2": 15}[format]  # both formats end at 1.75 * 2^emax
+    # Where the mantissa exceeds 1.75, only the next power of two brings amax in range.
     return ((bits >> 23) - emax + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=0).to(torch.uint8)
 
 
@@ -156,6 +161,7 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     amax = finite_amax(x).view(1)
     top = span(amax, NVFP4_SPAN)
     blocks = F.pad(x.float(), (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))
+    # The kernels multiply by the fp32 reciprocal of 6; a division would round differently.
     scale = encode(finite_amax(blocks, 2) * torch.tensor(1 / 6, device=x.device) * top, "e4m3")
     decoded = scale.float()
     factor = (top / decoded).where(decoded > 0, 0.0)

@@ -71,6 +71,7 @@ def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.cons
     magnitude = tl.minimum(tl.abs(x), GREATEST)
     big = magnitude.to(tl.int32, bitcast=True)
     DROPPED: tl.constexpr = 23 - MANTISSA
+    # Half of the last kept bit is added, less one unless that bit is odd: ties go to even.
     normal = ((big + ((1 << (DROPPED - 1)) - 1) + ((big >> DROPPED) & 1)) >> DROPPED) - (
         (127 - BIAS) << MANTISSA
     )
@@ -122,6 +123,7 @@ def multiplier(amax, GREATEST: tl.constexpr):
     """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last
     bit.
     """
+    # Below this amax the multiplier would exceed 2^126.
     least = tl.maximum(amax, GREATEST / GREATEST_MULTIPLIER)
     return tl.where(amax > 0, quotient(amax * 0.0 + GREATEST, least), 1.0)
 
@@ -138,6 +140,7 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
         m = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scale = exponent.to(tl.uint8)
     elif SCALE == "power_of_two":
+        # 253 stands for 2^126, whose reciprocal is still a normal number.
         exponent = tl.minimum(254 + EMAX - (bits >> 23) - above, 253)
         exponent = tl.where(amax > 0, exponent, 127)
         m = (exponent << 23).to(tl.float32, bitcast=True)
@@ -351,6 +354,7 @@ def dequantize_kernel(
     scale = tl.load(scale_at, mask=inside, other=0)
     if E8M0:
         exponent = scale.to(tl.int32)
+        # Exponent 0 is 2^-127, a subnormal number in fp32; shifting would give 0.
         scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
         scale = tl.where(exponent == 255, float("nan"), scale)
     tl.store(out_ptr + at, cast(value * scale, out_ptr.dtype.element_ty), mask=inside)

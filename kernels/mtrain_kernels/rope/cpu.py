@@ -46,6 +46,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        # The transpose of a rotation turns the other way.
         return _turned(dy, cos, sin, -1), None, None
 
 

@@ -142,6 +142,7 @@ def _(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered):
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, cos, sin, positions, *ctx.options = inputs
+    # A rotation is linear: its gradient needs the angles, and x only where a norm precedes it.
     ctx.save_for_backward(None if weight is None else x, weight, cos, sin, positions)
 
 
@@ -149,6 +150,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, cos, sin, positions = ctx.saved_tensors
     interleaved, eps, zero_centered, backward = ctx.options
     if weight is None:
+        # The gradient of the backward turns forward again.
         dx = _rope(dy, None, cos, sin, positions, interleaved, eps, zero_centered, not backward)
         dweight = None
     else:
@@ -162,11 +164,7 @@ _rope.register_autograd(_differentiate, setup_context=_save)
 
 
 # heads, groups and width of Qwen3-Next's attention, of which a quarter turns
-PARTIAL = (
-    16,
-    2,
-    256,
-)
+PARTIAL = (16, 2, 256)
 
 
 def _launch(model: Model) -> None:

@@ -105,6 +105,7 @@ def _packed_backward(
     from mtrain_kernels.rope import packed_triton
 
     how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
+    # Without a norm the packed rows are not read, and any tensor can stand for them.
     return packed_triton.backward(
         dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, how
     )

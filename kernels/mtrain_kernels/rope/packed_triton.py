@@ -82,6 +82,7 @@ def packed_forward_kernel(
     start = token * x_token + batch * x_batch + place
     a, b = _load(x_ptr, start, live, half, TOKENS, HEADS, HALF, PAIRED)
     rest = _load_rest(x_ptr, start, live, half, width, REST)
+    # A program has one kind, so that its threads never diverge here.
     if kind < 2:
         if NORM:
             weight_ptr = q_weight_ptr
@@ -93,10 +94,13 @@ def packed_forward_kernel(
             b = b * rstd * wb
             if REST > 0:
                 rest = rest * rstd * w
+        # q_ptr stands for positions, which are not read.
         cos, sin = _angles(
             cos_ptr, sin_ptr, q_ptr, batch, token, token < length, half, table, 0, 0, HALF, False
         )  # fmt: skip
-        a, b = a * cos - b * sin, b * cos + a * sin
+        turned = a * cos - b * sin
+        b = b * cos + a * sin
+        a = turned
     to_ptr = q_ptr
     if kind == 1:
         to_ptr = k_ptr
@@ -159,7 +163,9 @@ def packed_backward_kernel(
                 cos_ptr, sin_ptr, dq_ptr, batch, token, token < length, half, table,
                 0, 0, HALF, False,
             )  # fmt: skip
-            da, db = da * cos + db * sin, db * cos - da * sin
+            turned = da * cos + db * sin
+            db = db * cos - da * sin
+            da = turned
             if NORM:
                 start = token * x_token + batch * x_batch + place
                 a, b = _load(x_ptr, start, live, half, TOKENS, HEADS, HALF, PAIRED)
@@ -232,7 +238,8 @@ def forward(
     """Launch the forward kernel on `x` [s, b, (n + 2 g) d]: queries [s, b, n, d], keys and values
     [s, b, g, d].
     """
-    (length, batch), (heads, groups) = x.shape[:2], how[:2]
+    length, batch = x.shape[:2]
+    heads, groups = how[:2]
     width = x.shape[2] // (heads + 2 * groups)
     half = cos.shape[1]
     q = x.new_empty((length, batch, heads, width))
@@ -266,7 +273,8 @@ def backward(
     """Launch the backward kernel: gradients of `x` [s, b, (n + 2 g) d], and of both weights [d]
     or empty ones.
     """
-    (length, batch), (heads, groups) = dq.shape[:2], how[:2]
+    length, batch = dq.shape[:2]
+    heads, groups = how[:2]
     width = dq.shape[3]
     half = cos.shape[1]
     dx = dq.new_empty((length, batch, (heads + 2 * groups) * width))
@@ -293,6 +301,7 @@ def backward(
         )  # fmt: skip
     if not norm:
         return dx, dx.new_empty(0), dx.new_empty(0)
+    # Blocks of values come last; they have no weight, and their sums are left out.
     ends = blocks[0], blocks[0] + blocks[1]
     dq_weight = sums[:, :, : ends[0]].sum((0, 1, 2))
     dk_weight = sums[:, :, ends[0] : ends[1]].sum((0, 1, 2))

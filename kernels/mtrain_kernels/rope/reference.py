@@ -72,11 +72,17 @@ def rotate(
     turned = head[..., : 2 * half]
     rest = head[..., 2 * half :]
     if interleaved:
-        a, b = (turned[..., ::2], turned[..., 1::2])
+        a = turned[..., ::2]
+        b = turned[..., 1::2]
     else:
-        a, b = (turned[..., :half], turned[..., half:])
-    a, b = a * c - b * s, b * c + a * s
-    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+        a = turned[..., :half]
+        b = turned[..., half:]
+    first = a * c - b * s
+    second = b * c + a * s
+    if interleaved:
+        turned = torch.stack((first, second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((first, second), dim=-1)
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 

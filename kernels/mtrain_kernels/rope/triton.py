@@ -28,6 +28,7 @@ def _load(
 ):
     """First and second element of each pair in fp32, from heads that start at `at`."""
     if PAIRED:
+        # Interleaved pairs are read side by side and split in registers, which keeps loads wide.
         column = tl.arange(0, 2 * HALF)[None, None, :]
         both = tl.load(x_ptr + at + column, mask=live & (column < 2 * half), other=0.0).to(
             tl.float32
@@ -289,6 +290,7 @@ def forward(
     y = torch.empty_like(x)
     if x.numel():
         source = _unit(x)
+        # Kernels write rows of unit stride; any other layout is copied to afterwards.
         into = y if y.stride(-1) == 1 else y.new_empty(y.shape)
         half = cos.shape[1]
         grid, tile = _grid(x, half, ELEMENTS)
@@ -330,6 +332,7 @@ def backward(
     into = dx if dx.stride(-1) == 1 else dx.new_empty(dx.shape)
     half = cos.shape[1]
     (rows, columns, batch), tile = _grid(x, half, BACKWARD_ELEMENTS)
+    # Few programs leave few sums to be added up afterwards.
     grid = (min(rows, ceil_div(4 * processors(x.device), columns * batch)), columns, batch)
     dweight = x.new_empty((grid[0] * columns * batch, x.shape[-1]), dtype=torch.float32)
     with on_device_of(x):

@@ -148,6 +148,7 @@ def by_fla(
     """
     from fla.ops.simple_gla import chunk_simple_gla
 
+    # dt becomes an exponent that is summed over many times, hence fp32.
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = F.softplus(dt) if dt_softplus else dt
     share = x.shape[2] // b.shape[2]

@@ -112,6 +112,7 @@ def _chunk(
     into = total
     if marks is not None and before is not None:
         seen = seen & (marks[:, :, None] == marks[:, None, :])[:, None]
+        # The state reaches only the times that continue the segment from before the chunk.
         into = total.masked_fill((marks != before)[:, None], float("-inf"))
     # Masked before the exponential: an entry above the diagonal would overflow, and its gradient
     # would be NaN.
@@ -119,6 +120,7 @@ def _chunk(
     scores = torch.einsum("nihs,njhs->nhij", c, b) * decay
     y = torch.einsum("nhij,njhp->nihp", scores, u)
     y = y + torch.einsum("nihs,nhps,nhi->nihp", c, s, into.exp())
+    # The last row of decays leads from each time to the end of the chunk.
     s = into[..., -1].exp()[..., None, None] * s + torch.einsum(
         "nhj,njhp,njhs->nhps", decay[..., -1, :], u, b
     )
