@@ -78,3 +78,15 @@ def test_config_dump_fix_round_trips_through_shell_and_grammar(text: str) -> Non
     assert parse_value(argument.partition("=")[2]) == text
     (argument,) = shlex.split(override("data.blend", [text, "plain"]))
     assert parse_value(argument.partition("=")[2]) == [text, "plain"]
+
+
+@pytest.mark.parametrize(("older", "word"), [(True, "cpu"), (False, "reference")])
+def test_config_dump_older_cpu_run_keeps_fast_paths(older: bool, word: str, tmp_path: Path) -> None:
+    run = resolve(tiny(kernels__norm="reference", cluster__device="cpu"), LAPTOP)
+    text = run_yaml(run)
+    if older:
+        text = "".join(line for line in text.splitlines(True) if "objective:" not in line)
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert compose([f"run={path}"]).run.kernels.norm == word
+    assert read_run_file(path).kernels.norm == word

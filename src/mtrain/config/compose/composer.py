@@ -19,7 +19,7 @@ from mtrain.config.compose.hydra_source import NotComposed, composed, not_compos
 from mtrain.config.compose.interpolate import drop, leaves, put, refused, resolve_references
 from mtrain.config.compose.layers import entries_of, layer
 from mtrain.config.compose.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
-from mtrain.config.compose.lock_file import edited
+from mtrain.config.compose.lock_file import edited, upgrade
 from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting
 from mtrain.config.compose.overrides import Overrides, read_overrides
 from mtrain.config.compose.paths import user_path
@@ -187,6 +187,7 @@ class _Composition:
         try:
             path = user_path(self.overrides.run)
             document = filled(load(path))
+            upgrade(document.values)
             self.library.files[document.source] = path
             changed = edited(read_text(path, document.source), document.source)
             self.problems += [changed] if changed is not None else []

@@ -16,6 +16,8 @@ from mtrain.config.compose.paths import program
 from mtrain.config.compose.recipe import reserved_keys
 from mtrain.config.compose.yaml_reader import load, parse
 from mtrain.config.disk.files import read_text
+from mtrain.config.engine.kernels import ON_CPU
+from mtrain.config.machine.devices import CPU
 from mtrain.config.messages.validate import validate
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
@@ -30,6 +32,10 @@ FACTS = {
     "sources": list,
 }
 """The facts that a lock records in addition to the values, with their types."""
+
+
+FAST_ON_CPU = ("norm", "rope", "attention", "linear", "experts", "loss")
+"""Operations with an implementation `cpu`."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,27 @@ def _said(values: Any, key: str) -> bool:
     return True
 
 
+def upgrade(values: Any) -> None:
+    """Rewrite the values of an older complete file in the words of this version.
+
+    Until `kernels.X=cpu` existed, `reference` on a CPU included its fast paths. Such a file lacks
+    `trainer.objective`, which came with `cpu`; without this, a resumed run would round otherwise.
+    """
+    sections: list[Any] = [
+        values.get(name) for name in ("kernels", "trainer", "cluster", "precision")
+    ]
+    if not all(isinstance(section, dict) for section in sections):
+        return
+    kernels, trainer, cluster, precision = sections
+    if "objective" in trainer or cluster.get("device") != CPU.name:
+        return
+    quantized = precision.get("fp8") or precision.get("fp4")
+    for name in FAST_ON_CPU:
+        whole = not (quantized and name in ("linear", "experts"))
+        if kernels.get(name) == "reference" and whole:
+            kernels[name] = ON_CPU
+
+
 def read_run_file(path: Path) -> RunConfig:
     """Return the configuration in a resolved file such as `run.yaml`.
 
@@ -152,6 +179,7 @@ def read_run_file(path: Path) -> RunConfig:
         ConfigError: the file cannot be read, or its configuration is incomplete.
     """
     document = load(path)
+    upgrade(document.values)
     run, problems = validate(document.values, document.where)
     if run is None:
         raise ConfigError(problems)
