@@ -19,7 +19,10 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-    return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=warmup_steps)  # type: ignore[no-any-return]
+    captured: Callable[..., Any] = FullCudaGraphWrapper(
+        schedule, cuda_graph_warmup_steps=warmup_steps
+    )
+    return captured
 
 
 class CapturedLayers:

@@ -90,6 +90,8 @@ class CachedSelfAttention(SelfAttention):
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **given)
         # `rotary` may have replaced it
         scale = attention._yarn_get_concentration_factor_from_config(self.config)
+        # Given no angles, megatron-core turns nothing; `get_query_key_value_tensors` does it while
+        # it unpacks.
         self._turns = tables(rotary_pos_emb, self.config.rotary_interleaved, scale)
         try:
             return super().forward(*args, rotary_pos_emb=None, **given)
@@ -105,6 +107,8 @@ class CachedSelfAttention(SelfAttention):
         packed, _ = self.linear_qkv(hidden_states)
         norms: dict[str, Any] = {}
         if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
+            # The modules are called, not their weights read: a hook of FSDP gathers a weight at the
+            # call.
             norms = {"q_weight": self.q_layernorm(None), "k_weight": self.k_layernorm(None)}
             norms |= {"eps": self.q_layernorm.eps, "zero_centered": self.q_layernorm.zero_centered}
         return rotate_packed(
@@ -137,6 +141,7 @@ class CachedSelfAttention(SelfAttention):
                 )
                 for x, angles in zip((query, key), rotary, strict=True)
             )
+            # megatron-core would turn the keys in the cache again.
             rotary = None
         return super()._adjust_key_value_for_inference(
             context, query, key, value, rotary, *others, **named

@@ -44,6 +44,7 @@ class DecoderLayer(TransformerLayer):
         self, config: Any, submodules: DecoderLayerSubmodules, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
+        # `let_add` may replace the sum after it has been wrapped, so it is kept unwrapped.
         self._adds = {part: getattr(self, f"{part}_bda") for part in ("self_attn", "mlp")}
         self._places: dict[str, Any] = {}
         for part in self._adds:

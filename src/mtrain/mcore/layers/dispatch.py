@@ -42,6 +42,7 @@ def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
     """
     if values.is_cpu or values.is_meta:
         return values, None
+    # A copy to pageable memory would make the host wait.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
         values, non_blocking=True
     )
@@ -93,6 +94,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             self._sent = self._at_fixed_places(routing_map, self.room_factor if learns else None)
         else:
             self._sent = plan(routing_map, self.config.num_moe_experts)
+        # Begun before the permutation is launched, which hides the collective and the copy.
         self._begin_splits(self._sent.counts)
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
 
@@ -118,6 +120,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         tp = self.tp_size
         with torch.no_grad():
             everybodys = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
+            # The group counts tensor-parallel ranks fastest. Rows arrive by tensor-parallel rank
+            # first: the exchange over ep precedes the gather over tp.
             everybodys = everybodys.view(ep, tp, -1).transpose(0, 1)[
                 ..., self.first : self.first + self.local
             ]
@@ -173,6 +177,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         if not self.exchanges:
             # those of other ranks are below 0 or too large, and have no rows here
             own = self._experts - self.first
+            # A bound that follows from shapes: a token has at most one row for each expert here,
+            # and at most k.
             rows = own.shape[0] * min(own.shape[1], self.local)
             self._sorted = plan(own, self.local, rows=rows)
         else:
@@ -201,6 +207,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def _owners(self, rows: int) -> Tensor:
         """Return the local expert of each received row; padding gets one past the last expert."""
         if self._pads:
+            # Every sender's rows take the same room; places past its last count are padding.
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()
             return torch.searchsorted(self._chunks.cumsum(1), place, right=True).view(-1)
@@ -220,7 +227,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def token_combine(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Send outputs back; of gathered tokens, this rank's part of the sum over all ranks."""
         if self.exchanges:
-            return all_to_all(self.ep_group, hidden_states, self._inputs, self._outputs)  # type: ignore[no-any-return]
+            back: Tensor = all_to_all(self.ep_group, hidden_states, self._inputs, self._outputs)
+            return back
         return self._summed(hidden_states, self.tp_ep_group) if self.gathers else hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:

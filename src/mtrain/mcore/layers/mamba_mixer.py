@@ -143,6 +143,7 @@ class Mamba2Mixer(MegatronModule):
         dtype = config.params_dtype
         mixed = self.channels + 2 * self.states
         self.dt_bias = nn.Parameter(_blank(self.heads, dtype))
+        # fp32 in any run, as mamba-ssm keeps both: the exponential would magnify rounding.
         self.A_log = nn.Parameter(_blank(self.heads, torch.float32))
         self.D = nn.Parameter(_blank(self.heads, torch.float32).fill_(1.0))
         options = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
@@ -215,6 +216,7 @@ class Mamba2Mixer(MegatronModule):
         """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
         this rank or of its part of them: [s, b, channels of heads].
         """
+        # After an exchange a rank has a share of its heads, channels and groups.
         own = self._exchange or self
         weight, bias, dt_bias, a_log, d = self._weights()
         before = State.of(context, self.layer_number)
@@ -289,6 +291,7 @@ class Mamba2Mixer(MegatronModule):
         own_adapter = [
             name for name in ("in_proj.lora_b", "in_proj.magnitude") if f"{prefix}{name}" in out
         ]
+        # The rows of an adapter's B belong to the same parts as those of the weight.
         fused |= dict.fromkeys(own_adapter, fused["in_proj.weight"])
         fused |= {
             f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")
@@ -313,6 +316,7 @@ def _step_at_the_start(share: Tensor) -> Tensor:
     """Return the bias whose softplus is the time step of heads that drew a share in [0, 1)."""
     low, high = map(math.log, STEPS)
     step = (low + share * (high - low)).exp().clamp(min=LEAST_STEP)
+    # The inverse of softplus, exact for small steps.
     return step + (-torch.expm1(-step)).log()
 
 

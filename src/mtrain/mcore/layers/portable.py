@@ -153,6 +153,7 @@ class _NormAcrossHeads(Norm):
         n, d = x.shape[-2:]
         if ranks == 1:
             return super().forward(x.flatten(-2)).view_as(x)
+        # A key/value head that several ranks hold counts once for each in the sum over ranks.
         copies = n * ranks // self.heads
         first = self._tp.rank() // copies * n * d
         weight = self.weight[first : first + n * d].view(n, d).float()
@@ -244,6 +245,8 @@ class DuplicatedLinear(nn.Module):
             self.reset_parameters()
         position_size = config.qk_pos_emb_head_dim
         shares_keys = output_size == config.kv_lora_rank + position_size
+        # Under sequence parallelism MLA gathers the position half behind this layer, and that
+        # gather's backward sums.
         split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
         self.config = config
         self.input_size = input_size

@@ -74,6 +74,7 @@ class _WithBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        # Complete by now: every layer's backward precedes that of the stack's input.
         gradient = ctx.leaf.grad
         ctx.leaf.grad = None
         return dy, gradient, None
@@ -134,7 +135,6 @@ def with_dropout(linear: type) -> type:
             p = self.config.hidden_dropout if self.training else 0.0
             if p:
                 # under sequence parallelism the whole block runs in the tracker's state already
-                # under sequence parallelism the whole block runs in the tracker's state already
                 if self.config.sequence_parallel:
                     state = nullcontext()
                 else:
@@ -190,6 +190,7 @@ def _layer(
     )
     layers = layers_of(mlp)
     layers.linear_fc1 = provider.column_parallel_linear()
+    # T5 drops out between the two layers, where megatron-core's MLP has no dropout.
     layers.linear_fc2 = with_dropout(provider.row_parallel_linear())
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,

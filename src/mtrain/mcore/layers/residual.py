@@ -55,6 +55,7 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         output, bias = output_with_bias
+        # The kernels add; they neither drop out nor convert.
         if (training and dropout_p) or output.dtype != residual.dtype:
             return add(training, fused)(output_with_bias, residual, dropout_p)
         return norm(output if bias is None else output + bias, residual)

@@ -81,6 +81,7 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
             impl=config.sparse_experts.router,
             **groups,
         )
+        # The losses count the experts with the best scores, which groups and biases may not choose.
         by_scores = None if groups or bias is not None else experts
         weights = with_balancing_losses(self, weights, logits, there, positions, by_scores)
         if tokens is not None:

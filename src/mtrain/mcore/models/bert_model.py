@@ -74,7 +74,8 @@ class BertEmbedding(LanguageModelEmbedding):
             return self._finished(total)
 
     def _finished(self, total: Tensor) -> Tensor:
-        return self.embedding_dropout(total if self.norm is None else self.norm(total))  # type: ignore[no-any-return]
+        found: Tensor = self.embedding_dropout(total if self.norm is None else self.norm(total))
+        return found
 
 
 class MaskedTokenHead(MegatronModule):
@@ -161,6 +162,8 @@ class BertModel(SummedLosses, LanguageModule):
                 bias=True,
                 skip_bias_add=False,
                 gather_output=False,
+                # On a stage with both ends the embedding's weight serves here. Otherwise each end
+                # has a copy, whose gradients are summed.
                 skip_weight_param_allocation=pre_process,
             )
             if next_sentence:
@@ -217,6 +220,7 @@ class BertModel(SummedLosses, LanguageModule):
                 self.next_sentence_logits(hidden), next_sentence, reduction="none"
             )
             more = (losses * mask.sum(dim=1)).sum()
+            # With auxiliary outputs `total` holds three numbers, of which the loss is the first.
             total = total + (F.pad(more[None], (0, 2)) if total.ndim else more)
         return total
 
@@ -227,10 +231,13 @@ class BertModel(SummedLosses, LanguageModule):
         assert self.pooler is not None
         assert self.next_sentence is not None
         if self.config.sequence_parallel:
+            # Every rank computes the same loss of what is gathered, so the backward splits the
+            # gradient and does not sum it.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return self.next_sentence(torch.tanh(self.pooler(hidden[0]))).float()  # type: ignore[no-any-return]
+        logits: Tensor = self.next_sentence(torch.tanh(self.pooler(hidden[0]))).float()
+        return logits
 
 
 def _linear(config: Any, width: int) -> nn.Linear:

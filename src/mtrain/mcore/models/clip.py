@@ -101,6 +101,7 @@ def projector_config(language: Any, own: LlavaConfig) -> Any:
 
 
 def _changed(config: Any, values: dict[str, Any]) -> Any:
+    # Attributes of a copy: a new config would derive and check fields that are resolved already.
     out = deepcopy(config)
     for name, value in values.items():
         setattr(out, name, value)
@@ -187,6 +188,7 @@ class VisionTower(MegatronModule):
                 x = tensor_parallel.checkpoint(partial(_run, layer), False, x)
             else:
                 x = _run(layer, x)
+        # The class token is no patch.
         return x[1:]
 
     def _patches(self, images: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ class EncoderDecoder(SummedLosses, T5Model):
                 " encoder's tokens"
             )
         encoder_tokens = tokens if encoder_tokens is None else encoder_tokens
+        # megatron-core's masks are True where a key is hidden.
         hidden = None if encoder_mask is None else ~encoder_mask[:, None, None, :]
         read, biases = self._read(encoder_tokens, self.encoder_relative_pos_emb, hidden)
         context = self._dropped(
@@ -158,6 +159,7 @@ class EncoderDecoder(SummedLosses, T5Model):
                 weight = self.shared_embedding_or_output_weight()
             else:
                 weight = None
-            return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+            logits: Tensor = self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()
+            return logits
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         return self.sum_of_losses(hidden, labels, mask)

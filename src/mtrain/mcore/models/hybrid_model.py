@@ -90,7 +90,7 @@ class PatternLayer(DecoderLayer):
 
 class Stack(_CoreStack):
     """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is
-    Transformer- Engine's.
+    TransformerEngine's.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class Stack(_CoreStack):
     ) -> None:
         self.__dict__["held"] = layers  # before there is a module that could have attributes
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        # megatron-core would have built TransformerEngine's norm. From here on its forward applies
+        # ours.
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = norm(
@@ -160,7 +162,8 @@ class Stack(_CoreStack):
             else:
                 x = run(x, rotary_pos_emb)
         x = self.final_norm(x) if self.post_process else x
-        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)  # type: ignore[no-any-return]
+        found: Tensor = make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)
+        return found
 
     def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
         """0.16.1: the stage's layers, wherever the layout has cut."""
@@ -221,7 +224,7 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @vp_stage.setter
     def vp_stage(self, value: int | None) -> None:
-        """Return the virtual stage, which is fixed at construction."""
+        """Ignore what megatron-core assigns: the stage is fixed at construction."""
 
     def forward(
         self,
@@ -237,7 +240,8 @@ class HybridModel(SummedLosses, _CoreModel):
         of a stage that is not the last its hidden states [s, b, h].
         """
         if labels is None or not self.post_process:
-            return super().forward(input_ids, position_ids, attention_mask, **more)  # type: ignore[no-any-return]
+            found: Tensor = super().forward(input_ids, position_ids, attention_mask, **more)
+            return found
         with _before_the_output_layer(self):
             hidden = super().forward(input_ids, position_ids, attention_mask, **more)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
@@ -263,6 +267,8 @@ def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) 
     if UNIFIED:
         cut = "|".join(pattern[held.start : held.stop] for held in stages)
         return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
+    # MambaModel knows one letter for attention; `PatternLayer` looks its kind up in the whole
+    # pattern.
     as_one = str.maketrans(dict.fromkeys((LATENT, SPARSE, DELTA), ATTENTION))
     return {"hybrid_override_pattern": pattern.translate(as_one)}
 

@@ -63,9 +63,13 @@ class ImageLanguageModel(LanguageModel):
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
             if images is not None:
                 decoder_input = self._with_images(decoder_input, input_ids, images)
+            # The whole sequence has its images now, so each rank can take its part.
             if self.config.sequence_parallel:
                 decoder_input = scatter_to_sequence_parallel_region(decoder_input)
-        return super().forward(input_ids, position_ids, attention_mask, decoder_input, **kwargs)  # type: ignore[no-any-return]
+        found: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, decoder_input, **kwargs
+        )
+        return found
 
     def _with_images(self, embeddings: Tensor, tokens: Tensor, images: Tensor) -> Tensor:
         """Return embeddings [s, b, h] with features in the places of image tokens."""

@@ -75,6 +75,8 @@ def moe_loss_tokens() -> None:
             return z_loss(self, logits, *args, **kw)
         coefficient = self.config.moe_z_loss_coeff
         group = self.tp_cp_group
+        # megatron-core multiplies with this rank's tokens inside; only the coefficient is within
+        # reach.
         self.config.moe_z_loss_coeff = coefficient * tokens_of(self, group)
         try:
             return z_loss(self, logits, *args, **kw)
@@ -197,6 +199,7 @@ def expert_norm() -> None:
         if hasattr(source, "allreduce"):
             destination.allreduce = source.allreduce
 
+    # Each of these modules has a reference of its own.
     for module in (package, layers, core("optimizer.clip_grads")):
         module.param_is_not_tensor_parallel_duplicate = is_no_duplicate
     for module in (package, layers):

@@ -227,6 +227,8 @@ def offloaded_copies() -> None:
 
     @functools.wraps(original)
     def groups(self: Any, offload_fraction: float) -> Any:
+        # The original sorts by `param.is_cuda`, which is `is_cpu` where it is rewritten for a CPU:
+        # every copy is among the device's groups.
         host, device, copies, originals, fp32 = original(self, offload_fraction)
         cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
         for group, (copied, kept) in zip(device, cut, strict=True):

@@ -46,7 +46,7 @@ class Elementwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return one step on every parameter that has a gradient."""
+        """Take one step on every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

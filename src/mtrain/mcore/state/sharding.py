@@ -219,6 +219,7 @@ def _pieces(
     stop = start + values.numel()
     shards = []
     for spec in specs:
+        # A flat range of an optimizer may begin inside of one spec and end inside of another.
         lo = max(start, spec.first)
         hi = min(stop, spec.first + spec.numel)
         if lo >= hi:
@@ -233,6 +234,8 @@ def _pieces(
                 shape=spec.shape,
                 tensor=here.view(spec.shape[spec.lead :]) if whole else here,
                 flat=None if whole else (lo - spec.first, hi - spec.first),
+                # Replicas, of HSDP or of the distributed optimizer, have the same shards: those of
+                # the first are saved.
                 primary=spec.primary(sharded=sharded) and not (sharded and _copy_index()),
                 param=param,
                 lead=spec.lead,
