@@ -37,7 +37,8 @@ def stay_on_device(config: Any) -> None:
         module.get_grad_norm_fp32 = norm
     optimizer.clip_grad_by_total_norm_fp32 = clip
     release = engine.release()
-    if release is None or release in UNTIL_0_16:  # later ones ask for no number of tokens
+    # Later releases divide on the device themselves.
+    if release is None or release in UNTIL_0_16:
         config.finalize_model_grads_func = finalize
     rope_utils._apply_rotary_pos_emb_thd = rotated
 

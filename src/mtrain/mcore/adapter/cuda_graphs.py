@@ -57,9 +57,11 @@ class CapturedLayers:
         """
         from megatron.core import num_microbatches_calculator as calculator
 
+        # `param_sync=False`: the values of weights do not matter while a graph is captured.
         for chunk in self.chunks if gathers else ():
             chunk.disable_forward_pre_hook(param_sync=False)
-        # which nobody else asks here: schedules read how many micro-batches there are
+        # The graphs read the number of micro-batches from this global, which mtrain does not set
+        # otherwise: it passes the number to the schedules.
         calculator.init_num_microbatches_calculator(0, None, self.micro_batches, 1, 1)
         self.graphs.create_cudagraphs()
         calculator.unset_num_microbatches_calculator()

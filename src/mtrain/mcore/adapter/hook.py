@@ -220,7 +220,7 @@ class _Adapter:
         target = self._device.torch_type if device is None else self.indexed(device)
         if _is_module(value):
             return value.to(target)
-        # what has a shape and no memory has nothing to move
+        # A meta tensor has no memory to move.
         return value if value.is_meta else value.to(target, non_blocking=non_blocking)
 
     def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:

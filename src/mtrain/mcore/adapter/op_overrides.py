@@ -178,7 +178,7 @@ def plan_of(routing_map: Tensor) -> Plan:
     held = goes.sum(1)
     # One transfer for both numbers: each would make the host wait.
     most, rows = torch.stack([held.max(), held.sum()]).tolist() if goes.shape[0] else (0, 0)
-    # of a token's copy for an expert
+    # [t, e]: the row of a token's copy for an expert.
     place = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], -1).T
     token, expert = goes.nonzero(as_tuple=True)
     copy = (goes.cumsum(1) - 1)[token, expert]

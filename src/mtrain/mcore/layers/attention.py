@@ -111,8 +111,8 @@ class CoreAttention(MegatronModule):
             self.register_buffer("softmax_offset", zeros, persistent=False)
         elif kind == "learnable":
             self.softmax_offset = nn.Parameter(zeros)
-            # unlike megatron-core's own: without this the gradient norm counts the heads of the
-            # first rank only
+            # megatron-core's own sink lacks these attributes. Without them the gradient norm counts
+            # the heads of the first tensor-parallel rank only.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             if self.config.perform_initialization:
                 self.config.init_method(self.softmax_offset)
@@ -214,7 +214,8 @@ class CoreAttention(MegatronModule):
         if sink is not None:
             sink = sink[context.head_slice(query.shape[2])]
         query, key, value = (context.to_heads(x) for x in (query, key, value))
-        if view.ordered:  # the fused kernel wants positions that ascend
+        # The fused kernel requires positions in ascending order.
+        if view.ordered:
             query, key, value = (x.index_select(0, places.order(here)) for x in (query, key, value))
         if context.outer is not None:
             out = self._ring(context, query, key, value, view, sink)
@@ -299,7 +300,7 @@ class CoreAttention(MegatronModule):
             elif self.impl in ("reference", ON_CPU):
                 out = reference.attention(q, k, v, **options)
             else:
-                # no kernel that has a name here takes any mask
+                # None of the kernels that a user can name takes an arbitrary mask.
                 impl = "auto" if mask is not None else self.impl
                 out = op.attention(q, k, v, **options, **(limits or {}), impl=impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
@@ -316,7 +317,7 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
-        # under sequence parallelism the whole block runs in the tracker's state already
+        # Under sequence parallelism megatron-core runs the whole block in the tracker's state.
         if dropout_p == 0.0 or self.config.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()

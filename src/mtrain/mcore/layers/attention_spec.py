@@ -34,8 +34,8 @@ def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
 
 def _self_attention(config: Any, provider: Any) -> Any:
     queries, keys = _qk_norms(config, provider)
-    # `add_proj_bias` is no `add_bias_linear` of megatron-core, which gives every linear layer of the
-    # model a bias.
+    # megatron-core's `add_bias_linear` is no substitute for `add_proj_bias`: it gives a bias to
+    # every linear layer of the model.
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
         module=_chosen(provider.packed),

@@ -49,7 +49,10 @@ _BUILDS_EXPERTS = release.at_least(0, 19)
 
 PLAIN = ("reference", "cpu")
 """Implementations in plain torch."""
-BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
+BACKENDS = {"torch": "auto"}
+"""Words of kernels.attention that the attention op knows by another name: `auto` is its fastest
+backend that takes a call.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Provider(BackendSpecProvider):
         """Return whether TransformerEngine implements every layer, so that its fused ones can stand
         for several.
         """
-        if self.parts != Parts():  # its fused layers know none of them
+        # TransformerEngine's fused layers have none of these parts.
+        if self.parts != Parts():
             return False
         layers = [impl for operation, impl in self.kernels.items() if operation != "activation"]
         return {"te"} == {impl for impl in layers if impl} and self.kernels[
@@ -304,7 +308,7 @@ def layer_spec(
         built = range(
             first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
         )
-    # where each layer ends with a norm, none comes behind the last
+    # Every layer ends with a norm then, so no final norm follows the last one.
     if provider.parts.norm_placement == "post_residual":
         last = None
     else:
@@ -376,7 +380,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
         mlp_bda=get_bias_dropout_add,
     )
     if not config.multi_latent_attention:
-        # weights are kept under the names of TransformerEngine's fused norm and linear layer
+        # Checkpoints use the names of TransformerEngine's fused norm and linear layer, so that
+        # either implementation reads them.
         layer.sharded_state_dict_keys_map = {
             "input_layernorm.": (
                 f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"

@@ -88,7 +88,7 @@ class CachedSelfAttention(SelfAttention):
         plain = isinstance(rotary_pos_emb, Tensor) and rotary_pos_emb.shape[1:3] == (1, 1)
         if self.packed_impl is None or skipped or elsewhere or not plain:
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **given)
-        # `rotary` may have replaced it
+        # Looked up at the call: `layers.rotary.multiply_turns` may have replaced the function.
         scale = attention._yarn_get_concentration_factor_from_config(self.config)
         # Given no angles, megatron-core turns nothing; `get_query_key_value_tensors` does it while
         # it unpacks.
@@ -133,7 +133,7 @@ class CachedSelfAttention(SelfAttention):
     ) -> Any:
         if context is not None and rotary is not None:
             at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
-            # `rotary` may have replaced it
+            # Looked up at the call, as in `forward`.
             scale = attention._yarn_get_concentration_factor_from_config(self.config)
             query, key = (
                 apply_rotary_pos_emb(

@@ -69,7 +69,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self.padded = sparse.padded
         self.room_factor = sparse.capacity_factor
         self.one_graph = sparse.one_graph
-        self._inputs: list[int] | None = None  # as many rows to and from each rank
+        # None: every rank sends and receives the same number of rows.
+        self._inputs: list[int] | None = None
         self._outputs: list[int] | None = None
         self._outputs_tp: list[int] | None = None
         self.gathers = not self.exchanges and self.tp_size * self.ep_size > 1
@@ -125,7 +126,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             everybodys = everybodys.view(ep, tp, -1).transpose(0, 1)[
                 ..., self.first : self.first + self.local
             ]
-            # how the rows come in, by sender and expert
+            # Rows received, by sender and expert.
             self._chunks = everybodys.reshape(tp * ep, self.local)
             if self._pads:
                 return
@@ -175,7 +176,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             self.shared_experts.linear_fc1_forward_and_act(tokens)
         self._wide = probs.dtype
         if not self.exchanges:
-            # those of other ranks are below 0 or too large, and have no rows here
+            # Experts of other ranks become negative or too large, and get no rows in the plan.
             own = self._experts - self.first
             # A bound that follows from shapes: a token has at most one row for each expert here,
             # and at most k.

@@ -85,8 +85,8 @@ class _GroupedLinear(nn.Module):
             )
             if bias:
                 parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
-                # no two ranks that add up a gradient norm of experts hold the same one, whatever
-                # their tp rank
+                # Marked as split: ranks that sum the gradient norm of experts never hold the same
+                # bias, whatever their tensor-parallel rank.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
                 self.register_parameter(f"bias{i}", parameter)
         if not self.weight0.is_meta:

@@ -149,7 +149,8 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
         return False
     if not hasattr(weight, "grad_added_to_main_grad") or hasattr(weight, "__fsdp_param__"):
         return False
-    if weight._backward_hooks:  # somebody wants to see the gradient
+    # A hook on the weight has to get the gradient.
+    if weight._backward_hooks:
         return False
     buffer = getattr(weight, "main_grad", None)
     return (

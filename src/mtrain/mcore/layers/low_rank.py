@@ -121,7 +121,7 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     own: str = name.rpartition(".")[2]
     kind = own.removeprefix("linear_")
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
-        # transformers has gate and up projection of an expert in one weight
+        # transformers fuses the gate and up projections of an expert, so they share one A.
         return Parts(1, torch.zeros(0)) if "experts" in target else None
     known = kind != own or name.endswith(OF_MIXERS)
     if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or not known:
@@ -322,7 +322,8 @@ class _LowRankExperts:
         self.adapter = adapter
         ranks = self._tp.size()
         rows, columns = self.weight0.shape
-        # the side that the layer holds whole is split, so that no rank keeps a whole factor
+        # The layer holds the other side whole; that one is split here, so that no rank keeps a
+        # whole factor.
         if self.partition_dim == 0:
             columns = columns // ranks
         else:

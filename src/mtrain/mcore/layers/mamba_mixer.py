@@ -178,7 +178,8 @@ class Mamba2Mixer(MegatronModule):
 
     def _mark_initial_values(self) -> None:
         """Say how the weights begin that are no linear layer's; drawn alike in every layout."""
-        bound = 1 / math.sqrt(self.scan.conv_kernel)  # of every convolution of torch
+        # The bound of torch's own initialization of a depthwise convolution.
+        bound = 1 / math.sqrt(self.scan.conv_kernel)
         for weight in (self.conv1d.weight, self.conv1d.bias):
             weight.mtrain_init_bound = bound  # type: ignore[union-attr]
         self.A_log.mtrain_init_of_share = _decay_at_the_start  # type: ignore[attr-defined]
@@ -270,11 +271,13 @@ class Mamba2Mixer(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own: dict[str, Any] = {}
+        # Only the mixer's own parameters: its modules follow one by one.
         self._save_to_state_dict(own, "", keep_vars=True)
         out = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
         )
         for name, module in self.named_children():
+            # torch's convolution does not know how it is sharded, so its axis is given here.
             if module is self.conv1d:
                 state = module.state_dict(prefix="", keep_vars=True)
                 axes = dict.fromkeys(state, 0)

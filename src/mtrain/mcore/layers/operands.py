@@ -148,7 +148,7 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     Forward and backward send eight bits an element and the scales.
     """
-    # of the operand itself nothing is held: what is kept for the backward is what the norm keeps
+    # The closure holds nothing of the operand: only what the norm saves is kept for the backward.
     ranks = group.size()
     one = operand.scale.ndim == 1
     # The weight gradient needs the transposed operand, which the backward gathers when it asks.

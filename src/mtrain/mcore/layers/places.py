@@ -118,6 +118,7 @@ def places_of(
             cu_seqlens.places = version, kept  # type: ignore[attr-defined]
     if key not in kept:
         kept[key] = Places(context.positions(tokens, cu_seqlens, device))
+        # Evaluation and training may differ in length, so several are kept, and few of them.
         if len(kept) > LENGTHS:
             kept.popitem(last=False)
     found: Places = kept[key]

@@ -159,7 +159,7 @@ class _NormAcrossHeads(Norm):
         weight = self.weight[first : first + n * d].view(n, d).float()
         wide = x.float()
         squares = wide.square().sum((-2, -1), keepdim=True)
-        # every rank's part of the loss depends on the sum
+        # Reduced in both directions: the loss of every rank depends on the sum.
         squares = copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(squares, group=self._tp), group=self._tp
         )
@@ -265,8 +265,8 @@ class DuplicatedLinear(nn.Module):
         """`x` [..., input_size] to [..., output_size], and no bias."""
         y = self._product(x)
         if self._summed:
-            # the compressed half needs no sum: the up projection that reads it sums its own input's
-            # gradient
+            # The compressed half needs no sum: the up projection that reads it sums the gradient of
+            # its own input.
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
             position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
             y = torch.cat([compressed, position], dim=-1)

@@ -63,12 +63,12 @@ class BertEmbedding(LanguageModelEmbedding):
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
             words = torch.where((input_ids == self._pad_token)[..., None], words.detach(), words)
-        # in the order in which a parameter gather brings them
+        # Called in the order in which an overlapped gather delivers the weights.
         places = self.position_embeddings(position_ids)
         total = (words + self.tokentype_embeddings(kinds) + places).transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
             return self._finished(total)
-        # a copy: what is scattered is a view that would keep all of it
+        # A copy, because the scattered part is a view that would keep the whole tensor alive.
         total = scatter_to_sequence_parallel_region(total, group=self.tp_group).clone()
         with get_cuda_rng_tracker().fork():
             return self._finished(total)
@@ -87,9 +87,8 @@ class MaskedTokenHead(MegatronModule):
         super().__init__(config=config)
         self._activation = HEADS[activation]
         self.dense = _linear(config, config.hidden_size)
-        for (
-            parameter
-        ) in self.dense.parameters():  # each tensor-parallel rank sees a part of the tokens
+        # Under sequence parallelism a rank sees part of the tokens, so gradients have to be summed.
+        for parameter in self.dense.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.norm = norm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon

@@ -61,7 +61,8 @@ class BlockStack(Stack):
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, vp_stage: int | None, **kwargs: Any
     ) -> None:
-        doubled = copy(config)  # 0.16.1 counts the letters of the pattern
+        # 0.16.1 compares the number of layers with the letters of the pattern.
+        doubled = copy(config)
         doubled.num_layers = OF_A_BLOCK * config.num_layers
         super().__init__(doubled, *args, pg_collection=pg_collection, **kwargs)
         # Only building the stack needs the doubled number of layers.

@@ -163,7 +163,8 @@ class VisionTower(MegatronModule):
         self.pre_layernorm = norm()
         self.encoder = _stack(config, provider, own.used_layers)
         if own.unused_layers:
-            # a stack of their own: weights and gradients of a stack are saved as one tensor
+            # Kept in a second stack: a checkpoint joins the layers of a stack into one tensor, and
+            # these are not trained.
             self.behind = _stack(config, provider, own.unused_layers).requires_grad_(False)
         self.post_layernorm = norm().requires_grad_(False)
 

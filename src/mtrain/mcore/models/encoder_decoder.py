@@ -76,6 +76,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         selective = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
+        # Either way every attention layer of a stack runs again in the backward; see
+        # `computed_again`.
         self._recomputes = selective or config.recompute_granularity == "full"
         add_in_fp32(self.embedding)
         for positions in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb):
@@ -92,6 +94,8 @@ class EncoderDecoder(SummedLosses, T5Model):
             skip_weight_param_allocation=tied,
             tp_group=self.tp_group,
         )
+        # `OutputLayer` is put in the place of the class, as in the models that megatron-core
+        # builds.
         self.output_layer.__class__ = OutputLayer
         self.setup_embeddings_and_output_layer()
 

@@ -102,7 +102,8 @@ class Stack(_CoreStack):
         logits_scaling: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self.__dict__["held"] = layers  # before there is a module that could have attributes
+        # The constructor below reads it, and initializes the module only then.
+        self.__dict__["held"] = layers
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         # megatron-core would have built TransformerEngine's norm. From here on its forward applies
         # ours.
@@ -210,7 +211,8 @@ class HybridModel(SummedLosses, _CoreModel):
     ) -> None:
         self.__dict__["_vp_stage"] = vp_stage
         if config.multi_latent_attention and kwargs.get("position_embedding_type") == "rope":
-            kwargs["position_embedding_type"] = "none"  # MLA turns a part of its heads itself
+            # MLA has its own rotary embedding, for a part of each head.
+            kwargs["position_embedding_type"] = "none"
         super().__init__(config, spec, **core_arguments(pattern, stages, vp_stage), **kwargs)
         self.complete(loss, loss_vocab_size, **features)
 
@@ -360,7 +362,7 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
         provider.column_parallel_linear(), provider.row_parallel_linear()
     )
     impl = "reference" if provider.kernels["attention"] in ("reference", ON_CPU) else "auto"
-    # MambaModel's layer passes no epsilon on, and takes that of a specification
+    # The layer of MambaModel passes no epsilon to its norm, so the spec does.
     with_epsilon = api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon})
     parts = MambaLayerSubmodules(
         norm=norm if UNIFIED else with_epsilon,

@@ -31,8 +31,8 @@ class ImageLanguageModel(LanguageModel):
     def __init__(
         self, *args: Any, config: Any, provider: Provider, own: LlavaConfig, **kwargs: Any
     ) -> None:
-        # images are put in before the sequence is scattered: which patches a rank's part needs
-        # depends on the tokens
+        # The embedding must not scatter: images are inserted into the whole sequence, for only the
+        # tokens say which patches a rank's part needs.
         super().__init__(*args, config=config, scatter_embedding_sequence_parallel=False, **kwargs)
         self._own = own
         language = list(self.parameters())
@@ -77,9 +77,8 @@ class ImageLanguageModel(LanguageModel):
             return self._without_images(embeddings, images)
         features = self._features(images)
         place = tokens == self._own.image_token_id
-        if tokens.is_cpu and int(place.sum()) != len(
-            features
-        ):  # elsewhere the form has counted them
+        # On other devices counting would make the host wait; the data form has counted already.
+        if tokens.is_cpu and int(place.sum()) != len(features):
             raise ValueError(
                 f"{int(place.sum())} image tokens for {len(features)} patches of {len(images)}"
                 " images"

@@ -349,7 +349,8 @@ class LanguageModel(SummedLosses, GPTModel):
         if labels is None or not self.post_process:
             cache = context.get("inference_context")
             if self.post_process and cache is not None and cache.materialize_only_last_token_logits:
-                hidden_states = hidden_states[-1:]  # 0.19 looks elsewhere for that wish
+                # 0.19 does not read this attribute of the context.
+                hidden_states = hidden_states[-1:]
             return super()._postprocess(
                 hidden_states, *args, labels=labels, loss_mask=loss_mask, **context
             )

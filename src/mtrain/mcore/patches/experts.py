@@ -42,7 +42,7 @@ def moe_loss_tokens() -> None:
     cls = core("transformer.moe.router").TopKRouter
     attach = cls.attach_and_log_load_balancing_loss
     z_loss = cls.apply_z_loss
-    # tokens of tensor- and context-parallel ranks are counted already
+    # 0.19 counts the tokens of tensor- and context-parallel ranks itself.
     counted = release.at_least(0, 19)
 
     from mtrain.mcore.layers.balance import ROUTER_LOSS_SHARE

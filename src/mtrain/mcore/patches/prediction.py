@@ -81,7 +81,7 @@ def mtp_names() -> None:
             name.replace("mtp_model_layer", "transformer_layer"): part
             for name, part in self._modules.items()
         }
-        # and filled in the same order, which is that of weights in a checkpoint's buffers
+        # Refilled in the same order: buffers of data parallelism hold weights in that order.
         self._modules.clear()
         self._modules.update(parts)
 

@@ -113,7 +113,8 @@ def captured_inputs() -> None:
 
     @functools.wraps(original)
     def insert(self: Any, tensor: Tensor) -> None:
-        if not hasattr(tensor, "can_skip_replay_copy"):  # what an input of a graph is marked with
+        # megatron-core marks the inputs of a graph with this attribute.
+        if not hasattr(tensor, "can_skip_replay_copy"):
             original(self, tensor)
 
     cls.insert = insert

@@ -121,6 +121,7 @@ def host_weights() -> None:
         with getattr(getattr(installed.device, "namespace", None), "host_random", nullcontext)():
             return original(*args, **kwargs)
 
+    # Both call the function by a name of their own.
     for module in (layers, core("transformer.moe.experts")):
         if hasattr(module, original.__name__):
             setattr(module, original.__name__, initialize)

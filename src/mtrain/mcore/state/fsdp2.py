@@ -73,8 +73,8 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             # NCCL can.
             sharded.set_force_sum_reduction_for_comms(True)
             if unit is not self.module and not experts:
-                # torch's own order is that of the forward, which a layer that is run again in the
-                # backward changes
+                # torch prefetches in the reverse order of the last forwards, which a layer that
+                # runs again in the backward changes.
                 sharded.set_modules_to_backward_prefetch([previous] if previous else [])
                 if previous and config.recompute_granularity != "full":
                     previous.set_modules_to_forward_prefetch([sharded])

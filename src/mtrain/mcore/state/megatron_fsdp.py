@@ -48,9 +48,9 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
             # The forward gathers what it needs; what is gathered at the end of a step would be kept
             # until then.
             self.start_param_sync = lambda *_, **__: None
-        if release.at_least(
-            0, 19
-        ):  # what is in no layer, embedding and output layer, is kept whole between steps there
+        # 0.19 keeps modules outside of the layers, embedding and output layer, gathered between
+        # steps.
+        if release.at_least(0, 19):
             gathers = self.module.all_gather_pipeline
             gathers.reset = partial(_reset, gathers.reset)
 

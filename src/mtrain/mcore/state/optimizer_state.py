@@ -89,9 +89,8 @@ class StateShard:
         """Return the gradient of the range after the backward, 1-D."""
         param = self.local_param.param
         size = local(self.main).numel()
-        if hasattr(
-            param, "orig_param"
-        ):  # megatron-core's FSDP: no gradient where this rank owns nothing
+        # A parameter of megatron-core's FSDP, which has no gradient where this rank owns nothing.
+        if hasattr(param, "orig_param"):
             return local(param.grad) if param.grad is not None else torch.empty(0)
         start = self.start - self.local_param.start
         return local(param.main_grad)[start : start + size]  # type: ignore[attr-defined]

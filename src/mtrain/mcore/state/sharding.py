@@ -56,6 +56,7 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
     and the next forward.
     """
     overlapping = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
+    # Disabling the hooks gathers all weights at once, and leaves them current.
     for chunk in overlapping:
         chunk.disable_forward_pre_hook()
     _forget_gathered(chunks)

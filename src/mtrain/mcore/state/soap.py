@@ -61,6 +61,8 @@ class ParallelSoap(WholeMatrices, Soap):
             if self._ranks is None:
                 params = list(group["params"])
             else:
+                # Under the distributed optimizer a matrix has its factors on the rank that computes
+                # its update.
                 params = [m.param for m in self._spread[place] if m.owner == self._ranks.rank()]
             for param in params:
                 ranks, dim = self.tensor_ranks(param, group)
