@@ -69,8 +69,7 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
                 "groups": config.moe_router_num_groups,
                 "group_topk": config.moe_router_group_topk,
             }
-            # megatron-core derives this number from topk // group_topk, which is right for
-            # DeepSeek-V3 only.
+            # megatron-core takes topk // group_topk: right for DeepSeek-V3, wrong for DeepSeek-V2.
             groups["group_members"] = config.sparse_experts.group_members
         # megatron-core's routing ignores the bias with softmax scores.
         bias = self.expert_bias if self.score_function == "sigmoid" else None
