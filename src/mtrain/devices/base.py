@@ -26,9 +26,11 @@ class Event(Protocol):
 def _pinned(size: int) -> torch.Tensor:
     import torch
 
+    # torch is imported on the first call: modules that only read facts of a device stay light.
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
+# Devices are compared by identity: their functions cannot be compared.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Device:
     """A kind of device: facts and functions.

@@ -11,12 +11,14 @@ import torch
 from mtrain.devices import cpu_namespace
 from mtrain.devices.base import Device
 
+# ru_maxrss is in bytes on macOS and in KiB on Linux.
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def _memory_stats() -> dict[str, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
     now = psutil.Process().memory_info().rss
+    # The kernel may update its peak later than the current size.
     return {"allocated_bytes": now, "peak_bytes": max(peak, now)}
 
 

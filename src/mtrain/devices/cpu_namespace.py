@@ -22,6 +22,7 @@ _CPU = torch.device("cpu")
 _where = [_CPU]
 """Where tensors for the current device are made; the last entry counts."""
 
+# megatron-core tells dtypes apart by these types.
 FloatTensor = torch.FloatTensor
 DoubleTensor = torch.DoubleTensor
 HalfTensor = torch.HalfTensor
@@ -140,6 +141,7 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
     same.
     """
 
+    # The handle of torch's default stream.
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -231,8 +233,10 @@ def manual_seed(seed: int) -> None:
     The host's numbers, as a GPU would leave them, are kept for `host_random`.
     """
     if _is_hosts():
+        # A second seed must not overwrite where the host's numbers went on.
         _host[:] = [torch.get_rng_state()]
     state = torch.default_generator.manual_seed(seed).get_state()
+    # `-_MARK` sets the same bit: 1 << 63 itself does not fit into an int64.
     state[:8].view(torch.int64)[0] |= -_MARK
     torch.default_generator.set_state(state)
 
@@ -256,6 +260,7 @@ def host_random() -> Iterator[None]:
     if _is_hosts() or not _host:
         yield
         return
+    # Host and device share the generator: the device's numbers are put aside meanwhile.
     devices = torch.get_rng_state()
     torch.set_rng_state(_host[0])
     try:
@@ -276,6 +281,7 @@ class _Generators:
         return iter((torch.default_generator,))
 
 
+# torch.cuda has one for each device; here every index gives torch's own.
 default_generators = _Generators()
 random = SimpleNamespace(
     get_rng_state=get_rng_state,
@@ -291,6 +297,7 @@ def _lazy_init() -> None:
 
 
 def _lazy_call(callable_: Callable[[], Any], **kwargs: Any) -> None:
+    # torch.cuda would wait until CUDA is initialized; a CPU always is.
     callable_()
 
 

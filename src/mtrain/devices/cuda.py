@@ -10,6 +10,7 @@ from mtrain.devices.base import Device
 
 
 def _available() -> str | None:
+    # is_available() is False for this, too, but what helps is another installation.
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
@@ -25,11 +26,13 @@ def _memory_stats() -> dict[str, int]:
     return {
         "allocated_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        # The most that was reserved: a job runs out of that, not of what tensors take.
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
 
 
 def _driver_bytes() -> int:
+    # Unlike the allocator's figures, this has NCCL, CUDA graphs and other processes in it.
     free, total = torch.cuda.mem_get_info()
     return total - free
 

@@ -19,6 +19,7 @@ def torch_dtype(word: str) -> torch.dtype:
 def with_dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of megatron-core, the words of those that are called dtypes made dtypes."""
     return {
+        # megatron-core's configs name all fields that hold a dtype so.
         k: torch_dtype(v) if k.endswith("_dtype") and v is not None else v
         for k, v in fields.items()
     }

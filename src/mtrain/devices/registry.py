@@ -11,6 +11,7 @@ from mtrain.config.machine.devices import AUTO, CPU, CUDA, GROUP, names
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
+# Names rather than devices: a device's module imports torch, and does so when it is chosen.
 _SHIPPED = {CPU.name: ("mtrain.devices.cpu", "CPU"), CUDA.name: ("mtrain.devices.cuda", "CUDA")}
 
 
@@ -21,6 +22,7 @@ def get(name: str) -> Device:
     be used here or a plug-in that does not load.
     """
     if name == AUTO:
+        # Plug-ins are chosen by name only: `auto` does not depend on what else is installed.
         cuda = _load(CUDA.name)
         return cuda if cuda.available() is None else _load(CPU.name)
     device = _load(name)

@@ -29,12 +29,10 @@ _EXPECTED_WARNINGS = (
 _OF_THE_ENGINE = r"(.*[/\\])?megatron[./\\]core\b"
 """Its modules, as warnings name them: by a dotted name, or by the path of what is compiled."""
 _KNOWN_WARNINGS = (
-    (
-        r"MimoModelConfig is experimental",
-        UserWarning,
-    ),  # of a module that 0.19.2 loads with every optimizer
-    # megatron-core 0.16.1 calls what torch 2.13 deprecates, and advises on streams where there are
-    # none
+    # A module of this config is loaded with every optimizer of 0.19.2.
+    (r"MimoModelConfig is experimental", UserWarning),
+    # megatron-core 0.16.1 calls functions that torch 2.13 deprecates, and advises on the order of
+    # streams on devices without any.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (
         (
@@ -44,8 +42,8 @@ _KNOWN_WARNINGS = (
         UserWarning,
     ),
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
-    # FSDP2 of an embedding that nobody changes in place; megatron-core's FSDP of a gather that a
-    # forward did not need
+    # FSDP2 warns of an embedding, which nobody changes in place; megatron-core's FSDP warns of a
+    # gather that the forward did not need.
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
     (r"There are still pending all-gather tasks", UserWarning),
 )
@@ -68,8 +66,8 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
                 " patches"
             )
         return
-    # of modules that are compiled here, or later, for the first time: 0.19.2 has one, and a user
-    # can change nothing
+    # Python warns when it compiles a module for the first time, here or at a later import. 0.19.2
+    # has such a module, and a user cannot change it.
     warnings.filterwarnings("ignore", message="invalid escape sequence", module=_OF_THE_ENGINE)
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
@@ -79,7 +77,7 @@ def install(device: Device, *, without: Iterable[str] = ()) -> None:
         importlib.import_module("mtrain.mcore.patches.apply").apply_patches(device, left_out)
         installed.without = left_out
         importlib.import_module("mtrain.mcore.api")
-    # since 0.19 said by each rank of each run; its successor has no key yet
+    # Since 0.19 every rank of every run would log this; no key of mtrain selects the successor yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
         lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED")
     )
@@ -138,6 +136,6 @@ def _adapt(device: Device) -> None:
     importlib.import_module("mtrain.mcore.adapter.hook").install(device)
     import torch
 
-    # jit_fuser compiles some thirty small functions at their first call: five seconds, for nothing
-    # on a CPU
+    # jit_fuser compiles some thirty small functions at their first call, which takes five seconds
+    # and gains nothing on a CPU.
     torch.compiler.set_stance("force_eager")

@@ -81,7 +81,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank as _part_of_context
 
-# Text
+# Generation of text
 from mtrain.mcore.layers.cache import Cache
 from mtrain.mcore.layers.cache import obstacle as cache_obstacle
 from mtrain.mcore.layers.portable import gelu_tanh
@@ -97,8 +97,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> An
     """Return this rank's part of the unpacked sequences of a batch, over the context-parallel ranks
     or `cp_group`.
     """
-    # to which no group means all ranks
     new = {"is_hybrid_cp": False} if release.at_least(0, 19) else {}
+    # Without a group, releases fall back to different ranks, so one is always passed.
     return _part_of_context(
         batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new
     )

@@ -32,11 +32,13 @@ def stay_on_device(config: Any) -> None:
     """Let no step of models of a TransformerConfig ask for these numbers, in this process, from
     here on.
     """
+    # Both modules imported the function by name: replacing it in clip_grads would not reach them.
     for module in (optimizer, layer_wise_optimizer):
         module.get_grad_norm_fp32 = norm
     optimizer.clip_grad_by_total_norm_fp32 = clip
     release = engine.release()
-    if release is None or release in UNTIL_0_16:  # later ones ask for no number of tokens
+    # Later releases divide on the device themselves.
+    if release is None or release in UNTIL_0_16:
         config.finalize_model_grads_func = finalize
     rope_utils._apply_rotary_pos_emb_thd = rotated
 
@@ -50,10 +52,13 @@ def norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: A
     for grad in grads:
         group = clip_grads.get_data_parallel_group_if_dtensor(grad, group)
     local = [clip_grads.to_local_if_dtensor(grad) for grad in grads]
+    # megatron-core ends with `.item()`, where the host waits for the whole backward. The same
+    # reductions on a tensor let it launch the optimizer meanwhile.
     squares = _length(local) ** 2.0
     if group:
         dist.all_reduce(squares, group=group)
     dist.all_reduce(squares, group=grad_stats_parallel_group)
+    # fp64, because megatron-core takes the root of a Python float.
     return squares.double().sqrt().reshape(())
 
 
@@ -81,12 +86,15 @@ def clip(
     found = [getattr(parameter, name, None) for parameter in parameters]
     grads = [clip_grads.to_local_if_dtensor(grad).detach() for grad in found if grad is not None]
     if grads:
+        # megatron-core multiplies only where the factor is below 1. Only the host could decide
+        # that, so the clamp makes it 1 elsewhere.
         factor = (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0).float()
         torch._foreach_mul_(grads, factor)
 
 
 def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """`finalize_model_grads`, dividing by the tokens of the step on the device."""
+    # Given a count, megatron-core tests `num_tokens > 0` on the host before it divides.
     finalize_model_grads(model, None, *args, **kwargs)
     if num_tokens is None:
         return
@@ -97,6 +105,7 @@ def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs:
     else:
         pipeline = groups.pp
         data = groups.dp_cp
+    # The loss, and so the count, exists on the last pipeline stage only.
     dist.broadcast(
         num_tokens, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline
     )
@@ -112,6 +121,8 @@ def rotated(
     """`_apply_rotary_pos_emb_thd`: packed tokens [t, heads, dim] turned by their places in their
     documents.
     """
+    # megatron-core splits the batch into its documents, whose lengths it reads on the host. A table
+    # of positions turns all of them at once.
     angles = freqs.index_select(0, _places(cu_seqlens, len(t), cp_group))
     turned: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **kwargs)
     return turned.squeeze(1)
@@ -121,6 +132,8 @@ def _places(cu_seqlens: Tensor, tokens: int, group: Any) -> Tensor:
     """Return the place of each token of this rank in its document, made once for all layers: int64
     [tokens].
     """
+    # Every layer gets the same tensor of boundaries, so it carries the result. A write in place,
+    # by which its memory is used again, raises the version.
     version, known = getattr(cu_seqlens, "mtrain_places", (None, None))
     if known is not None and version == cu_seqlens._version and len(known) == tokens:
         return known  # type: ignore[no-any-return]

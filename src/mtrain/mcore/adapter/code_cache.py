@@ -43,13 +43,17 @@ def load(key: str) -> Entry | None:
     try:
         if not _is_private(os.lstat(folder())):
             return None
+        # A symbolic link could lead to code that another user wrote.
         file = os.open(folder() / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     with open(file, "rb") as stream:
+        # Checked on the open file: its path could name another one by the time it is read.
         status = os.fstat(stream.fileno())
         if not _is_private(status):
             return None
+        # The time of modification stands for the time of the last load. Once a day is exact enough,
+        # and spares most loads a write.
         if status.st_mtime < time.time() - DAY_S:
             with contextlib.suppress(OSError):
                 os.utime(stream.fileno())
@@ -72,6 +76,8 @@ def store(key: str, code: CodeType, counts: dict[str, int]) -> None:
     try:
         with open(file, "wb") as stream:
             stream.write(marshal.dumps((code, counts)))
+        # The ranks of a machine start together and store the same entries. A rename is atomic: no
+        # rank reads what another has half written.
         os.replace(draft, folder() / key)
         _prune()
     except OSError:

@@ -19,7 +19,10 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-    return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=warmup_steps)  # type: ignore[no-any-return]
+    captured: Callable[..., Any] = FullCudaGraphWrapper(
+        schedule, cuda_graph_warmup_steps=warmup_steps
+    )
+    return captured
 
 
 class CapturedLayers:
@@ -54,9 +57,11 @@ class CapturedLayers:
         """
         from megatron.core import num_microbatches_calculator as calculator
 
+        # `param_sync=False`: the values of weights do not matter while a graph is captured.
         for chunk in self.chunks if gathers else ():
             chunk.disable_forward_pre_hook(param_sync=False)
-        # which nobody else asks here: schedules read how many micro-batches there are
+        # The graphs read the number of micro-batches from this global, which mtrain does not set
+        # otherwise: it passes the number to the schedules.
         calculator.init_num_microbatches_calculator(0, None, self.micro_batches, 1, 1)
         self.graphs.create_cudagraphs()
         calculator.unset_num_microbatches_calculator()

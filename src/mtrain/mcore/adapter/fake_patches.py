@@ -38,9 +38,8 @@ def fake_patches() -> Iterator[None]:
     real_init = token_dispatcher.MoEAlltoAllTokenDispatcher.__init__
 
     def init(self: Any, *args: Any, **more: Any) -> None:
-        with (
-            _disable_current_modes()
-        ):  # the order of chunks is made of numbers, and read as numbers
+        # The constructor computes the order of chunks from tensors and reads it on the host.
+        with _disable_current_modes():
             real_init(self, *args, **more)
 
     def routing(self: Any, logits: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -53,25 +52,26 @@ def fake_patches() -> Iterator[None]:
         return x.repeat(group.size(), *[1] * (x.ndim - 1))
 
     def shapes(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():  # the whole sharded tensor is described, not made
+        # torch describes the whole sharded tensor here, and makes no memory for it.
+        with _disable_current_modes():
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
-        # a loss has nothing to free, and would become another type of tensor; of several
-        # megatron-core frees each
+        # A loss has no memory worth freeing, and freeing would turn it into another type of tensor.
+        # A list of outputs is left to megatron-core.
         if not isinstance(out, Tensor) or out.numel() > 1:
             real_free(out, *args)
 
     with (
-        mock.patch.dict(_tracked(), clear=True),  # of all models of a process
+        # The tracker of losses is global: what is recorded here must not reach real models.
+        mock.patch.dict(_tracked(), clear=True),
         _routed_by_shapes(),
         mock.patch.object(TopKRouter, "routing", routing),
         mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "__init__", init),
         mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather),
         mock.patch.object(schedules, "deallocate_output_tensor", free),
-        mock.patch.object(
-            backends, "triton_obstacle", _unasked
-        ),  # of attention that nobody launches
+        # No kernel of attention is launched, so nothing stands in the way of choosing one.
+        mock.patch.object(backends, "triton_obstacle", _unasked),
         mock.patch.object(param_and_grad_buffer, "validate_uneven_dtensor", _unasked),
         mock.patch.object(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", _unasked),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes),
@@ -88,13 +88,12 @@ def _routed_by_shapes() -> Iterator[None]:
     real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
     def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
-        # it goes on until numbers change no more, which shapes without numbers never do
+        # The real function iterates until its values converge, which fake tensors never do.
         return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
 
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
-        with (
-            _disable_current_modes() if self.drop_and_pad else nullcontext()
-        ):  # made of a shape, read as numbers
+        # With a padded capacity the counts follow from shapes, and the host reads them.
+        with _disable_current_modes() if self.drop_and_pad else nullcontext():
             return real_preprocess(self, routing_map)
 
     with (

@@ -47,6 +47,7 @@ _DEVICE_STRING = re.compile(r"cuda(:\d+)?")
 _TYPE_STRING = re.compile(r"torch\.cuda\.(\w+Tensor)")
 WORDS = (b"cuda", b"pin_memory", b"nccl", b".cpu(", b"'cpu'", b'"cpu"')
 """A source without any of them is loaded as it is."""
+# A part of the key of cached code: another version of this file rewrites differently.
 _REWRITER = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 _rewrites: dict[str, Counter[str]] = {}
@@ -91,10 +92,15 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(method, ast.Attribute) and not _is_torch(method.value):
             if method.attr == "cuda":
                 self.counts["cuda()"] += 1
+                # Only the running program knows whether `x` is a module or a tensor, so a function
+                # decides.
                 node.args.insert(0, method.value)
                 node.func = self._adapter("move", method)
             elif method.attr == "pin_memory" and not self.device.pin_memory:
                 self.counts["pin_memory"] += 1
+                # Without pinning, a copy to a device with memory of its own is slower and no other.
+                # Where host and device share memory, a pinned tensor has to be a copy, unless the
+                # `x.cpu()` inside makes one.
                 if self.device.is_indexed or _is_to_host(method.value):
                     return self.visit(method.value)
                 node = self._copied(node, method)
@@ -138,6 +144,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node.value, str):
             if device := _DEVICE_STRING.fullmatch(node.value):
                 self.counts["device string"] += 1
+                # torch takes `cpu` and `cpu:0` for two devices.
                 index = device[1] or ""
                 node.value = self.device.torch_type + (index if self.device.is_indexed else "")
             elif tensor_type := _TYPE_STRING.fullmatch(node.value):
@@ -149,6 +156,7 @@ class _Rewriter(ast.NodeTransformer):
         if node.level or not (node.module or "").startswith("torch.cuda"):
             return node
         self.counts["import"] += 1
+        # An assignment replaces the import, for a namespace need not be a module.
         within = (node.module or "").removeprefix("torch.cuda").lstrip(".")
         return [
             self._bind(alias.asname or alias.name, f"{within}.{alias.name}".lstrip("."), node)
@@ -159,6 +167,8 @@ class _Rewriter(ast.NodeTransformer):
         kept = []
         bound = []
         for alias in node.names:
+            # Without `as`, the statement binds only `torch`, whose uses are rewritten where they
+            # stand.
             if alias.name.startswith("torch.cuda.") and alias.asname:
                 self.counts["import"] += 1
                 bound.append(self._bind(alias.asname, alias.name.removeprefix("torch.cuda."), node))
@@ -210,7 +220,7 @@ class _Adapter:
         target = self._device.torch_type if device is None else self.indexed(device)
         if _is_module(value):
             return value.to(target)
-        # what has a shape and no memory has nothing to move
+        # A meta tensor has no memory to move.
         return value if value.is_meta else value.to(target, non_blocking=non_blocking)
 
     def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,12 +264,15 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
+        # Searching is much cheaper than parsing, and Python's own cache serves these modules.
         if not any(word in source for word in WORDS):
             return super().get_code(fullname)
         key = _cache_key(source, path, self._device)
         found = code_cache.load(key)
         if found is None:
             tree, counts = rewrite(source, path, self._device)
+            # `dont_inherit`, or this file's `from __future__ import annotations` would apply there,
+            # too.
             found = compile(tree, path, "exec", dont_inherit=True), dict(counts)
             code_cache.store(key, *found)
         code, counted = found
@@ -267,6 +280,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
+        # Before the module runs: its top level may use them already.
         module.__dict__[_NAMESPACE] = self._device.namespace
         module.__dict__[_ADAPTER] = _Adapter(self._device)
         super().exec_module(module)
@@ -297,6 +311,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        # Extension modules and namespace packages have no source.
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self._device)
         return spec

@@ -21,6 +21,7 @@ class Installed:
 
     device: Device | None = None
     imported: bool = False
+    # None until every patch is applied: `import_core` may have run by itself.
     without: frozenset[str] | None = None
 
 

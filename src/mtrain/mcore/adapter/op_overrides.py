@@ -75,6 +75,8 @@ def rotary_on_cpu(
     t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any
 ) -> Tensor:
     """Turn as megatron-core does, by `mtrain_kernels.rope.cpu` where that has a faster way."""
+    # Flags select other ways to pair the elements, which the CPU kernel does not make faster;
+    # `mscale` only scales.
     plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
     if plain and t.is_cpu and t.dtype == torch.float32:
         return rotary(t, freqs, mscale=options.get("mscale", 1.0), impl="cpu")
@@ -104,6 +106,7 @@ def routed(
         assert num_groups is not None
         assert group_score_topk is not None
         groups = {"groups": num_groups, "group_topk": group_topk, "group_members": group_score_topk}
+    # As in megatron-core, the bias counts with sigmoid scores only.
     weights, experts, _ = moe_router(
         logits,
         topk,
@@ -114,6 +117,7 @@ def routed(
         impl=impl,
         **groups,
     )
+    # megatron-core's dispatchers read dense maps. `SparseRouter` hands lists over instead.
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
     return torch.zeros_like(logits).scatter(1, experts, weights), chosen
 
@@ -137,6 +141,7 @@ def permuted(
     padded.
     """
     plan = plan_of(routing_map)
+    # The transposed map selects in the order of the rows: by expert, then by token.
     weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
     found = permute_rows(tokens, plan, impl=impl), weights, plan
     return (*found, None, tokens_per_expert) if release.at_least(0, 19) else found
@@ -171,8 +176,9 @@ def plan_of(routing_map: Tensor) -> Plan:
     """
     goes = routing_map.bool()
     held = goes.sum(1)
+    # One transfer for both numbers: each would make the host wait.
     most, rows = torch.stack([held.max(), held.sum()]).tolist() if goes.shape[0] else (0, 0)
-    # of a token's copy for an expert
+    # [t, e]: the row of a token's copy for an expert.
     place = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], -1).T
     token, expert = goes.nonzero(as_tuple=True)
     copy = (goes.cumsum(1) - 1)[token, expert]
@@ -222,6 +228,7 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
             raise BadEnvironment(f"kernels.cpu_matmul = {kernels.cpu_matmul}: {error}") from None
     if kernels.gradient_accumulation_fusion and kernels.linear != "te":
         accumulate_in_products()
+    # The originals are set, too: an earlier model of this process may have replaced them.
     for operation, overrides in OVERRIDES.items():
         impl = getattr(kernels, operation) or "reference"
         for override in overrides:

@@ -107,11 +107,12 @@ class CoreAttention(MegatronModule):
             return
         zeros = torch.zeros(divide(heads, self._tp_group.size()), dtype=self.config.params_dtype)
         if kind == "off-by-one":
+            # A constant, which moves with the module but has no place in a checkpoint.
             self.register_buffer("softmax_offset", zeros, persistent=False)
         elif kind == "learnable":
             self.softmax_offset = nn.Parameter(zeros)
-            # unlike megatron-core's own: without this the gradient norm counts the heads of the
-            # first rank only
+            # megatron-core's own sink lacks these attributes. Without them the gradient norm counts
+            # the heads of the first tensor-parallel rank only.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             if self.config.perform_initialization:
                 self.config.init_method(self.softmax_offset)
@@ -144,6 +145,7 @@ class CoreAttention(MegatronModule):
         if context is not None:
             out = self._over_context(context, query, key, value, causal, hidden, cu_seqlens)
             return out.squeeze(1) if packed else out
+        # There are more keys than queries after a cache; then a mask gives the positions.
         square = query.shape[0] == key.shape[0]
         if self.impl not in ("reference", ON_CPU) and square and hidden is None:
             longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
@@ -200,15 +202,20 @@ class CoreAttention(MegatronModule):
             fused and context.inner is not None,
         )
         if context.kind == "all_gather":
+            # Gathered keys lie in the order of the sequence. Queries stay in this rank's order,
+            # which the table or the mask accounts for.
             key, value = context.gathered(key, value, places.sequence())
             if fused:
                 return self._attend_fused(query, key, value, view.seen(None))
             return self._attend(query, key, value, view.mask(None), False)
+        # The exchange leaves this rank a share of the heads, and a sink belongs to a head. The
+        # slice is taken while the query still has all of them.
         sink: Tensor | None = self.softmax_offset
         if sink is not None:
             sink = sink[context.head_slice(query.shape[2])]
         query, key, value = (context.to_heads(x) for x in (query, key, value))
-        if view.ordered:  # the fused kernel wants positions that ascend
+        # The fused kernel requires positions in ascending order.
+        if view.ordered:
             query, key, value = (x.index_select(0, places.order(here)) for x in (query, key, value))
         if context.outer is not None:
             out = self._ring(context, query, key, value, view, sink)
@@ -238,13 +245,17 @@ class CoreAttention(MegatronModule):
         here = context.block
         options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap}
         q = query.permute(1, 2, 0, 3)
+        # One message a step instead of two.
         both = torch.cat([key, value], dim=-1)
         out = lse = None
         for step in range(size):
+            # Sent before the block is used, so that the transfer overlaps with its attention.
             coming = context.pass_on(both) if step < size - 1 else None
             k, v = (
                 x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1)
             )
+            # Blocks move on to the next rank: after `step` hand-overs this one comes from `step`
+            # ranks back.
             there = (here - step) % size
             if view.fused:
                 part = flash.partial_attention(q, k, v, seen=view.seen(there), **options)
@@ -254,12 +265,15 @@ class CoreAttention(MegatronModule):
                     mask = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device)
                 with self._random_state(dropout_p):
                     part = partial_attention(q, k, v, mask=mask, dropout_p=dropout_p, **options)
+            # Softmaxes over parts of the keys are merged by their log-sum-exp, and rounded once at
+            # the end.
             out, lse = part if out is None or lse is None else merge(out, lse, *part)
             if coming is not None:
                 both = coming.arrived()
         assert out is not None
         assert lse is not None
         if sink is not None:
+            # A sink in every part would count once for each block.
             out = with_sink(out, lse, sink)
         return out.to(query.dtype).permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
@@ -286,7 +300,7 @@ class CoreAttention(MegatronModule):
             elif self.impl in ("reference", ON_CPU):
                 out = reference.attention(q, k, v, **options)
             else:
-                # no kernel that has a name here takes any mask
+                # None of the kernels that a user can name takes an arbitrary mask.
                 impl = "auto" if mask is not None else self.impl
                 out = op.attention(q, k, v, **options, **(limits or {}), impl=impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
@@ -303,7 +317,7 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
-        # under sequence parallelism the whole block runs in the tracker's state already
+        # Under sequence parallelism megatron-core runs the whole block in the tracker's state.
         if dropout_p == 0.0 or self.config.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()

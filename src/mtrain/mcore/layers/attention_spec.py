@@ -34,6 +34,8 @@ def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
 
 def _self_attention(config: Any, provider: Any) -> Any:
     queries, keys = _qk_norms(config, provider)
+    # megatron-core's `add_bias_linear` is no substitute for `add_proj_bias`: it gives a bias to
+    # every linear layer of the model.
     projection = provider.row_parallel_linear()
     return api.ModuleSpec(
         module=_chosen(provider.packed),
@@ -55,6 +57,7 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
         module=chosen(GatedDeltaNet, "reference" if attention in ("reference", ON_CPU) else "auto"),
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(),
+            # Always ours: this norm keeps a plain scale where all others are zero-centered.
             out_norm=chosen(OutputNorm, "auto" if norm == "te" else norm),
             out_proj=provider.row_parallel_linear(),
         ),
@@ -74,6 +77,8 @@ def _chosen(packed: str | None) -> type:
 
 def _mla(config: Any, provider: Any) -> Any:
     norm = _qk_norm(config, provider)
+    # Published models may norm their latents with another epsilon; megatron-core passes the same
+    # one to every norm.
     epsilon = getattr(config, "latent_layernorm_epsilon", None)
     if epsilon is not None and config.qk_layernorm:
         norm = with_epsilon(norm, epsilon)
@@ -90,6 +95,7 @@ def _mla(config: Any, provider: Any) -> Any:
                 sparse=config.experimental_attention_variant == "dsa"
             ),
             linear_proj=provider.row_parallel_linear(),
+            # Without a latent query there is nothing to norm, as in DeepSeek-V2-Lite.
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,
         ),
@@ -99,6 +105,7 @@ def _mla(config: Any, provider: Any) -> Any:
 def _qk_norms(config: Any, provider: Any) -> tuple[type, type]:
     """Return the norms of queries and of keys; norms over all heads are always ours."""
     if provider.parts.qk_layernorm_across_heads:
+        # TransformerEngine's norms know no reduction over tensor-parallel ranks.
         impl = "reference" if provider.kernels["norm"] == "te" else provider.kernels["norm"]
         return chosen(QueryNorm, impl), chosen(KeyNorm, impl)
     return (_qk_norm(config, provider),) * 2

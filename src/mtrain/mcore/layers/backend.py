@@ -49,7 +49,10 @@ _BUILDS_EXPERTS = release.at_least(0, 19)
 
 PLAIN = ("reference", "cpu")
 """Implementations in plain torch."""
-BACKENDS = {"torch": "auto"}  # of the attention op: the fastest that takes a call
+BACKENDS = {"torch": "auto"}
+"""Words of kernels.attention that the attention op knows by another name: `auto` is its fastest
+backend that takes a call.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Provider(BackendSpecProvider):
         """Return whether TransformerEngine implements every layer, so that its fused ones can stand
         for several.
         """
-        if self.parts != Parts():  # its fused layers know none of them
+        # TransformerEngine's fused layers have none of these parts.
+        if self.parts != Parts():
             return False
         layers = [impl for operation, impl in self.kernels.items() if operation != "activation"]
         return {"te"} == {impl for impl in layers if impl} and self.kernels[
@@ -138,6 +142,8 @@ class Provider(BackendSpecProvider):
         impl = self.kernels["linear"]
         if self.fp8 is None:
             return chosen(layer, "cpu") if impl == ON_CPU else layer
+        # The word names a product in full precision. In FP8 there are the reference and the fastest
+        # kernel that takes a call.
         if impl != "reference":
             impl = "auto"
         return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
@@ -185,6 +191,7 @@ class Provider(BackendSpecProvider):
         A class with its layers; since 0.19 what makes it of them.
         """
         if self._uses_te("experts"):
+            # 0.16.1 has a second argument, for the legacy grouped MLP.
             return self._te.grouped_mlp_modules(
                 moe_use_grouped_gemm, *(() if _BUILDS_EXPERTS else (False,))
             )
@@ -203,6 +210,8 @@ class Provider(BackendSpecProvider):
             for c in (ColumnGroupedLinear, RowGroupedLinear)
         )
         activation = self.activation_func()
+        # Plain torch splits rows by counts on the host, where TEGroupedMLP has them;
+        # `GroupedExperts` leaves them on the device.
         if self.kernels["experts"] in PLAIN and not self.sparse:
             kind = TEGroupedMLP
         else:
@@ -267,6 +276,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
 def _transformer_engine(named: list[str]) -> Any:
     try:
         importlib.import_module("transformer_engine.pytorch")
+    # A missing CUDA library raises OSError, a wrong version anything.
     except Exception as error:
         raise BadEnvironment(
             f"{', '.join(named)} = te, but TransformerEngine does not import here: {error}"
@@ -288,6 +298,7 @@ def layer_spec(
     specs = {
         kind: one_layer_spec(config, provider, moe=kind[0], linear=kind[1]) for kind in set(kinds)
     }
+    # A layout may give a stage any layers; without one they are consecutive.
     if config.pipeline_model_parallel_layout is not None:
         built = config.pipeline_model_parallel_layout.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
@@ -297,7 +308,7 @@ def layer_spec(
         built = range(
             first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
         )
-    # where each layer ends with a norm, none comes behind the last
+    # Every layer ends with a norm then, so no final norm follows the last one.
     if provider.parts.norm_placement == "post_residual":
         last = None
     else:
@@ -315,6 +326,7 @@ def mtp_spec(
     """
     if not config.mtp_num_layers:
         return None
+    # megatron-core builds MTP layers of the kind of the last decoder layer.
     last = one_layer_spec(config, provider, moe=_moe_pattern(config)[-1])
     block = api.TransformerBlockSubmodules(
         layer_specs=[last], layer_norm=provider.layer_norm(is_rms(config))
@@ -368,7 +380,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
         mlp_bda=get_bias_dropout_add,
     )
     if not config.multi_latent_attention:
-        # weights are kept under the names of TransformerEngine's fused norm and linear layer
+        # Checkpoints use the names of TransformerEngine's fused norm and linear layer, so that
+        # either implementation reads them.
         layer.sharded_state_dict_keys_map = {
             "input_layernorm.": (
                 f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"
@@ -382,6 +395,7 @@ def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
     """Return an MLP, or a mixture of `experts`, which are routed to by lists where the config says
     so.
     """
+    # Set before the spec is built: megatron-core asks the provider for experts meanwhile.
     provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
         backend=provider,
@@ -390,6 +404,8 @@ def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
         use_te_activation_func=config.use_te_activation_func,
     )
     if experts is not None and provider.sparse:
+        # A spec names the router. The layer of experts names its dispatcher itself, so that one has
+        # to be replaced in megatron-core's module.
         layers_of(mlp).router = SparseRouter
         dispatch.use_in_layers()
     return mlp

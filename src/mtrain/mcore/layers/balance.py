@@ -60,6 +60,8 @@ def with_balancing_losses(
     if not (router.training and torch.is_grad_enabled() and router.is_aux_loss_enabled()):
         return weights
     scores = _scores(logits, router.score_function)
+    # Groups and biases change which experts a token goes to. The losses count those with the best
+    # scores, as megatron-core's do.
     chosen = scores.detach().topk(router.topk, dim=1).indices if experts is None else experts
     for kind, parts in (("aux_loss", 1), ("seq_aux_loss", logits.shape[0] // positions)):
         coefficient = router.get_aux_loss_coeff(kind)
@@ -87,6 +89,7 @@ def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, part
     number = scores.shape[1]
     topk = chosen.shape[1]
     part = torch.arange(scores.shape[0], device=scores.device) % parts
+    # One histogram for all parts, in which each part has `number` bins of its own.
     own = counts_of(chosen + (part * number)[:, None], tokens, parts * number).view(parts, number)
     counts = reduce_from_tensor_model_parallel_region(own.to(scores.dtype), router.tp_cp_group)
     held = counts.sum(dim=1, keepdim=True) / topk  # tokens of each part
@@ -112,8 +115,11 @@ def within_capacity(
     config = router.config
     factor = config.moe_expert_capacity_factor
     number = weights.shape[1]
+    # fp64, as if Python divided the integers: in fp32 the ceiling of a whole quotient may be one
+    # more.
     capacity = torch.ceil(tokens.sum().double() * router.topk / number * factor)
     order = weights if config.moe_token_drop_policy == "probs" else chosen.to(weights.dtype)
+    # `stable`: of equal tokens the earlier ones are taken, whatever the sorting kernel.
     place = (
         order.detach().masked_fill(~chosen, -math.inf).argsort(dim=0, descending=True, stable=True)
     )
@@ -125,5 +131,6 @@ def within_capacity(
     room = get_capacity(weights.shape[0] * router.topk, number, factor)
     if room > weights.shape[0]:
         return weights, torch.ones_like(kept)
+    # Kept tokens come first. Others, whose weights are 0, fill the room that is left.
     first = kept.to(torch.int8).argsort(dim=0, descending=True, stable=True)[:room]
     return weights, torch.zeros_like(kept).scatter_(0, first, value=True)

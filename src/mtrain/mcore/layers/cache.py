@@ -88,8 +88,10 @@ class CachedSelfAttention(SelfAttention):
         plain = isinstance(rotary_pos_emb, Tensor) and rotary_pos_emb.shape[1:3] == (1, 1)
         if self.packed_impl is None or skipped or elsewhere or not plain:
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **given)
-        # `rotary` may have replaced it
+        # Looked up at the call: `layers.rotary.multiply_turns` may have replaced the function.
         scale = attention._yarn_get_concentration_factor_from_config(self.config)
+        # Given no angles, megatron-core turns nothing; `get_query_key_value_tensors` does it while
+        # it unpacks.
         self._turns = tables(rotary_pos_emb, self.config.rotary_interleaved, scale)
         try:
             return super().forward(*args, rotary_pos_emb=None, **given)
@@ -105,6 +107,8 @@ class CachedSelfAttention(SelfAttention):
         packed, _ = self.linear_qkv(hidden_states)
         norms: dict[str, Any] = {}
         if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
+            # The modules are called, not their weights read: a hook of FSDP gathers a weight at the
+            # call.
             norms = {"q_weight": self.q_layernorm(None), "k_weight": self.k_layernorm(None)}
             norms |= {"eps": self.q_layernorm.eps, "zero_centered": self.q_layernorm.zero_centered}
         return rotate_packed(
@@ -129,7 +133,7 @@ class CachedSelfAttention(SelfAttention):
     ) -> Any:
         if context is not None and rotary is not None:
             at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
-            # `rotary` may have replaced it
+            # Looked up at the call, as in `forward`.
             scale = attention._yarn_get_concentration_factor_from_config(self.config)
             query, key = (
                 apply_rotary_pos_emb(
@@ -137,6 +141,7 @@ class CachedSelfAttention(SelfAttention):
                 )
                 for x, angles in zip((query, key), rotary, strict=True)
             )
+            # megatron-core would turn the keys in the cache again.
             rotary = None
         return super()._adjust_key_value_for_inference(
             context, query, key, value, rotary, *others, **named

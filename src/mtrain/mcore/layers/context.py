@@ -63,6 +63,7 @@ class Context:
         """[s, b, n, d] of one rank's tokens and all heads to [inner * s, b, n / inner, d]."""
         if self.inner is None:
             return x
+        # all_to_all splits the first axis: the part for each rank goes there.
         s, b, n, d = x.shape
         parts = (
             x.view(s, b, self.inner_size, n // self.inner_size, d)
@@ -126,6 +127,7 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
+        # The message is still being written to this memory: only `_Take` may read it.
         return exchange.start(x, 1)
 
     @staticmethod
@@ -141,6 +143,7 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, coming: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.finish()
+        # A new view, so that autograd has a node here, from which the gradient starts its way back.
         return coming.view_as(coming)
 
     @staticmethod
@@ -170,6 +173,8 @@ class _Exchange:
         )
         give = dist.P2POp(dist.isend, sent, to, self.group)
         take = dist.P2POp(dist.irecv, got, source, self.group)
+        # One batch: if every rank sent first and received afterwards, all could wait for each
+        # other. `sent` has to live until it has left, for it may be a copy.
         self._under_way = dist.batch_isend_irecv([give, take]), sent
         return got
 
@@ -202,15 +207,20 @@ def context_positions(
         ends = torch.arange(0, tokens + 1, tokens, device=device)
     else:
         ends = cu_seqlens.long()
+        # The host does not know the boundaries, so the device asserts.
         fits = (ends[-1] == tokens) & (ends.diff() % (2 * ranks) == 0).all()
         torch._assert_async(
             fits,
             f"packed sequences do not make up {tokens} tokens in {2 * ranks} equal chunks each",
         )
         ends = ends.to(place.device, non_blocking=True)
+    # A rank holds an equal share of every sequence, so in its own numbering each begins at start /
+    # ranks.
     of = torch.searchsorted(ends // ranks, place, right=True) - 1
     start = ends[of]
     chunk = (ends.diff() // (2 * ranks))[of]
     within = place - start // ranks
     rank = torch.arange(ranks, device=device)[:, None]
+    # A rank's share is chunk `rank` and then chunk 2 * ranks - 1 - rank. In the second one `within`
+    # has counted a chunk already, hence the 2.
     return start + within + chunk * torch.where(within < chunk, rank, 2 * ranks - 2 - rank)

@@ -36,7 +36,8 @@ class DecoderLayer(TransformerLayer):
     made by the norm that reads them where that can do it.
     """
 
-    is_moe_layer = False  # 0.16.1 asks before it says so, where only an MLP is captured
+    # Where CUDA graphs hold MLPs only, 0.16.1 reads the attribute before its constructor sets it.
+    is_moe_layer = False
     _mlp_reads_the_sum = True
     """Whether the MLP reads what attention has been added to."""
 
@@ -44,12 +45,13 @@ class DecoderLayer(TransformerLayer):
         self, config: Any, submodules: DecoderLayerSubmodules, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
+        # `let_add` may replace the sum after it has been wrapped, so it is kept unwrapped.
         self._adds = {part: getattr(self, f"{part}_bda") for part in ("self_attn", "mlp")}
         self._places: dict[str, Any] = {}
         for part in self._adds:
             name = f"post_{part}_layernorm"
-            # a module that is never called makes megatron-core's FSDP leave the gradient of tied
-            # stages undefined
+            # No norm is built unless it is called: with a module that is never called,
+            # megatron-core's FSDP leaves the gradient of tied stages undefined.
             if getattr(submodules, name) is not IdentityOp:
                 options = {
                     "config": config,
@@ -69,7 +71,7 @@ class DecoderLayer(TransformerLayer):
         again = self.recompute_pre_mlp_layernorm or not (direct and self._mlp_reads_the_sum)
         if isinstance(norm, ResidualNorm) and not again and one_graph(config, layers=1):
             self.let_add("self_attn", norm)
-        # a layer of MTP is counted on from the others, since 0.19 from 1
+        # 0.16.1 numbers MTP layers after the decoder's, 0.19 numbers them from 1.
         if not (getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers):
             leave_in_bf16(self)
         feed(self)

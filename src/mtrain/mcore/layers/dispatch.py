@@ -42,6 +42,7 @@ def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
     """
     if values.is_cpu or values.is_meta:
         return values, None
+    # A copy to pageable memory would make the host wait.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
         values, non_blocking=True
     )
@@ -68,7 +69,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self.padded = sparse.padded
         self.room_factor = sparse.capacity_factor
         self.one_graph = sparse.one_graph
-        self._inputs: list[int] | None = None  # as many rows to and from each rank
+        # None: every rank sends and receives the same number of rows.
+        self._inputs: list[int] | None = None
         self._outputs: list[int] | None = None
         self._outputs_tp: list[int] | None = None
         self.gathers = not self.exchanges and self.tp_size * self.ep_size > 1
@@ -93,6 +95,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             self._sent = self._at_fixed_places(routing_map, self.room_factor if learns else None)
         else:
             self._sent = plan(routing_map, self.config.num_moe_experts)
+        # Begun before the permutation is launched, which hides the collective and the copy.
         self._begin_splits(self._sent.counts)
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
 
@@ -118,10 +121,12 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         tp = self.tp_size
         with torch.no_grad():
             everybodys = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
+            # The group counts tensor-parallel ranks fastest. Rows arrive by tensor-parallel rank
+            # first: the exchange over ep precedes the gather over tp.
             everybodys = everybodys.view(ep, tp, -1).transpose(0, 1)[
                 ..., self.first : self.first + self.local
             ]
-            # how the rows come in, by sender and expert
+            # Rows received, by sender and expert.
             self._chunks = everybodys.reshape(tp * ep, self.local)
             if self._pads:
                 return
@@ -171,8 +176,10 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             self.shared_experts.linear_fc1_forward_and_act(tokens)
         self._wide = probs.dtype
         if not self.exchanges:
-            # those of other ranks are below 0 or too large, and have no rows here
+            # Experts of other ranks become negative or too large, and get no rows in the plan.
             own = self._experts - self.first
+            # A bound that follows from shapes: a token has at most one row for each expert here,
+            # and at most k.
             rows = own.shape[0] * min(own.shape[1], self.local)
             self._sorted = plan(own, self.local, rows=rows)
         else:
@@ -201,6 +208,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def _owners(self, rows: int) -> Tensor:
         """Return the local expert of each received row; padding gets one past the last expert."""
         if self._pads:
+            # Every sender's rows take the same room; places past its last count are padding.
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()
             return torch.searchsorted(self._chunks.cumsum(1), place, right=True).view(-1)
@@ -220,7 +228,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def token_combine(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Send outputs back; of gathered tokens, this rank's part of the sum over all ranks."""
         if self.exchanges:
-            return all_to_all(self.ep_group, hidden_states, self._inputs, self._outputs)  # type: ignore[no-any-return]
+            back: Tensor = all_to_all(self.ep_group, hidden_states, self._inputs, self._outputs)
+            return back
         return self._summed(hidden_states, self.tp_ep_group) if self.gathers else hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
+        # Sums for the ids that occur: an fp32 gradient of the whole vocabulary would take twice the
+        # memory of the weight.
         found, place = ids.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(found), dy.shape[-1], dtype=torch.float32, device=dy.device)
         sums.index_add_(0, place, dy.flatten(0, -2).float())
@@ -59,6 +61,7 @@ class WordEmbedding(VocabParallelEmbedding):
         found = self._rows(input_)
         if self.scale is None:
             return found
+        # Gemma was trained with the scale in bf16, where the root of 3072 is 55.5.
         return found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def _rows(self, input_: Tensor) -> Tensor:
@@ -67,15 +70,20 @@ class WordEmbedding(VocabParallelEmbedding):
         if self.tp_group.size() == 1:
             out = _Lookup.apply(self.weight, input_)
         else:
+            # As in megatron-core, ids of other ranks read row 0 and are masked; the sum over the
+            # ranks has every row.
             local = input_ - self.vocab_start_index
             elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
             out = _Lookup.apply(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(
                 elsewhere[..., None], 0
             )
         if self.reduce_scatter_embeddings:
+            # A reduce-scatter splits the first axis, which has to be the sequence.
             out = out.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)  # type: ignore[no-any-return]
+            scattered: Tensor = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+            return scattered
+        summed: Tensor = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        return summed
 
 
 class PositionEmbedding(nn.Embedding):
@@ -92,6 +100,7 @@ def add_in_fp32(embedding: Any, scale: float | None = None) -> None:
     """Make both embeddings of a `LanguageModelEmbedding`, which names their classes itself, those
     of this module.
     """
+    # The class changes and the object stays, with its parameter and the marks on it.
     embedding.word_embeddings.__class__ = WordEmbedding
     embedding.word_embeddings.scale = scale
     if embedding.add_position_embedding:

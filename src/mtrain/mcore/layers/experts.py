@@ -37,10 +37,14 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         share: Tensor | None = permuted_probs
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         if self.config.moe_apply_probs_on_input:
+            # megatron-core allows this with one expert a token only, so no weight is left for the
+            # output.
             x = (permuted_probs[:, None] * x).to(x.dtype)
             share = None
         if self._quantises:
             h, _none = self.linear_fc1(x, counts)
+            # The second layer reads gate and up, and quantises the activation without writing it in
+            # full.
             gate = Gate(self.activation_func.impl, share, self.activation_recompute)
             return self._biased(self.linear_fc2(h, counts, before=gate), counts, share)
         if self.activation_recompute:
@@ -54,6 +58,8 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
             y = self._activate(h, share)
         found = self.linear_fc2(y, counts)
         if self.activation_recompute:
+            # The activation is freed once the second layer has read it; the hook makes it again
+            # before that layer's backward.
             self.activation_checkpoint.discard_output_and_register_recompute(found[0])
         return self._biased(found, counts, share)
 

@@ -79,6 +79,7 @@ class GatedDeltaNet(_GatedDeltaNet):
         before = State.of(inference_context, self.layer_number)
         mixed, tail = self._convolved(qkv.mT, marks, before)
         queries, keys, values = mixed.mT.split([k, k, v], -1)
+        # fp32, because these logarithms of decays are summed over many tokens.
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         y, state = gated_delta_rule(
             queries.unflatten(-1, (-1, self.key_head_dim)),
@@ -106,6 +107,7 @@ class GatedDeltaNet(_GatedDeltaNet):
         times = x.shape[-1]
         if before is not None:
             x = torch.cat([before.tail, x], -1)
+        # Padded in front where the text is shorter than the kernel.
         tail = F.pad(x, (weight.shape[-1] - 1, 0))[..., x.shape[-1] :]
         return causal_conv1d(x, weight, segments=marks, impl=self.impl)[..., -times:], tail
 
@@ -152,6 +154,7 @@ def _behind_each_other(key: str, sections: Sequence[ShardedTensor]) -> list[Shar
         places = {
             "global_shape": tuple(shape),
             "global_offset": tuple(offset),
+            # Sections of different sizes are no regular fragmentation of the whole axis.
             "axis_fragmentations": None,
         }
         out.append(replace(section, key=key, **places))

@@ -85,12 +85,14 @@ class _GroupedLinear(nn.Module):
             )
             if bias:
                 parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
-                # no two ranks that add up a gradient norm of experts hold the same one, whatever
-                # their tp rank
+                # Marked as split: ranks that sum the gradient norm of experts never hold the same
+                # bias, whatever their tensor-parallel rank.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
                 self.register_parameter(f"bias{i}", parameter)
         if not self.weight0.is_meta:
             self.reset_parameters()
+        # megatron-core reduces gradients over expert-data-parallel ranks where `allreduce` is
+        # False. Experts that are sharded like dense weights are reduced with those.
         as_dense = (
             config.expert_model_parallel_size == 1 and ranks == config.tensor_model_parallel_size
         )
@@ -147,6 +149,7 @@ class _GroupedLinear(nn.Module):
                 gate = {"swiglu": before.kind, "share": before.share, "again": before.again}
             y = self._in_fp8(x, torch.as_tensor(rows, device=x.device), **gate)
         elif self.impl in PLAIN and not isinstance(rows, Tensor):
+            # Plain torch splits the rows on the host, so it needs the counts there.
             y = PLAIN[self.impl].grouped_linear(x, self._each("weight"), rows, biases)
         else:
             counts = torch.as_tensor(rows, device=x.device)
@@ -195,6 +198,8 @@ class _GroupedLinear(nn.Module):
             return None
 
         def buffers() -> list[Tensor]:
+            # Called in the backward, just before the kernel adds: the mark tells DDP's hook that
+            # nothing is left to add.
             for weight in weights:
                 weight.grad_added_to_main_grad = True
             return [weight.main_grad for weight in weights]
@@ -242,6 +247,8 @@ class _GroupedLinear(nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             for key, tensor in sharded.items():
+                # megatron-core numbered the replicas of dense weights; those of an expert are the
+                # ranks of its own data-parallel group.
                 tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
                 result[f"{prefix}{key.rsplit('.', 1)[-1]}{i}"] = tensor
         return result

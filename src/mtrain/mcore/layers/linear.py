@@ -67,14 +67,20 @@ class _Product:
         fused = self.impl == ON_CPU and _adds_in_place(input, weight)
         forward_only = input.is_cpu and not torch.is_grad_enabled()
         fast = self.impl == ON_CPU and (fused or forward_only or fits(input, weight))
+        # megatron-core keeps what only it can do: its own fusion, and a buffer for the gradient of
+        # the output.
         asked = more.get("gradient_accumulation_fusion", False) and not fused
         if asked or not fast or more.get("grad_output_buffer") is not None:
-            given = {
+            given: dict[str, Any] = {
                 "allreduce_dgrad": allreduce_dgrad,
                 "sequence_parallel": sequence_parallel,
                 "tp_group": tp_group,
             }
-            return super()._forward_impl(input=input, weight=weight, bias=bias, **given, **more)  # type: ignore[misc,no-any-return]
+            given |= {"input": input, "weight": weight, "bias": bias, **more}
+            product: Tensor = super()._forward_impl(**given)  # type: ignore[misc]
+            return product
+        # megatron-core's autograd function communicates by itself; a bare product needs it done
+        # before.
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -105,6 +111,7 @@ class _Product:
         if gathers and operand is not None and may_gather(operand, self.fp8):
             x, operand = gathered(x, operand, group)
         elif gathers:
+            # The scales of parts are not those of the whole, so the product quantises again.
             x = gather_from_sequence_parallel_region(x, group=group)
             operand = None
         elif sums:
@@ -142,7 +149,8 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
         return False
     if not hasattr(weight, "grad_added_to_main_grad") or hasattr(weight, "__fsdp_param__"):
         return False
-    if weight._backward_hooks:  # somebody wants to see the gradient
+    # A hook on the weight has to get the gradient.
+    if weight._backward_hooks:
         return False
     buffer = getattr(weight, "main_grad", None)
     return (
@@ -173,6 +181,7 @@ class _Accumulation:
         """
         add_weight_gradient(main_grad, dy, x)
 
+    # The product adds in the dtype of `main_grad`, by whichever name megatron-core calls it.
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
@@ -180,6 +189,7 @@ def accumulate_in_products() -> None:
     """Let megatron-core's `gradient_accumulation_fusion` be made by `mtrain_kernels` where there is
     no APEX.
     """
+    # megatron-core looked for APEX when it was imported; this is what it found.
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Accumulation
         layers._grad_accum_fusion_available = True

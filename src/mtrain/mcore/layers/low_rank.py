@@ -121,7 +121,7 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     own: str = name.rpartition(".")[2]
     kind = own.removeprefix("linear_")
     if isinstance(layer, ColumnGroupedLinear | RowGroupedLinear):
-        # transformers has gate and up projection of an expert in one weight
+        # transformers fuses the gate and up projections of an expert, so they share one A.
         return Parts(1, torch.zeros(0)) if "experts" in target else None
     known = kind != own or name.endswith(OF_MIXERS)
     if not isinstance(layer, ColumnLinear | RowLinear | DuplicatedLinear) or not known:
@@ -209,7 +209,8 @@ class _LowRank:
         metadata = metadata or {}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         if self.sharded:
-            held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+            of_layer = super().sharded_state_dict  # type: ignore[misc]
+            held: dict[str, Any] = of_layer(prefix, sharded_offsets, metadata)
         else:  # a layer that ranks hold whole leaves it to megatron-core
             held = make_sharded_tensors_for_checkpoint(
                 {"weight": self.weight}, prefix, {}, sharded_offsets, **groups
@@ -242,6 +243,8 @@ class _LowRank:
             return y + change
         bias = None if self.skip_bias_add else self.bias
         with torch.no_grad():
+            # A constant in the backward, as in the paper (arXiv:2402.09353, section 4.3) and in
+            # `peft`.
             norms = self.row_norms()
         product = (y if bias is None else y - bias) + change
         product = product * (self.magnitude.float() / norms).to(y.dtype)
@@ -263,6 +266,8 @@ class _LowRankColumn(_LowRank):
         if self.sequence_parallel:
             compressed = gather_from_sequence_parallel_region(compressed, group=self.tp_group)
         else:
+            # All ranks have the same A x, and each multiplies it with its rows of B: the gradients
+            # are summed.
             compressed = copy_to_tensor_model_parallel_region(compressed, group=self.tp_group)
         return self._adapted(y, compressed), bias
 
@@ -317,7 +322,8 @@ class _LowRankExperts:
         self.adapter = adapter
         ranks = self._tp.size()
         rows, columns = self.weight0.shape
-        # the side that the layer holds whole is split, so that no rank keeps a whole factor
+        # The layer holds the other side whole; that one is split here, so that no rank keeps a
+        # whole factor.
         if self.partition_dim == 0:
             columns = columns // ranks
         else:
@@ -337,6 +343,7 @@ class _LowRankExperts:
         y, biases = super().forward(x, rows)  # type: ignore[misc]
         a = self._each(A)
         b = self._each(B)
+        # Stacked, so that one collective serves all experts of the rank.
         if self._tp.size() > 1 and self.partition_dim == 0:
             a = self._gathered(torch.stack(a)).unbind()
         elif self._tp.size() > 1:
@@ -358,7 +365,8 @@ class _LowRankExperts:
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the shards of the layer and of its adapters among those of all experts."""
-        held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        of_layer = super().sharded_state_dict  # type: ignore[misc]
+        held: dict[str, Any] = of_layer(prefix, sharded_offsets, metadata)
         held |= self.sharded_by_expert(
             (A, B), {A: 1, B: 0}, prefix, sharded_offsets, metadata or {}
         )

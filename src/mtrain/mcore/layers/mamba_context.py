@@ -25,6 +25,7 @@ class HeadExchange:
         self.ranks = group.size()
         self._rank = group.rank()
         self._widths = channels, states, states
+        # With more ranks than groups, several ranks need the inputs and outputs of one group.
         self._copies = self.ranks // gcd(groups, self.ranks)
         self._all_groups = groups
         self.heads = heads // self.ranks
@@ -39,9 +40,11 @@ class HeadExchange:
         order, of some channels and heads; return their places too.
         """
         s, b, _ = dt.shape
+        # Each rank's part stands where attention has a head, so one exchange carries all of it.
         parts = torch.cat([*self._parts(xbc), dt.view(s, b, self.ranks, -1)], -1)
         whole = self._context.to_heads(parts).squeeze(2)
         places = context_positions(whole.shape[0], self.ranks, cu_seqlens, dt.device).flatten()
+        # Tokens arrive in the order in which ranks hold them; a scan needs that of the text.
         mixed, steps = whole.index_select(0, torch.argsort(places)).split(
             [whole.shape[-1] - self.heads, self.heads], -1
         )

@@ -143,6 +143,7 @@ class Mamba2Mixer(MegatronModule):
         dtype = config.params_dtype
         mixed = self.channels + 2 * self.states
         self.dt_bias = nn.Parameter(_blank(self.heads, dtype))
+        # fp32 in any run, as mamba-ssm keeps both: the exponential would magnify rounding.
         self.A_log = nn.Parameter(_blank(self.heads, torch.float32))
         self.D = nn.Parameter(_blank(self.heads, torch.float32).fill_(1.0))
         options = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
@@ -177,7 +178,8 @@ class Mamba2Mixer(MegatronModule):
 
     def _mark_initial_values(self) -> None:
         """Say how the weights begin that are no linear layer's; drawn alike in every layout."""
-        bound = 1 / math.sqrt(self.scan.conv_kernel)  # of every convolution of torch
+        # The bound of torch's own initialization of a depthwise convolution.
+        bound = 1 / math.sqrt(self.scan.conv_kernel)
         for weight in (self.conv1d.weight, self.conv1d.bias):
             weight.mtrain_init_bound = bound  # type: ignore[union-attr]
         self.A_log.mtrain_init_of_share = _decay_at_the_start  # type: ignore[attr-defined]
@@ -215,6 +217,7 @@ class Mamba2Mixer(MegatronModule):
         """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
         this rank or of its part of them: [s, b, channels of heads].
         """
+        # After an exchange a rank has a share of its heads, channels and groups.
         own = self._exchange or self
         weight, bias, dt_bias, a_log, d = self._weights()
         before = State.of(context, self.layer_number)
@@ -268,11 +271,13 @@ class Mamba2Mixer(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own: dict[str, Any] = {}
+        # Only the mixer's own parameters: its modules follow one by one.
         self._save_to_state_dict(own, "", keep_vars=True)
         out = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
         )
         for name, module in self.named_children():
+            # torch's convolution does not know how it is sharded, so its axis is given here.
             if module is self.conv1d:
                 state = module.state_dict(prefix="", keep_vars=True)
                 axes = dict.fromkeys(state, 0)
@@ -289,6 +294,7 @@ class Mamba2Mixer(MegatronModule):
         own_adapter = [
             name for name in ("in_proj.lora_b", "in_proj.magnitude") if f"{prefix}{name}" in out
         ]
+        # The rows of an adapter's B belong to the same parts as those of the weight.
         fused |= dict.fromkeys(own_adapter, fused["in_proj.weight"])
         fused |= {
             f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")
@@ -313,6 +319,7 @@ def _step_at_the_start(share: Tensor) -> Tensor:
     """Return the bias whose softplus is the time step of heads that drew a share in [0, 1)."""
     low, high = map(math.log, STEPS)
     step = (low + share * (high - low)).exp().clamp(min=LEAST_STEP)
+    # The inverse of softplus, exact for small steps.
     return step + (-torch.expm1(-step)).log()
 
 

@@ -20,9 +20,8 @@ MAGNITUDE = "magnitude"
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 """What MLA makes queries, keys and values with."""
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
-_WEIGHT = re.compile(
-    rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))\.weight(?P<expert>\d*)(?P<part>\.\w+)?"
-)
+_LAYER = rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))"
+_WEIGHT = re.compile(rf"{_LAYER}\.weight(?P<expert>\d*)(?P<part>\.\w+)?")
 _OWN = re.compile(rf".*\.({A}|{B}|{MAGNITUDE})\d*(\.\w+)?")
 
 
@@ -91,6 +90,7 @@ def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float)
     """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to
     it.
     """
+    # fp32, rounded once: the change is small next to the weight.
     own = spread(adapter.b.float(), one_hot)
     whole = weight.float() + scale * (own @ adapter.a.float())
     if adapter.magnitude is not None:
@@ -113,6 +113,7 @@ def parts_of_qkv(first: int, rows: int, each: int, head: int) -> Tensor:
     A query group has `each` heads of queries, one of keys and one of values, of `head` rows each.
     """
     place = (torch.arange(first, first + rows) // head) % (each + 2)
+    # Within a group the first `each` heads clamp to 0; the next one is 1, the last one 2.
     return (place - each + 1).clamp_min(0)
 
 

@@ -46,6 +46,7 @@ def taken(x: Tensor) -> Operand | None:
     When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for
     row.
     """
+    # Reshapes between the norm and its reader make views; the operand hangs on the norm's result.
     whole = x._base
     if (
         whole is None
@@ -54,6 +55,7 @@ def taken(x: Tensor) -> Operand | None:
         or not x.is_contiguous()
     ):
         whole = x
+    # There is an entry for each reader, so the last one takes the operand off the tensor.
     waiting: list[Operand] = whole.__dict__.get("fp8_operands", [])
     return waiting.pop() if waiting else None
 
@@ -146,9 +148,10 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     Forward and backward send eight bits an element and the scales.
     """
-    # of the operand itself nothing is held: what is kept for the backward is what the norm keeps
+    # The closure holds nothing of the operand: only what the norm saves is kept for the backward.
     ranks = group.size()
     one = operand.scale.ndim == 1
+    # The weight gradient needs the transposed operand, which the backward gathers when it asks.
     again = operand.transposed
 
     def transposed(*kept: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -164,6 +167,7 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
 def _all(x: Tensor, group: Any) -> Tensor:
     """`x` [m, ...] of all ranks, one behind the other."""
+    # Not every backend knows FP8; bytes do for a gather.
     flat = x.contiguous().view(torch.uint8)
     found = flat.new_empty((group.size() * flat.shape[0], *flat.shape[1:]))
     torch.distributed.all_gather_into_tensor(found, flat, group=group)
@@ -184,6 +188,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
+        # The product reads the operand. Autograd only needs the shape, which an expanded zero has
+        # without memory.
         return x.new_zeros(()).expand(group.size() * x.shape[0], *x.shape[1:])
 
     @staticmethod

@@ -32,6 +32,7 @@ def padding_is(padding: Tensor | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # Restored rather than cleared: a recomputation sets its own inside.
         _Known.padding = before
 
 
@@ -52,6 +53,7 @@ def padding_of(positions: int, tp_group: Any) -> Tensor | None:
 
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs with the padding that is known now, whenever it runs."""
+    # Read when the checkpoint is made: in the backward another micro-batch's may be set.
     padding = _Known.padding
 
     @functools.wraps(function)

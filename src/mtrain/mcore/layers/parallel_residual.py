@@ -20,9 +20,12 @@ class ParallelResidualLayer(TransformerLayer):
         """`hidden_states` [s, b, h], or [s / tp, b, h] under sequence parallelism, to the same
         shape; no context.
         """
+        # megatron-core's own forward drops it, too: attention does not take it.
         kwargs.pop("dynamic_inference_decode_only", None)
         attended, context = self._forward_attention(hidden_states, *args, **kwargs)
         given = kwargs.get("inference_context"), kwargs.get("padding_mask")
+        # `_forward_mlp` ends with `_forward_post_mlp`, which returns a function of the residual
+        # here.
         return self._forward_mlp(hidden_states, *given)(attended), context
 
     def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: Tensor) -> Any:

@@ -34,15 +34,18 @@ class Places:
 
     def order(self, block: int) -> Tensor:
         """Return the indices that sort the tokens of a block by position."""
-        return self._once(("order", block), lambda: torch.argsort(self.blocks[block]))  # type: ignore[no-any-return]
+        found: Tensor = self._once(("order", block), lambda: torch.argsort(self.blocks[block]))
+        return found
 
     def back(self, block: int) -> Tensor:
         """Return the inverse of `order`."""
-        return self._once(("back", block), lambda: torch.argsort(self.order(block)))  # type: ignore[no-any-return]
+        found: Tensor = self._once(("back", block), lambda: torch.argsort(self.order(block)))
+        return found
 
     def sequence(self) -> Tensor:
         """Return the indices that sort the tokens of all blocks, laid end to end, by position."""
-        return self._once("sequence", lambda: torch.argsort(self.blocks.flatten()))  # type: ignore[no-any-return]
+        found: Tensor = self._once("sequence", lambda: torch.argsort(self.blocks.flatten()))
+        return found
 
     def seen(
         self,
@@ -65,7 +68,9 @@ class Places:
             k_at = self._positions(there, ordered)
             return Seen(*reach, table=table(q_at, k_at, reach, cu_seqlens))
 
-        return self._once(("seen", here, there, causal, window, ordered), make)  # type: ignore[no-any-return]
+        # No boundaries in the key: places of packed sequences are kept with their `cu_seqlens`.
+        found: Seen = self._once(("seen", here, there, causal, window, ordered), make)
+        return found
 
     def mask(
         self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None
@@ -105,6 +110,7 @@ def places_of(
     if cu_seqlens is None:
         kept = _kept
     else:
+        # Tensors made in inference mode count no versions.
         version = None if cu_seqlens.is_inference() else cu_seqlens._version
         since, kept = cu_seqlens.__dict__.get("places", (None, None))
         if kept is None or since != version:
@@ -112,6 +118,7 @@ def places_of(
             cu_seqlens.places = version, kept  # type: ignore[attr-defined]
     if key not in kept:
         kept[key] = Places(context.positions(tokens, cu_seqlens, device))
+        # Evaluation and training may differ in length, so several are kept, and few of them.
         if len(kept) > LENGTHS:
             kept.popitem(last=False)
     found: Places = kept[key]

@@ -153,12 +153,13 @@ class _NormAcrossHeads(Norm):
         n, d = x.shape[-2:]
         if ranks == 1:
             return super().forward(x.flatten(-2)).view_as(x)
+        # A key/value head that several ranks hold counts once for each in the sum over ranks.
         copies = n * ranks // self.heads
         first = self._tp.rank() // copies * n * d
         weight = self.weight[first : first + n * d].view(n, d).float()
         wide = x.float()
         squares = wide.square().sum((-2, -1), keepdim=True)
-        # every rank's part of the loss depends on the sum
+        # Reduced in both directions: the loss of every rank depends on the sum.
         squares = copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(squares, group=self._tp), group=self._tp
         )
@@ -244,6 +245,8 @@ class DuplicatedLinear(nn.Module):
             self.reset_parameters()
         position_size = config.qk_pos_emb_head_dim
         shares_keys = output_size == config.kv_lora_rank + position_size
+        # Under sequence parallelism MLA gathers the position half behind this layer, and that
+        # gather's backward sums.
         split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
         self.config = config
         self.input_size = input_size
@@ -262,8 +265,8 @@ class DuplicatedLinear(nn.Module):
         """`x` [..., input_size] to [..., output_size], and no bias."""
         y = self._product(x)
         if self._summed:
-            # the compressed half needs no sum: the up projection that reads it sums its own input's
-            # gradient
+            # The compressed half needs no sum: the up projection that reads it sums the gradient of
+            # its own input.
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
             position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
             y = torch.cat([compressed, position], dim=-1)

@@ -74,6 +74,7 @@ class _WithBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        # Complete by now: every layer's backward precedes that of the stack's input.
         gradient = ctx.leaf.grad
         ctx.leaf.grad = None
         return dy, gradient, None
@@ -113,7 +114,7 @@ class BiasedAttention(CoreAttention):
         """
         seen = None
         if attention_bias is not None:
-            # a CPU adds an fp32 bias in fp32; kernels of GPUs want it in the dtype of the query
+            # A CPU adds an fp32 bias in fp32; GPU kernels require the dtype of the query.
             seen = attention_bias if query.is_cpu else attention_bias.to(query.dtype)
         elif attention_mask is not None:
             seen = ~attention_mask
@@ -133,8 +134,8 @@ def with_dropout(linear: type) -> type:
         def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
             p = self.config.hidden_dropout if self.training else 0.0
             if p:
-                # under sequence parallelism the whole block runs in the tracker's state already
-                # under sequence parallelism the whole block runs in the tracker's state already
+                # Under sequence parallelism megatron-core runs the whole block in the tracker's
+                # state.
                 if self.config.sequence_parallel:
                     state = nullcontext()
                 else:
@@ -190,6 +191,7 @@ def _layer(
     )
     layers = layers_of(mlp)
     layers.linear_fc1 = provider.column_parallel_linear()
+    # T5 drops out between the two layers, where megatron-core's MLP has no dropout.
     layers.linear_fc2 = with_dropout(provider.row_parallel_linear())
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,

@@ -32,8 +32,8 @@ class ResidualNorm(Norm):
         if x is None or residual is None:
             ahead = self._ahead
             self._ahead = None
-            # a replayed layer gives the same tensor a new node; what was made ahead belongs to the
-            # capture's graph, whose backward has run
+            # A replayed CUDA graph returns the same tensor with a new node of autograd. A norm made
+            # ahead then belongs to the capture, whose backward has run.
             if ahead is not None and ahead[0] is x and ahead[1] is x.grad_fn:
                 return ahead[2]
             return super().forward(x)
@@ -55,6 +55,7 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         output, bias = output_with_bias
+        # The kernels add; they neither drop out nor convert.
         if (training and dropout_p) or output.dtype != residual.dtype:
             return add(training, fused)(output_with_bias, residual, dropout_p)
         return norm(output if bias is None else output + bias, residual)

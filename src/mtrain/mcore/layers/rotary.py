@@ -40,6 +40,8 @@ def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Ten
     whole = model.max_position_embeddings
     factor = scaling.factor
     width = model.rotary_dim
+    # A tensor, so that the base is computed in fp32, as transformers does, and not in Python's
+    # fp64.
     longer = torch.tensor(max(length, whole))
     return 1.0 / _periods(
         model, model.rotary_base * (factor * longer / whole - (factor - 1)) ** (width / (width - 2))
@@ -83,6 +85,7 @@ def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor
     first = max(first, 0)
     last = min(last, width - 1)
     if first == last:
+        # A ramp of no width would divide by zero.
         last += 0.001
     divided = ((torch.arange(width // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     periods = _periods(model, model.rotary_base)
@@ -149,6 +152,7 @@ class TwoBases(nn.Module):
         super().__init__()
         self.others = others
         self.windows = RotaryEmbedding(
+            # The width that is rotated: `rotary_percent` has been applied to it already.
             2 * len(others.inv_freq),
             rotary_percent=1.0,
             rotary_interleaved=others.rotary_interleaved,

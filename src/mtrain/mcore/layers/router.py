@@ -69,7 +69,9 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
                 "groups": config.moe_router_num_groups,
                 "group_topk": config.moe_router_group_topk,
             }
+            # megatron-core takes topk // group_topk: right for DeepSeek-V3, wrong for DeepSeek-V2.
             groups["group_members"] = config.sparse_experts.group_members
+        # megatron-core's routing ignores the bias with softmax scores.
         bias = self.expert_bias if self.score_function == "sigmoid" else None
         weights, experts, counts = moe_router(
             logits,
@@ -81,11 +83,13 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
             impl=config.sparse_experts.router,
             **groups,
         )
+        # The losses count the experts with the best scores, which groups and biases may not choose.
         by_scores = None if groups or bias is not None else experts
         weights = with_balancing_losses(self, weights, logits, there, positions, by_scores)
         if tokens is not None:
             counts = counts_of(experts, tokens, config.num_moe_experts)
             weights = weights * tokens[:, None]
+            # The plan of a permutation gives no row to an expert of -1.
             experts = experts.masked_fill(~tokens[:, None], -1)
         setattr(experts, LEARNS, self.training)
         count_choices(self, counts)
@@ -138,6 +142,7 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
             fused=config.moe_router_fusion,
             router_replay=router.router_replay,
         )
+        # A capacity would otherwise be shared with padding.
         chosen = chosen & tokens[:, None]
         weights = weights * tokens[:, None]
     if config.moe_expert_capacity_factor is None:
@@ -161,6 +166,7 @@ def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, T
     """Return weights and map [t, e] of real tokens only: the balance is theirs."""
     weights = torch.zeros_like(logits)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
+    # The host waits here, as it does in the loop of sinkhorn itself.
     rows = tokens.nonzero().flatten()
     if len(rows) == 0:
         return weights, chosen

@@ -164,6 +164,7 @@ class SparseAttention(CoreAttention):
             )
         x = x.detach()
         qr = qr.detach()
+        # Ranks split the heads, not the tokens: each chooses keys for whole sequences, all alike.
         if self.config.sequence_parallel:
             x, qr = (
                 gather_from_sequence_parallel_region(part, group=self._tp_group) for part in (x, qr)
@@ -189,7 +190,8 @@ class SparseAttention(CoreAttention):
                 index, topk, teacher, factor=self._factor(query), learned=learned
             )
         out = self._attend(query, key, value, seen[:, None], causal=False)
-        return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
+        taught_by: Tensor = _Teaches.apply(out, index.q, index.k, index.w, gradient)
+        return taught_by
 
     def _factor(self, like: Tensor) -> Tensor:
         """Return the factor of the indexer's loss, which is a sum over all tokens where a step may
@@ -203,6 +205,7 @@ class SparseAttention(CoreAttention):
     def _mean(self, summed: Tensor) -> Tensor:
         """Return the mean over the heads of all ranks, of a sum over this rank's."""
         if self._tp_group.size() > 1:
+            # In place and outside of autograd: `taught` calls this without gradients.
             torch.distributed.all_reduce(summed, group=self._tp_group)
         return summed / self.config.num_attention_heads
 
@@ -217,4 +220,6 @@ class _Teaches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # The index's gradient is not multiplied with that of the output, on which its loss does not
+        # depend.
         return grad, *ctx.saved_tensors, None

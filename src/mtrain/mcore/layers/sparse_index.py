@@ -71,6 +71,7 @@ def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     best = (
         scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
     )
+    # Queries that see fewer than `topk` keys were given hidden ones to make up the number.
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True) & visible
 
 
@@ -82,6 +83,7 @@ def divergence(
 
     Over those queries that are true in `learned` [b, s]; None: all.
     """
+    # Hidden keys have a target of 0, and 0 times -inf would be NaN.
     predicted = scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
     each = torch.xlogy(target, target).sum(-1) - (target * predicted).sum(-1)
     return each.sum() if learned is None else (each * learned).sum()
@@ -121,6 +123,7 @@ def taught(
     for rows, visible in _parts(index, teacher.query.shape[2]):
         with torch.enable_grad():
             part = index.part(rows)
+            # New leaves for each part, so that its graph is freed before the next one is made.
             leaves = [x.detach().requires_grad_() for x in (part.q, part.k, part.w)]
             scores = Index(*leaves).scores()
             own = chosen(scores.detach(), visible, topk)
@@ -132,6 +135,7 @@ def taught(
         found.append(own)
         queries.append(q)
         weights.append(w)
+        # Every part scores against the same keys, so their gradient is summed, in fp32.
         keys += k
         loss = loss + here.detach()
     gradient = Index(torch.cat(queries), keys.to(index.k.dtype), torch.cat(weights))

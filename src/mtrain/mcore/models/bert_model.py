@@ -63,18 +63,19 @@ class BertEmbedding(LanguageModelEmbedding):
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
             words = torch.where((input_ids == self._pad_token)[..., None], words.detach(), words)
-        # in the order in which a parameter gather brings them
+        # Called in the order in which an overlapped gather delivers the weights.
         places = self.position_embeddings(position_ids)
         total = (words + self.tokentype_embeddings(kinds) + places).transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
             return self._finished(total)
-        # a copy: what is scattered is a view that would keep all of it
+        # A copy, because the scattered part is a view that would keep the whole tensor alive.
         total = scatter_to_sequence_parallel_region(total, group=self.tp_group).clone()
         with get_cuda_rng_tracker().fork():
             return self._finished(total)
 
     def _finished(self, total: Tensor) -> Tensor:
-        return self.embedding_dropout(total if self.norm is None else self.norm(total))  # type: ignore[no-any-return]
+        found: Tensor = self.embedding_dropout(total if self.norm is None else self.norm(total))
+        return found
 
 
 class MaskedTokenHead(MegatronModule):
@@ -86,9 +87,8 @@ class MaskedTokenHead(MegatronModule):
         super().__init__(config=config)
         self._activation = HEADS[activation]
         self.dense = _linear(config, config.hidden_size)
-        for (
-            parameter
-        ) in self.dense.parameters():  # each tensor-parallel rank sees a part of the tokens
+        # Under sequence parallelism a rank sees part of the tokens, so gradients have to be summed.
+        for parameter in self.dense.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.norm = norm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -161,6 +161,8 @@ class BertModel(SummedLosses, LanguageModule):
                 bias=True,
                 skip_bias_add=False,
                 gather_output=False,
+                # On a stage with both ends the embedding's weight serves here. Otherwise each end
+                # has a copy, whose gradients are summed.
                 skip_weight_param_allocation=pre_process,
             )
             if next_sentence:
@@ -217,6 +219,7 @@ class BertModel(SummedLosses, LanguageModule):
                 self.next_sentence_logits(hidden), next_sentence, reduction="none"
             )
             more = (losses * mask.sum(dim=1)).sum()
+            # With auxiliary outputs `total` holds three numbers, of which the loss is the first.
             total = total + (F.pad(more[None], (0, 2)) if total.ndim else more)
         return total
 
@@ -227,10 +230,13 @@ class BertModel(SummedLosses, LanguageModule):
         assert self.pooler is not None
         assert self.next_sentence is not None
         if self.config.sequence_parallel:
+            # Every rank computes the same loss of what is gathered, so the backward splits the
+            # gradient and does not sum it.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return self.next_sentence(torch.tanh(self.pooler(hidden[0]))).float()  # type: ignore[no-any-return]
+        logits: Tensor = self.next_sentence(torch.tanh(self.pooler(hidden[0]))).float()
+        return logits
 
 
 def _linear(config: Any, width: int) -> nn.Linear:

@@ -61,9 +61,11 @@ class BlockStack(Stack):
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, vp_stage: int | None, **kwargs: Any
     ) -> None:
-        doubled = copy(config)  # 0.16.1 counts the letters of the pattern
+        # 0.16.1 compares the number of layers with the letters of the pattern.
+        doubled = copy(config)
         doubled.num_layers = OF_A_BLOCK * config.num_layers
         super().__init__(doubled, *args, pg_collection=pg_collection, **kwargs)
+        # Only building the stack needs the doubled number of layers.
         self.config = config
         self.pg_collection = pg_collection
         self.vp_stage = vp_stage
@@ -92,6 +94,7 @@ class BlockModel(HybridModel):
         rope_scaling_factor: float,
         **kwargs: Any,
     ) -> None:
+        # `complete` reads it, which the constructor calls.
         self.__dict__["_turned"] = rope_scaling_factor if rope_scaling else None
         super().__init__(config, spec, **kwargs)
 

@@ -101,6 +101,7 @@ def projector_config(language: Any, own: LlavaConfig) -> Any:
 
 
 def _changed(config: Any, values: dict[str, Any]) -> Any:
+    # Attributes of a copy: a new config would derive and check fields that are resolved already.
     out = deepcopy(config)
     for name, value in values.items():
         setattr(out, name, value)
@@ -162,7 +163,8 @@ class VisionTower(MegatronModule):
         self.pre_layernorm = norm()
         self.encoder = _stack(config, provider, own.used_layers)
         if own.unused_layers:
-            # a stack of their own: weights and gradients of a stack are saved as one tensor
+            # Kept in a second stack: a checkpoint joins the layers of a stack into one tensor, and
+            # these are not trained.
             self.behind = _stack(config, provider, own.unused_layers).requires_grad_(False)
         self.post_layernorm = norm().requires_grad_(False)
 
@@ -187,6 +189,7 @@ class VisionTower(MegatronModule):
                 x = tensor_parallel.checkpoint(partial(_run, layer), False, x)
             else:
                 x = _run(layer, x)
+        # The class token is no patch.
         return x[1:]
 
     def _patches(self, images: Tensor) -> Tensor:

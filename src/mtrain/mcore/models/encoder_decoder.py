@@ -76,6 +76,8 @@ class EncoderDecoder(SummedLosses, T5Model):
         selective = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
+        # Either way every attention layer of a stack runs again in the backward; see
+        # `computed_again`.
         self._recomputes = selective or config.recompute_granularity == "full"
         add_in_fp32(self.embedding)
         for positions in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb):
@@ -92,6 +94,8 @@ class EncoderDecoder(SummedLosses, T5Model):
             skip_weight_param_allocation=tied,
             tp_group=self.tp_group,
         )
+        # `OutputLayer` is put in the place of the class, as in the models that megatron-core
+        # builds.
         self.output_layer.__class__ = OutputLayer
         self.setup_embeddings_and_output_layer()
 
@@ -123,6 +127,7 @@ class EncoderDecoder(SummedLosses, T5Model):
                 " encoder's tokens"
             )
         encoder_tokens = tokens if encoder_tokens is None else encoder_tokens
+        # megatron-core's masks are True where a key is hidden.
         hidden = None if encoder_mask is None else ~encoder_mask[:, None, None, :]
         read, biases = self._read(encoder_tokens, self.encoder_relative_pos_emb, hidden)
         context = self._dropped(
@@ -158,6 +163,7 @@ class EncoderDecoder(SummedLosses, T5Model):
                 weight = self.shared_embedding_or_output_weight()
             else:
                 weight = None
-            return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+            logits: Tensor = self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()
+            return logits
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         return self.sum_of_losses(hidden, labels, mask)

@@ -90,7 +90,7 @@ class PatternLayer(DecoderLayer):
 
 class Stack(_CoreStack):
     """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is
-    Transformer- Engine's.
+    TransformerEngine's.
     """
 
     def __init__(
@@ -102,8 +102,11 @@ class Stack(_CoreStack):
         logits_scaling: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self.__dict__["held"] = layers  # before there is a module that could have attributes
+        # The constructor below reads it, and initializes the module only then.
+        self.__dict__["held"] = layers
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        # megatron-core would have built TransformerEngine's norm. From here on its forward applies
+        # ours.
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = norm(
@@ -160,7 +163,8 @@ class Stack(_CoreStack):
             else:
                 x = run(x, rotary_pos_emb)
         x = self.final_norm(x) if self.post_process else x
-        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)  # type: ignore[no-any-return]
+        found: Tensor = make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)
+        return found
 
     def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
         """0.16.1: the stage's layers, wherever the layout has cut."""
@@ -207,7 +211,8 @@ class HybridModel(SummedLosses, _CoreModel):
     ) -> None:
         self.__dict__["_vp_stage"] = vp_stage
         if config.multi_latent_attention and kwargs.get("position_embedding_type") == "rope":
-            kwargs["position_embedding_type"] = "none"  # MLA turns a part of its heads itself
+            # MLA has its own rotary embedding, for a part of each head.
+            kwargs["position_embedding_type"] = "none"
         super().__init__(config, spec, **core_arguments(pattern, stages, vp_stage), **kwargs)
         self.complete(loss, loss_vocab_size, **features)
 
@@ -221,7 +226,7 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @vp_stage.setter
     def vp_stage(self, value: int | None) -> None:
-        """Return the virtual stage, which is fixed at construction."""
+        """Ignore what megatron-core assigns: the stage is fixed at construction."""
 
     def forward(
         self,
@@ -237,7 +242,8 @@ class HybridModel(SummedLosses, _CoreModel):
         of a stage that is not the last its hidden states [s, b, h].
         """
         if labels is None or not self.post_process:
-            return super().forward(input_ids, position_ids, attention_mask, **more)  # type: ignore[no-any-return]
+            found: Tensor = super().forward(input_ids, position_ids, attention_mask, **more)
+            return found
         with _before_the_output_layer(self):
             hidden = super().forward(input_ids, position_ids, attention_mask, **more)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
@@ -263,6 +269,8 @@ def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) 
     if UNIFIED:
         cut = "|".join(pattern[held.start : held.stop] for held in stages)
         return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
+    # MambaModel knows one letter for attention; `PatternLayer` looks its kind up in the whole
+    # pattern.
     as_one = str.maketrans(dict.fromkeys((LATENT, SPARSE, DELTA), ATTENTION))
     return {"hybrid_override_pattern": pattern.translate(as_one)}
 
@@ -354,7 +362,7 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
         provider.column_parallel_linear(), provider.row_parallel_linear()
     )
     impl = "reference" if provider.kernels["attention"] in ("reference", ON_CPU) else "auto"
-    # MambaModel's layer passes no epsilon on, and takes that of a specification
+    # The layer of MambaModel passes no epsilon to its norm, so the spec does.
     with_epsilon = api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon})
     parts = MambaLayerSubmodules(
         norm=norm if UNIFIED else with_epsilon,

@@ -31,8 +31,8 @@ class ImageLanguageModel(LanguageModel):
     def __init__(
         self, *args: Any, config: Any, provider: Provider, own: LlavaConfig, **kwargs: Any
     ) -> None:
-        # images are put in before the sequence is scattered: which patches a rank's part needs
-        # depends on the tokens
+        # The embedding must not scatter: images are inserted into the whole sequence, for only the
+        # tokens say which patches a rank's part needs.
         super().__init__(*args, config=config, scatter_embedding_sequence_parallel=False, **kwargs)
         self._own = own
         language = list(self.parameters())
@@ -63,9 +63,13 @@ class ImageLanguageModel(LanguageModel):
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
             if images is not None:
                 decoder_input = self._with_images(decoder_input, input_ids, images)
+            # The whole sequence has its images now, so each rank can take its part.
             if self.config.sequence_parallel:
                 decoder_input = scatter_to_sequence_parallel_region(decoder_input)
-        return super().forward(input_ids, position_ids, attention_mask, decoder_input, **kwargs)  # type: ignore[no-any-return]
+        found: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, decoder_input, **kwargs
+        )
+        return found
 
     def _with_images(self, embeddings: Tensor, tokens: Tensor, images: Tensor) -> Tensor:
         """Return embeddings [s, b, h] with features in the places of image tokens."""
@@ -73,9 +77,8 @@ class ImageLanguageModel(LanguageModel):
             return self._without_images(embeddings, images)
         features = self._features(images)
         place = tokens == self._own.image_token_id
-        if tokens.is_cpu and int(place.sum()) != len(
-            features
-        ):  # elsewhere the form has counted them
+        # On other devices counting would make the host wait; the data form has counted already.
+        if tokens.is_cpu and int(place.sum()) != len(features):
             raise ValueError(
                 f"{int(place.sum())} image tokens for {len(features)} patches of {len(images)}"
                 " images"

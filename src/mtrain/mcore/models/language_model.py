@@ -82,6 +82,7 @@ class OutputLayer(ColumnLinear):
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
+        # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
         fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
         found = linear_cross_entropy(
@@ -199,6 +200,7 @@ class SummedLosses:
         """
         self.sum_losses_by(loss, loss_vocab_size)
         if repeats_mtp and self.mtp_process:
+            # One module in several places: its parameters exist, and are saved, once.
             self.mtp.layers = torch.nn.ModuleList([self.mtp.layers[0]] * len(self.mtp.layers))
         if hasattr(self, "embedding"):
             add_in_fp32(self.embedding, embedding_scale)
@@ -219,7 +221,8 @@ class SummedLosses:
         overwritten.
         """
         self._hide_padding(logits)
-        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
+        losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+        return losses
 
     def _hide_padding(self: Any, logits: Tensor) -> None:
         real = max(0, self.loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
@@ -257,7 +260,8 @@ class SummedLosses:
                 hidden, weight, labels=ranked, vocab_size=self.loss_vocab_size
             )
             if auxiliary:
-                return self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)  # type: ignore[no-any-return]
+                found: Tensor = self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)
+                return found
             return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
         given = {
             "labels": labels,
@@ -265,7 +269,8 @@ class SummedLosses:
             "vocab_size": self.loss_vocab_size,
             "auxiliary": auxiliary,
         }
-        return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
+        total: Tensor = self.output_layer(hidden, weight, **given, impl=self.loss)
+        return total
 
     def _auxiliary_by_megatron(
         self: Any,
@@ -280,6 +285,8 @@ class SummedLosses:
 
         The log-sum-exp, with its gradient, is the loss and the label's logit.
         """
+        # Read before the loss overwrites the logits. A label's logit is on the rank that has its
+        # column; the sum over the ranks brings it to all.
         if auxiliary.z_loss:
             group = self.pg_collection.tp
             label = labels.t().flatten()
@@ -342,19 +349,22 @@ class LanguageModel(SummedLosses, GPTModel):
         if labels is None or not self.post_process:
             cache = context.get("inference_context")
             if self.post_process and cache is not None and cache.materialize_only_last_token_logits:
-                hidden_states = hidden_states[-1:]  # 0.19 looks elsewhere for that wish
+                # 0.19 does not read this attribute of the context.
+                hidden_states = hidden_states[-1:]
             return super()._postprocess(
                 hidden_states, *args, labels=labels, loss_mask=loss_mask, **context
             )
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         if context.pop("mtp_in_postprocess", False):
             hidden_states = self._further_hidden(hidden_states, context)
+        # megatron-core's MTP block returns the hidden states of all depths in a row.
         head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
         packed = context.get("packed_seq_params")
         rolled = labels
         masks = self._further_masks
         detached = getattr(self.config, "mtp_detach_heads", False)
         shares = getattr(self.config, FURTHER_LOSS_SHARES, None)
+        # These losses only train: an evaluation reports the main one.
         for depth, hidden in enumerate(further if torch.is_grad_enabled() else ()):
             rolled, _ = self._rolled(rolled, packed)
             mask_there = (
@@ -367,6 +377,8 @@ class LanguageModel(SummedLosses, GPTModel):
                 scale = scale * shares[depth]
             none = AuxiliaryOutputs(logits=self.auxiliary.logits)
             loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, auxiliary=none)
+            # Adds the gradient of this loss in the backward; the value of the result stays that of
+            # `head`.
             head = MTPLossAutoScaler.apply(head, scale * loss)
         return self.sum_of_losses(head, labels, mask)
 
@@ -386,7 +398,8 @@ class LanguageModel(SummedLosses, GPTModel):
         given = {name: context.get(name) for name in names} | (
             context.get("extra_block_kwargs") or {}
         )
-        return self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)  # type: ignore[no-any-return]
+        found: Tensor = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)
+        return found
 
     def _rolled(self, x: Tensor, packed: Any, times: int = 1) -> tuple[Tensor, Any]:
         """Return every sequence of `x` [b, s] so many to the left, over context-parallel ranks too,

@@ -63,6 +63,7 @@ PATCHES: tuple[Patch, ...] = (
     attention.mla_query_projection,
     attention.mla_query_norm,
     experts.moe_loss_tokens,
+    # After `moe_loss_tokens`, whose wrapper multiplies the count that this one sets.
     experts.sequence_loss_batch,
     experts.routed_padding,
     experts.expert_gradients,

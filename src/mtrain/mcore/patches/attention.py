@@ -38,6 +38,7 @@ def mla_down_projection() -> None:
     from mtrain.mcore.layers.portable import DuplicatedLinear
 
     module = core("transformer.multi_latent_attention")
+    # megatron-core asks whether a class is `in` a list, which compares with `==`.
     module.Linear = _AnyOf((module.Linear, DuplicatedLinear))
 
 
@@ -97,6 +98,7 @@ def mla_query_norm() -> None:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         if config.q_lora_rank is not None and not config.sequence_parallel:
+            # `finalize_model_grads` looks for this mark before it looks at names.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
 
@@ -123,6 +125,7 @@ def gate_slices() -> None:
         groups = self.config.num_query_groups
         if groups >= self.world_size or len(found) != 4:
             return found
+        # So many ranks have the heads of one group, and each keeps its part of the queries.
         share = self.world_size // groups
         size = self.num_attention_heads_per_partition // share
         at = self.pg_collection.tp.rank() % share
@@ -145,4 +148,5 @@ def torch_norm() -> None:
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         return Norm(config, hidden_size, eps)
 
+    # Other modules have imported the class by name, so the class itself has to change.
     core("transformer.torch_norm").WrappedTorchNorm.__new__ = staticmethod(__new__)

@@ -42,7 +42,7 @@ def moe_loss_tokens() -> None:
     cls = core("transformer.moe.router").TopKRouter
     attach = cls.attach_and_log_load_balancing_loss
     z_loss = cls.apply_z_loss
-    # tokens of tensor- and context-parallel ranks are counted already
+    # 0.19 counts the tokens of tensor- and context-parallel ranks itself.
     counted = release.at_least(0, 19)
 
     from mtrain.mcore.layers.balance import ROUTER_LOSS_SHARE
@@ -75,6 +75,8 @@ def moe_loss_tokens() -> None:
             return z_loss(self, logits, *args, **kw)
         coefficient = self.config.moe_z_loss_coeff
         group = self.tp_cp_group
+        # megatron-core multiplies with this rank's tokens inside; only the coefficient is within
+        # reach.
         self.config.moe_z_loss_coeff = coefficient * tokens_of(self, group)
         try:
             return z_loss(self, logits, *args, **kw)
@@ -197,6 +199,7 @@ def expert_norm() -> None:
         if hasattr(source, "allreduce"):
             destination.allreduce = source.allreduce
 
+    # Each of these modules has a reference of its own.
     for module in (package, layers, core("optimizer.clip_grads")):
         module.param_is_not_tensor_parallel_duplicate = is_no_duplicate
     for module in (package, layers):

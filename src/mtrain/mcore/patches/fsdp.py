@@ -48,6 +48,7 @@ def norm_groups() -> None:
 )
 def fsdp_te_linear() -> None:
     """Say that no layer is TransformerEngine's."""
+    # isinstance(x, ()) is False for every x.
     core("distributed.fsdp.mcore_fsdp_adapter").TELinear = ()
 
 
@@ -69,6 +70,8 @@ def fsdp_optim_replicas() -> None:
         if self.dist_index.use_hybrid_fsdp:
             for group in self.parameter_groups:
                 if group.main_grad_buffer is not None:
+                    # A replica's gradients are reduced by now, so shards at the same place are
+                    # summed over replicas.
                     own = group.main_grad_buffer.get_shard_from_local_buffer()
                     torch.distributed.all_reduce(own, group=self.dist_index.get_outer_fsdp_group())
 
@@ -100,6 +103,7 @@ def fsdp_lone_rank() -> None:
                 torch.distributed.all_reduce(
                     buffer.data, group=self.buffer.dist_index.get_outer_fsdp_group()
                 )
+            # As the original does at its end: the next micro-batch begins to count anew.
             self.bucket_grad_ready_params[bucket] = set()
         return True
 
@@ -140,6 +144,7 @@ def fsdp_meshes() -> None:
         here = torch.distributed.get_rank()
         found = torch.tensor([0])
         for group in groups:
+            # Distances from this rank along each dimension add up to the ranks of the mesh.
             steps = torch.tensor(torch.distributed.get_process_group_ranks(group)) - here
             found = found[..., None] + steps
         return found[0] + here

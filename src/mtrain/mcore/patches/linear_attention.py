@@ -25,6 +25,7 @@ def gated_delta_without_fla() -> None:
     """Give a gated delta net the portable rule, norm and convolution where fla is not installed."""
     if importlib.util.find_spec("fla") is not None:
         return
+    # 0.19 has split the module into a package, whose parts import the names for themselves.
     parts = ("common", "gdn") if release.at_least(0, 19) else ()
     for module in [
         core("ssm.gated_delta_net"),
@@ -130,6 +131,8 @@ def gated_delta_norm() -> None:
             and not config.sequence_parallel
         ):
             model = [_Renamed(chunk) for chunk in model]
+            # Names are looked at with `qk_layernorm` only. These are all the fields that the
+            # original reads.
             config = SimpleNamespace(sequence_parallel=False, qk_layernorm=True)
         original(model, config, tp_group)
 

@@ -39,7 +39,8 @@ def norm_of_all(tensors: list[torch.Tensor], *, in_rows: bool | None = None) -> 
     `in_rows` by default on a CPU, whose norms of many elements are inexact; a GPU adds up as a
     tree, and takes many tensors in one launch.
     """
-    device = tensors[0].device  # an update in host memory has some of each
+    # With offloading, some of the tensors are in host memory.
+    device = tensors[0].device
     if in_rows if in_rows is not None else tensors[0].is_cpu:
         norms = [norm.to(device) for t in tensors for norm in _norms_of_rows(t.reshape(-1))]
     else:
@@ -176,12 +177,11 @@ def offloaded_shards() -> None:
     @functools.wraps(original)
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
-        if not isinstance(
-            params, torch.Tensor | list | tuple | set
-        ):  # read twice: here and by torch
+        # An iterator would be exhausted here, before torch reads it.
+        if not isinstance(params, torch.Tensor | list | tuple | set):
             params = param_group["params"] = list(params)
         for given in [params] if isinstance(params, torch.Tensor) else params:
-            # torch takes pairs with a name, too
+            # torch also takes pairs of a name and a parameter.
             param = given[1] if isinstance(given, tuple) else given
             if isinstance(param, torch.Tensor) and not param.is_leaf:
                 param.retain_grad()
@@ -227,6 +227,8 @@ def offloaded_copies() -> None:
 
     @functools.wraps(original)
     def groups(self: Any, offload_fraction: float) -> Any:
+        # The original sorts by `param.is_cuda`, which is `is_cpu` where it is rewritten for a CPU:
+        # every copy is among the device's groups.
         host, device, copies, originals, fp32 = original(self, offload_fraction)
         cut = [({**g, "params": []}, {**g, "params": []}) for g in device]
         for group, (copied, kept) in zip(device, cut, strict=True):

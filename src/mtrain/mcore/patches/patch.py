@@ -51,4 +51,6 @@ def patch(
 
 def core(module: str) -> Any:
     """Import a module of megatron.core."""
+    # Imported when a patch is applied: the adapter rewrites modules as they load, so none may load
+    # before it.
     return importlib.import_module(f"megatron.core.{module}")

@@ -49,6 +49,7 @@ def mtp_without_labels() -> None:
         predictions = self.config.mtp_num_layers
         if labels is not None or not predictions:
             return original(self, *args, labels=labels, **kwargs)
+        # The original has no argument for this: it asks the config.
         self.config.mtp_num_layers = None
         try:
             kwargs["mtp_in_postprocess"] = False
@@ -80,9 +81,10 @@ def mtp_names() -> None:
             name.replace("mtp_model_layer", "transformer_layer"): part
             for name, part in self._modules.items()
         }
-        # and filled in the same order, which is that of weights in a checkpoint's buffers
+        # Refilled in the same order: buffers of data parallelism hold weights in that order.
         self._modules.clear()
         self._modules.update(parts)
 
     cls.__init__ = __init__
+    # 0.19's forward reads the layer by its new name.
     cls.mtp_model_layer = property(lambda self: self.transformer_layer)

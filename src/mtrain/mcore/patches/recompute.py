@@ -44,6 +44,8 @@ def recomputed_bias() -> None:
     def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
         @functools.wraps(run_function)
         def without_parameters(*inputs: Any) -> Any:
+            # The first run is without gradients, and its outputs become those of the autograd
+            # function. The second one has gradients, and nothing to hide.
             outputs = run_function(*inputs)
             if torch.is_grad_enabled() or not isinstance(outputs, tuple):
                 return outputs
@@ -72,6 +74,7 @@ def recomputed_padding() -> None:
 
     cls.forward = staticmethod(forward)
     try:
+        # With FP8 layers are recomputed by TransformerEngine's checkpoint instead.
         distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
     except ImportError:
         return
@@ -110,7 +113,8 @@ def captured_inputs() -> None:
 
     @functools.wraps(original)
     def insert(self: Any, tensor: Tensor) -> None:
-        if not hasattr(tensor, "can_skip_replay_copy"):  # what an input of a graph is marked with
+        # megatron-core marks the inputs of a graph with this attribute.
+        if not hasattr(tensor, "can_skip_replay_copy"):
             original(self, tensor)
 
     cls.insert = insert
@@ -161,6 +165,7 @@ def refilled_outputs() -> None:
 
 @torch.no_grad()
 def _refill(output: Tensor, again: Tensor) -> None:
+    # Views and tensors saved for the backward share the storage: filling it restores them all.
     memory = again.untyped_storage()
     output.untyped_storage().resize_(memory.nbytes())
     output.untyped_storage().copy_(memory)

@@ -57,6 +57,7 @@ def uneven_splits() -> None:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kw)
         sizes = [int(size) for size in output_split_sizes]
+        # `1`, because all pieces may be empty.
         padded = input_.new_zeros((max(*sizes, 1), *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -69,6 +70,7 @@ def uneven_splits() -> None:
     ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return scatter(input_, group, input_split_sizes, *args, **kw)
+        # A copy: the all-reduce works in place, and the input is the caller's.
         total = input_.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
@@ -119,6 +121,7 @@ def host_weights() -> None:
         with getattr(getattr(installed.device, "namespace", None), "host_random", nullcontext)():
             return original(*args, **kwargs)
 
+    # Both call the function by a name of their own.
     for module in (layers, core("transformer.moe.experts")):
         if hasattr(module, original.__name__):
             setattr(module, original.__name__, initialize)

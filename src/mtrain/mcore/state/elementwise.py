@@ -46,14 +46,16 @@ class Elementwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return one step on every parameter that has a gradient."""
+        """Take one step on every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            # One count for the group: no parameter can get ahead of the others after a resume.
             group["step"] = int(group["step"]) + 1
             for param in group["params"]:
+                # A shard of the distributed optimizer may have no element on this rank.
                 if param.grad is None or not param.numel():
                     continue
                 if not self.state[param]:

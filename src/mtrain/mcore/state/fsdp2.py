@@ -45,6 +45,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
     ) -> None:
         super(mcore.TorchFullyShardedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
+        # `fully_shard` replaces the parameters, and what megatron-core has marked on them is lost.
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self._shard(config, device)
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
@@ -52,8 +53,10 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             for attribute, value in attributes[name].items():
                 setattr(param, attribute, value)
             dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else param.dtype
-            param.main_grad = torch.zeros_like(param, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
+            zeros = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            param.main_grad = zeros  # type: ignore[attr-defined]
             if param.requires_grad:
+                # torch rejects a gradient in another dtype than the weight's without this.
                 param.grad_dtype = dtype  # type: ignore[attr-defined]
 
     def _shard(self, config: Any, device: torch.device) -> None:
@@ -66,10 +69,12 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
                 unit, mesh=meshes[experts], mp_policy=policy, reshard_after_forward=True
             )
             sharded.set_gradient_divide_factor(1.0)
+            # Otherwise a divide factor makes FSDP2 multiply inside of the reduction, which only
+            # NCCL can.
             sharded.set_force_sum_reduction_for_comms(True)
             if unit is not self.module and not experts:
-                # torch's own order is that of the forward, which a layer that is run again in the
-                # backward changes
+                # torch prefetches in the reverse order of the last forwards, which a layer that
+                # runs again in the backward changes.
                 sharded.set_modules_to_backward_prefetch([previous] if previous else [])
                 if previous and config.recompute_granularity != "full":
                     previous.set_modules_to_forward_prefetch([sharded])

@@ -59,6 +59,8 @@ def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) 
     weight = local(param)
     if not isinstance(param, DTensor):
         return LocalParam(name, param, param, specs, weight)
+    # torch splits as `torch.chunk` does: every rank has the quotient rounded up, the last ones less
+    # or nothing.
     rows = param.shape[0]
     dim = param.device_mesh.ndim - 1
     chunk_rows = -(-rows // param.device_mesh.size(dim))

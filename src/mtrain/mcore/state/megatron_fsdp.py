@@ -35,7 +35,10 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
             constants = {name: t.detach().clone() for name, t in before.items() if not t.is_meta}
             for name in constants.keys() & owner._parameters.keys():
                 _forget(owner._parameters[name])
-            owner.reset_parameters = partial(_restore, owner, before, constants)  # type: ignore[assignment]
+            # megatron-core calls this once it has given a module memory, whose new parameters have
+            # no marks and no constants.
+            restore: Any = partial(_restore, owner, before, constants)
+            owner.reset_parameters = restore
         config.init_model_with_meta_device = bool(deferred)
         every = ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
         super().__init__(config, ddp_config, module, list(LAYERS) if every else None, device=device)
@@ -45,9 +48,9 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
             # The forward gathers what it needs; what is gathered at the end of a step would be kept
             # until then.
             self.start_param_sync = lambda *_, **__: None
-        if release.at_least(
-            0, 19
-        ):  # what is in no layer, embedding and output layer, is kept whole between steps there
+        # 0.19 keeps modules outside of the layers, embedding and output layer, gathered between
+        # steps.
+        if release.at_least(0, 19):
             gathers = self.module.all_gather_pipeline
             gathers.reset = partial(_reset, gathers.reset)
 

@@ -21,6 +21,7 @@ class ParallelMuon(WholeMatrices, Muon):
     def __init__(self, params: Any, *args: Any, tp_mode: str, work: Work, **kwargs: Any) -> None:
         WholeMatrices.__init__(self, tp_mode, work)
         Muon.__init__(self, params, *args, **kwargs)
+        # The distributed optimizer replaces the parameters in the groups with its own shards later.
         self._whole = [list(group["params"]) for group in self.param_groups]
 
     def orthogonalised(

@@ -38,6 +38,7 @@ class StateShard:
 
         Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
         """
+        # An fp32 weight is its own main weight: the same memory, saved once.
         main = local(self.main)
         pieces = self._in_pieces()
         if (
@@ -47,7 +48,8 @@ class StateShard:
             yield "main_weight", main
         for name, value in self.inner.state.get(self.updated, {}).items():
             if name in pieces:
-                whole = self.inner.get_unscaled_state(self.updated, name)  # type: ignore[attr-defined]
+                own: Any = self.inner
+                whole = own.get_unscaled_state(self.updated, name)
                 yield "main_weight" if name == MASTER else name, local(whole)
             elif name != MASTER and torch.is_tensor(value) and value.shape == self.updated.shape:
                 yield name, local(value)
@@ -56,7 +58,8 @@ class StateShard:
         """Keep what was written to a tensor of `tensors` that was a copy."""
         kept_as = MASTER if name == "main_weight" else name
         if kept_as in self._in_pieces():
-            self.inner.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))  # type: ignore[attr-defined]
+            own: Any = self.inner
+            own.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))
 
     def _in_pieces(self) -> list[str]:
         """Return the state that our optimizers keep in pieces or with scales: their methods read
@@ -78,6 +81,7 @@ class StateShard:
         for name in self.inner.state_names:  # type: ignore[attr-defined]
             state.setdefault(name, torch.zeros_like(self.updated))
         if isinstance(self.inner, torch.optim.Adam):
+            # torch's fused Adam reads its counter on the device, the others on the host.
             device = self.updated.device if group.get("fused") else None
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
 
@@ -85,9 +89,8 @@ class StateShard:
         """Return the gradient of the range after the backward, 1-D."""
         param = self.local_param.param
         size = local(self.main).numel()
-        if hasattr(
-            param, "orig_param"
-        ):  # megatron-core's FSDP: no gradient where this rank owns nothing
+        # A parameter of megatron-core's FSDP, which has no gradient where this rank owns nothing.
+        if hasattr(param, "orig_param"):
             return local(param.grad) if param.grad is not None else torch.empty(0)
         start = self.start - self.local_param.start
         return local(param.main_grad)[start : start + size]  # type: ignore[attr-defined]
@@ -210,6 +213,7 @@ def get_step(optimizer: Any) -> int:
         RuntimeError: its parameters disagree, which one shared counter after a resume would cause.
     """
     inner = inner_optimizers(optimizer)
+    # A rank that has no element of a parameter does not count its steps.
     steps = {
         int(s["step"])
         for o in inner

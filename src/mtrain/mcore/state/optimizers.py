@@ -57,8 +57,7 @@ def use_own(base: type, **kept: Any) -> None:
 
     class Own(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, **passed: Any) -> None:
-            # What megatron-core passes of dtypes and main weights is in `kept` already, and
-            # better.
+            # megatron-core also passes dtypes and main weights; `kept` has those of the run.
             known = {
                 k: passed[k]
                 for k in ("lr", "weight_decay", "betas", "eps", "adam_w_mode")

@@ -65,6 +65,8 @@ def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
 
 
 def _describe(model: Any) -> dict[str, list[ShardSpec]]:
+    # By identity: entries hold the parameters themselves, and their keys are names of whole
+    # tensors.
     names = {id(t): name for name, t in chain(model.named_parameters(), model.named_buffers())}
     metadata = {
         "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -74,6 +76,7 @@ def _describe(model: Any) -> dict[str, list[ShardSpec]]:
         name = names.get(id(entry.data))
         if name is None:
             raise RuntimeError(f"{entry.key} is neither a parameter nor a buffer of the model")
+        # A tied weight has an entry for each of its uses.
         if name not in out:
             out[name] = [_spec(piece, entry.data.storage_offset()) for piece in _pieces(entry)]
     return out
@@ -119,6 +122,7 @@ def _spec(piece: Any, start: int) -> ShardSpec:
         offset=tuple(piece.global_offset),
         shape=(1,) * lead + tuple(data.shape),
         lead=lead,
+        # Factories cut views out of the parameter, which tell by their offset where they begin.
         first=data.storage_offset() - start,
         replica=tuple(replica) if isinstance(replica, tuple) else (replica,),
     )

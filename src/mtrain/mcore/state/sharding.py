@@ -56,6 +56,7 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
     and the next forward.
     """
     overlapping = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
+    # Disabling the hooks gathers all weights at once, and leaves them current.
     for chunk in overlapping:
         chunk.disable_forward_pre_hook()
     _forget_gathered(chunks)
@@ -219,6 +220,7 @@ def _pieces(
     stop = start + values.numel()
     shards = []
     for spec in specs:
+        # A flat range of an optimizer may begin inside of one spec and end inside of another.
         lo = max(start, spec.first)
         hi = min(stop, spec.first + spec.numel)
         if lo >= hi:
@@ -233,6 +235,8 @@ def _pieces(
                 shape=spec.shape,
                 tensor=here.view(spec.shape[spec.lead :]) if whole else here,
                 flat=None if whole else (lo - spec.first, hi - spec.first),
+                # Replicas, of HSDP or of the distributed optimizer, have the same shards: those of
+                # the first are saved.
                 primary=spec.primary(sharded=sharded) and not (sharded and _copy_index()),
                 param=param,
                 lead=spec.lead,

@@ -41,6 +41,7 @@ class ParallelSoap(WholeMatrices, Soap):
     def __init__(self, params: Any, *args: Any, tp_mode: str, work: Work, **kwargs: Any) -> None:
         WholeMatrices.__init__(self, tp_mode, work)
         Soap.__init__(self, params, *args, **kwargs)
+        # The distributed optimizer replaces the parameters in the groups with its own shards later.
         self._whole = [list(group["params"]) for group in self.param_groups]
         self._rows: Mapping[int, Sequence[int]] = {}
 
@@ -60,6 +61,8 @@ class ParallelSoap(WholeMatrices, Soap):
             if self._ranks is None:
                 params = list(group["params"])
             else:
+                # Under the distributed optimizer a matrix has its factors on the rank that computes
+                # its update.
                 params = [m.param for m in self._spread[place] if m.owner == self._ranks.rank()]
             for param in params:
                 ranks, dim = self.tensor_ranks(param, group)

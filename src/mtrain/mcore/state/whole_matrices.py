@@ -114,11 +114,13 @@ class WholeMatrices:
         few = self.returned
         here = [m for m in matrices if m.piece(rank)]
         owned = [m for m in matrices if m.owner == rank]
+        # all_to_all sends each rank one run of elements.
         by_owner = sorted(range(len(here)), key=lambda i: here[i].owner)
         sent = [sum(m.piece(rank) for m in here if m.owner == other) for other in ranks]
         taken = [sum(m.piece(other) for m in owned) for other in ranks]
         blank = partial(torch.empty, dtype=torch.float32, device=matrices[0].param.device)
         arrived = blank(many * sum(taken))
+        # `blank(0)`: torch refuses to concatenate nothing, as on a rank without pieces.
         out = torch.cat([blank(0), *(made[i].reshape(-1) for i in by_owner)])
         dist.all_to_all_single(
             arrived, out, _times(many, taken), _times(many, sent), group=self._ranks
@@ -130,6 +132,7 @@ class WholeMatrices:
             for m in owned
         ]
         updates = self.over_tensor_ranks(group, [m.param for m in owned], whole)
+        # Updates take the places of what arrived, which has been copied into whole matrices.
         answer = arrived if many == few else blank(few * sum(taken))
         parts = _named(places, answer, few)
         for m, update in zip(owned, updates, strict=True):
@@ -179,7 +182,9 @@ class WholeMatrices:
         else:
             ranks = ps.get_tensor_model_parallel_group()
         whole = not getattr(param, "tensor_model_parallel", False) or ranks.size() == 1
-        return (None, 0) if whole else (ranks, int(param.partition_dim))  # type: ignore[attr-defined]
+        if whole:
+            return None, 0
+        return ranks, int(param.partition_dim)  # type: ignore[attr-defined]
 
 
 def _gathered(
@@ -194,6 +199,7 @@ def _gathered(
     dist.all_gather(parts, matrix.contiguous(), group=ranks)
     if rows is None or dim:
         return torch.cat(parts, dim + 1)
+    # Every rank has rows of each of the fused weights.
     split = [part.split(list(rows), 1) for part in parts]
     return torch.cat([own[i] for i in range(len(rows)) for own in split], 1)
 
@@ -232,6 +238,8 @@ def _pieces(
             for param in bucket.params_list:
                 if id(param) in params:
                     start, end, _ = buffer.param_index_map[param]
+                    # The distributed optimizer cuts a bucket into equal shares, wherever its
+                    # parameters begin.
                     cuts = (
                         (r, bucket.offset + r * share, bucket.offset + (r + 1) * share)
                         for r in range(ranks)
