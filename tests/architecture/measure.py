@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +123,7 @@ def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
     }
 
 
+@cache
 def measure_file(path: Path) -> Figures:
     """Return the figures of one Python file."""
     text = path.read_text()

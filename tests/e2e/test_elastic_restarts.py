@@ -23,6 +23,7 @@ def _ranks(agent: int) -> list[psutil.Process]:
     return sorted(psutil.Process(agent).children(), key=lambda child: child.pid)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "name", "number"),
     [

@@ -19,12 +19,12 @@ ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "the data decides the weights": (
         "explain data.path",
         0,
-        ("contents: the weights that come out",),
+        ("contents: the resulting weights",),
     ),
     "so does a chat template": (
         "explain data.chat_template",
         0,
-        ("contents: the weights that come out",),
+        ("contents: the resulting weights",),
     ),
     "fine-tuning has a rate of its own": (
         "explain optim.lr trainer=sft data=sft model=llama31_8b cluster=h100x8",

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from tests.support.commands import ROOT, command, environment, metrics
@@ -67,6 +68,7 @@ def test_examples_config_folder_trains_its_recipe(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_examples_model_family_keeps_its_embedding(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -95,6 +97,7 @@ def test_examples_model_family_plans_less_state(tmp_path: Path) -> None:
         assert stages["frozen_embedding"][part] < stages["gpt"][part]
 
 
+@pytest.mark.full
 def test_examples_device_trains_two_ranks(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()

@@ -449,6 +449,7 @@ def test_convert_killed_conversion_leaves_nothing_or_whole(tmp_path: Path) -> No
         )
 
 
+@pytest.mark.full
 def test_convert_repeated_tied_head_is_counted_else_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

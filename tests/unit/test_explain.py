@@ -236,7 +236,7 @@ def test_explain_imports_nothing_heavy() -> None:
     ],
 )
 def test_explain_learned_path_changes_weights(key: str, explain: Explain) -> None:
-    assert explain(key)["changes"].startswith("contents: the weights that come out")
+    assert explain(key)["changes"].startswith("contents: the resulting weights")
 
 
 def test_explain_consequences_are_listed_with_effect(explain: Explain) -> None:
@@ -250,7 +250,7 @@ def test_explain_consequences_are_listed_with_effect(explain: Explain) -> None:
 @pytest.mark.parametrize(
     ("key", "decided", "changes"),
     [
-        ("trainer.fine_tuning", "optim.lr", "numerics: the weights that come out"),
+        ("trainer.fine_tuning", "optim.lr", "numerics: the resulting weights"),
         ("cluster.device", "precision.dtype", "architecture: what the weights are"),
     ],
 )
@@ -264,4 +264,4 @@ def test_explain_deciding_key_has_effects_of_decided(
 
 
 def test_explain_key_without_graver_effect_states_own(explain: Explain) -> None:
-    assert explain("log.interval")["changes"] == "runtime: no weight; names, places, limits, output"
+    assert explain("log.interval")["changes"] == "runtime: names, places, limits, output; no weight"

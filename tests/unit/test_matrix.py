@@ -89,6 +89,7 @@ def test_matrix_axes_are_what_ships() -> None:
         )
 
 
+@pytest.mark.full
 def test_matrix_verdict_equals_all_rules() -> None:
     axes = shipped()
     base = compose(["data=mock"]).run

@@ -44,7 +44,7 @@ def quantize_rows(
     transposed: bool = True,
     swiglu: bool = False,
 ) -> Grouped:
-    """`x` [r, k] of groups that end behind the rows `ends` [g]; see `reference.quantize_rows`."""
+    """Quantise `x` [r, k], whose groups end at rows `ends` [g]; see `reference.quantize_rows`."""
     rows = as_rows(x.detach(), x.shape[1])
     share = None if share is None else share.detach().contiguous()
     found = _rows(rows, share, ends, amax, format, one, straight, transposed, swiglu, backend)
@@ -52,9 +52,7 @@ def quantize_rows(
 
 
 def quantize_weights(weights: Sequence[Tensor], format: str, one: bool, backend: str) -> Grouped:
-    """`weights`, one [n, k] for each group, or all in one [g, n, k]; see
-    `reference.quantize_weights`.
-    """
+    """Quantise `weights`: [n, k] per group, or [g, n, k]; see `reference.quantize_weights`."""
     found = _weights([w.detach() for w in weights], format, one, backend)
     return _typed((*found, found[1].new_empty(0)), format, one, None)
 
@@ -164,9 +162,7 @@ def rows_product(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """`y_r = W_g x_r` [r, n] of operands in FP8, in `dtype`; rows behind the last group's give
-    zeros.
-    """
+    """Return `y_r = W_g x_r` [r, n] in `dtype` of FP8 operands; zeros after the last group."""
     if backend == "reference":
         return reference.rows_product(x, x_scale, w, w_scale, ends, dtype)
     from mtrain_kernels.fp8_grouped import triton

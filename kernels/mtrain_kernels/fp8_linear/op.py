@@ -1,4 +1,4 @@
-"""Linear layers in FP8: what is quantised how, the three products, gradients, registration."""
+"""Linear layers in FP8: quantisation, the three GEMMs, gradients, registration."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class Recipe(NamedTuple):
     """The granularity of scales, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a
     weight), and the formats.
 
-    Scales are made of what they are for, as TransformerEngine's current and block scaling; those of
-    blocks are powers of two. `forward` is the format of inputs and weights, `backward` of gradients
-    of outputs: e4m3 or e5m2.
+    Scales come from current values, as in TransformerEngine; those of blocks are powers of two.
+    `forward` is the format of inputs and weights, `backward` of gradients of outputs: e4m3 or e5m2.
     """
 
     kind: str
@@ -165,9 +164,7 @@ def quantized(
     weight: bool = False,
     swiglu: bool = False,
 ) -> Quantized:
-    """`x` [m, k] as a recipe says; `share` is the way from a part's greatest value to that of the
-    whole.
-    """
+    """Quantise `x` [m, k] by a recipe; `share` reduces the amax of a part to that of the whole."""
     options: dict[str, Any] = {"format": format, "transpose": transpose, "swiglu": swiglu}
     # cuBLAS multiplies operands but does not make them.
     options["impl"] = "auto" if impl == "torch" else impl
@@ -192,8 +189,8 @@ def _input(
 def _weight(
     weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str
 ) -> Quantized:
-    """Return the weight as a recipe says, made once while `weights_stay`."""
-    # What is kept must serve the backward, too, whoever asks first.
+    """Return the weight quantised by a recipe, once while `weights_stay`."""
+    # The cached operand must serve the backward too, even if a forward made it.
     both = transpose or _kept is not None
     return while_weights_stay(
         weight,
@@ -203,9 +200,7 @@ def _weight(
 
 
 def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a weight, or for several of which this is the first: made once
-    while `weights_stay`.
-    """
+    """Call `make` for a weight, or for the first of several, once while `weights_stay`."""
     if _kept is None:
         return make()
     key = id(weight), recipe
@@ -295,8 +290,7 @@ def scaled_product(
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> Tensor:
-    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32, without gradients; see
-    `reference`.
+    """Return `(a_scale a) (b_scale b)^T` [m, n] in `dtype`, accumulated in fp32, without gradients.
 
     `a` [m, k] and `b` [n, k] in e4m3 or e5m2, scales in fp32. Raises `ValueError` where they do not
     fit.
@@ -335,7 +329,7 @@ def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _instead(device: torch.device) -> str:
-    """Return what `auto` takes where cuBLAS does not take the operands."""
+    """Return the choice of `auto` for operands that cuBLAS does not support."""
     return "triton" if OPS[0].implementations["triton"].available(device) is None else "reference"
 
 
@@ -421,9 +415,7 @@ def _case(name: str, kind: str, swiglu: bool = False) -> Case:
         )
 
     def checked(inputs: dict[str, Any], impl: str) -> Tensor:
-        """Return bytes in which value and gradients are not those of the activation first and then
-        the product.
-        """
+        """Return the number of elements that differ from a separate activation and GEMM."""
         first = activation(inputs["x"], "swiglu", impl=_activated_by(impl))
         ends = call(inputs, impl), fp8_linear(first, inputs["weight"], recipe, impl=impl)
         step = torch.ones_like(ends[0])

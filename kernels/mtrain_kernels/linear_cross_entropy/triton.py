@@ -1,6 +1,4 @@
-"""Logits and what is known of their rows from one kernel: each tile of the product leaves its
-statistics behind.
-"""
+"""A GEMM that also writes statistics of each tile of logits, so that the loss reads no logits."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ stay in L2.
 
 @triton.jit
 def _place(GROUP: tl.constexpr, tall, wide):
-    """Row and column of the tile of this program, `GROUP` rows of tiles at a time."""
+    """Return the row and column of this program's tile, `GROUP` rows of tiles at a time."""
     tile = tl.program_id(0)
     begin = tile // (GROUP * wide) * GROUP
     rows = tl.minimum(tall - begin, GROUP)
@@ -104,8 +102,9 @@ def product_statistics(
     class_weights: Tensor | None = None,
     ranked: bool = False,
 ) -> Tensor:
-    """`row_statistics` of `hidden` [t, h] times `weight` [v_local, h], which is written to `logits`
-    if there are any.
+    """Return the `row_statistics` of `hidden` [t, h] times `weight` [v_local, h].
+
+    The product is written to `logits`, if given.
 
     Both operands have a unit stride along h, and `logits` [t, v_local] along the columns.
     """
@@ -133,8 +132,9 @@ def product_statistics(
 
 
 def _merged(found: Tensor, label: Tensor, columns: int, smoothed: bool) -> Tensor:
-    """Statistics of all columns of a rank from those of tiles of them; `label` [t] is counted from
-    the first one.
+    """Merge the statistics of tiles to those of all columns of a rank.
+
+    `label` [t] is relative to the first column.
     """
     target = found[1].sum(0)
     parts = [

@@ -1,6 +1,4 @@
-"""Queries, keys and values out of one packed product, normed and turned on the way: contract and
-gradients.
-"""
+"""Queries, keys and values of one packed GEMM, normed and rotated as they are unpacked."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def rotate_packed(
 
     `qkv` [s, b, (n + 2 g) d], with `heads` n of queries and `groups` g of keys. `grouped`: a row is
     the queries of one group, its key, its value, then the next group (Megatron); else all queries,
-    all keys, all values (Hugging Face). Token t is turned by entry t of the tables `cos` and `sin`
+    all keys, all values (Hugging Face). Token t is rotated by entry t of the tables `cos` and `sin`
     [p, r/2], p >= s; `q_weight` and `k_weight` [d], both or neither, normalise each head before.
     `qkv` and the weights get gradients. `impl` is `reference`, `triton` or `auto`. Raises
     `ValueError` where shapes do not fit, `Unavailable` where the named implementation cannot run.

@@ -150,7 +150,7 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
         free = units.bytes_(gpu.free_bytes)
         whole = units.bytes_(gpu.memory_bytes)
         text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{_held(others)}"
-        fix = "end what holds it, or leave this GPU out by CUDA_VISIBLE_DEVICES"
+        fix = "end the processes that hold it, or hide this GPU by CUDA_VISIBLE_DEVICES"
         if least > gpu.free_bytes:
             needs = (
                 "; weights, gradients and optimizer state of a rank need at least"

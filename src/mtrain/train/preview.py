@@ -33,7 +33,7 @@ class Token:
     """Weight of its loss, given the tokens before it; 0: it is not learned."""
     padding: bool = False
     ends: bool = False
-    """True if a document ends with it that the next document sees."""
+    """True if it ends a document that the next document can see."""
     instead: str = ""
     """The token predicted in its place, if that is another one: a masked token, for example."""
 
@@ -52,7 +52,7 @@ class Shown:
 
     @cached_property
     def tokens(self) -> list[Token]:
-        """Return all of them."""
+        """Return the tokens of all documents."""
         return [token for document in self.documents for token in document]
 
     @property

@@ -17,17 +17,17 @@ from mtrain.config.schema.run import GROUPS, RunConfig
 
 EFFECTS = {
     Effect.ARCHITECTURE: (
-        "architecture: what the weights are; no checkpoint of another value can go on"
+        "architecture: the weights themselves; a checkpoint with another value cannot be continued"
     ),
-    Effect.NUMERICS: "numerics: the weights that come out",
+    Effect.NUMERICS: "numerics: the resulting weights",
     Effect.CONTENTS: (
-        "contents: the weights that come out, by what lies there; a resume compares that, not the"
-        " name"
+        "contents: the resulting weights, by the contents of the named place; a resume compares"
+        " contents, not names"
     ),
     Effect.PARALLELISM: (
-        "parallelism: how the work is sharded or how fast it is, and no number but its last digits"
+        "parallelism: the sharding or speed of the work; numbers change in their last digits only"
     ),
-    Effect.RUNTIME: "runtime: no weight; names, places, limits, output",
+    Effect.RUNTIME: "runtime: names, places, limits, output; no weight",
 }
 """Effect -> what a change of the key changes, in words."""
 

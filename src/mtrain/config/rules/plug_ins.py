@@ -19,7 +19,7 @@ def known_hooks(run: RunConfig) -> Iterator[Finding]:
     if not unknown and len(set(run.log.hooks)) == len(run.log.hooks):
         return
     known = tuple(dict.fromkeys(name for name in run.log.hooks if name in names))
-    problem = "a name stands there twice"
+    problem = "a hook is named twice"
     if unknown:
         problem = f"no hook is called {unknown[0]}"
     near = get_close_matches(unknown[0], names, n=1) if unknown else []
@@ -37,7 +37,7 @@ def known_objective(run: RunConfig) -> Iterator[Finding]:
         return
     near = [*get_close_matches(name, names, n=1), "next_token"]
     text = (
-        f"no objective is called so; objectives here: {', '.join(names)} (a package adds one as"
+        f"there is no such objective; objectives here: {', '.join(names)} (a package adds one as"
         f" {installed.OBJECTIVES})"
     )
     fixes = tuple({"trainer.objective": other} for other in dict.fromkeys(near))

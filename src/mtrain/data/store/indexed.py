@@ -106,19 +106,19 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Return documents in the corpus."""
+        """Return the number of documents."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Return tokens in the corpus."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """Return tokens of one sequence."""
+        """Return the tokens of one sequence."""
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 

@@ -19,7 +19,7 @@ from mtrain.mcore.patches.patch import NO_TE, core, patch
     "#3763",
 )
 def mla_flag() -> None:
-    """Say that there is no TransformerEngine."""
+    """Set HAVE_TE to false."""
     core("transformer.multi_latent_attention").HAVE_TE = False
 
 
@@ -32,9 +32,7 @@ def mla_flag() -> None:
     "everywhere",
 )
 def mla_down_projection() -> None:
-    """Let the portable projection, whose weight is whole on every rank, stand next to the one that
-    is named.
-    """
+    """Accept the portable projection, whose weight is whole on every rank."""
     from mtrain.mcore.layers.portable import DuplicatedLinear
 
     module = core("transformer.multi_latent_attention")
@@ -43,9 +41,7 @@ def mla_down_projection() -> None:
 
 
 class _AnyOf:
-    """Equal to each of several classes and what is derived of them: megatron-core looks a class up
-    in a list.
-    """
+    """A value that equals several classes and their subclasses, for `in` with a list."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -68,7 +64,7 @@ class _AnyOf:
     SINCE_0_19,
 )
 def mla_query_projection() -> None:
-    """Take the projection of queries that a spec names."""
+    """Use the query projection that a spec names."""
     cls = core("transformer.mla_qk_norm_config").QKNormConfigResolver
     original = cls._mla_fused_linear_or_default
 
@@ -90,7 +86,7 @@ def mla_query_projection() -> None:
     "everywhere",
 )
 def mla_query_norm() -> None:
-    """Mark the query norm for a mean over tensor-parallel ranks where the sum would be wrong."""
+    """Average the query norm's gradient over tensor-parallel ranks where a sum would be wrong."""
     cls = core("transformer.multi_latent_attention").MLASelfAttention
     original = cls.__init__
 
@@ -115,7 +111,7 @@ def mla_query_norm() -> None:
     "#3575",
 )
 def gate_slices() -> None:
-    """Cut the gate as the queries are cut."""
+    """Split the gate over ranks like the queries."""
     cls = core("transformer.attention").SelfAttention
     original = cls.get_query_key_value_tensors
 
@@ -142,7 +138,7 @@ def gate_slices() -> None:
     NO_TE,
 )
 def torch_norm() -> None:
-    """Let the portable norm stand for the one that models take by default."""
+    """Make the portable norm the default of models."""
     from mtrain.mcore.layers.portable import Norm
 
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Encoder-decoders in the manner of T5: they learn to fill in spans that were left out
-of a text.
-"""
+"""T5: an encoder-decoder that learns to fill in the spans that were removed from a text."""
 
 from mtrain.models.base import Family
 from mtrain.models.t5 import count
