@@ -251,7 +251,7 @@ def test_explain_consequences_are_listed_with_effect(explain: Explain) -> None:
     ("key", "decided", "changes"),
     [
         ("trainer.fine_tuning", "optim.lr", "numerics: the resulting weights"),
-        ("cluster.device", "precision.dtype", "architecture: what the weights are"),
+        ("cluster.device", "precision.dtype", "architecture: the weights themselves"),
     ],
 )
 def test_explain_deciding_key_has_effects_of_decided(
