@@ -54,7 +54,9 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
             patch.setattr("mtrain.mcore.layers.linear._adds_in_place", lambda x, weight: False)
             if together:
                 for module in ("residual", "decoder_layer"):
-                    patch.setattr(f"mtrain.mcore.{module}.one_graph", lambda config, layers: True)
+                    patch.setattr(
+                        f"mtrain.mcore.layers.{module}.one_graph", lambda config, layers: True
+                    )
             if run.trainer.cuda_graph_impl == "local":
                 let_capture(patch)
             return train_steps(run, 3), len({id(norm) for norm in made})
