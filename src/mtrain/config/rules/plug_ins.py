@@ -9,11 +9,17 @@ from mtrain.config.machine import installed
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.trainer import TrainerConfig
+
+DEFAULT = TrainerConfig.model_fields["objective"].default
+"""The objective that ships and needs no look at installed packages."""
 
 
 @rule(Code("MT126", example="log.hooks=[garbag]"), reads="log.hooks", disk=True)
 def known_hooks(run: RunConfig) -> Iterator[Finding]:
     """Each hook ships with mtrain or comes with an installed package, and is named once."""
+    if not run.log.hooks:
+        return  # a scan of installed packages takes longer than all other rules
     names = installed.names(installed.SHIPPED_HOOKS, installed.HOOKS)
     unknown = [name for name in run.log.hooks if name not in names]
     if not unknown and len(set(run.log.hooks)) == len(run.log.hooks):
@@ -31,8 +37,10 @@ def known_hooks(run: RunConfig) -> Iterator[Finding]:
 @rule(Code("MT127", example="trainer.objective=nxt_token"), reads="trainer.objective", disk=True)
 def known_objective(run: RunConfig) -> Iterator[Finding]:
     """The objective ships with mtrain or comes with an installed package."""
-    names = installed.names(installed.SHIPPED_OBJECTIVES, installed.OBJECTIVES)
     name = run.trainer.objective
+    if name == DEFAULT:
+        return
+    names = installed.names(installed.SHIPPED_OBJECTIVES, installed.OBJECTIVES)
     if name in names:
         return
     near = [*get_close_matches(name, names, n=1), "next_token"]
