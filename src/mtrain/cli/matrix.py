@@ -15,7 +15,7 @@ from mtrain.config.compose.paths import choices_of_group, recipe_names
 from mtrain.config.compose.recipe import read_recipe
 from mtrain.config.compose.sweep import jobs
 from mtrain.config.resolve.resolution import Machine
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError, Problem, say_page
 from mtrain.recipes.delta import section
 
@@ -72,7 +72,7 @@ def _distinct(clusters: Sequence[str]) -> list[str]:
     return [name for name in clusters if first[facts[name]] == name]
 
 
-def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
+def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], UnresolvedRun]:
     """Return the choices of each axis, and the rest of the configuration."""
     axes = shipped()
     rest = list[str]()

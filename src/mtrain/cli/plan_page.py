@@ -421,7 +421,7 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
     """Machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.world
+    devices = run.cluster.devices_per_node or run.parallel.ranks
     groups = machines(grid, devices)
     columns = min(devices, (1000 - GAP) // SIDE)
     svg = Svg(1000, 0)

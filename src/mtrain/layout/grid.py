@@ -50,10 +50,8 @@ class RankGrid:
 
     @classmethod
     def of(cls, run: RunConfig) -> RankGrid:
-        """Return the grid of a resolved configuration (`parallel.ranks` is a number)."""
+        """Return the grid of a configuration."""
         p = run.parallel
-        if p.ranks is None:
-            raise ValueError("parallel.ranks is not resolved yet")
         return cls(p.ranks, p.tp, p.cp, p.pp, p.ep, p.etp or p.tp)
 
     @property

@@ -17,7 +17,7 @@ from mtrain.config.resolve.resolution import Machine, machine_problems, resolve,
 from mtrain.config.resolve.usual_layout import on_a_cpu
 from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 from mtrain.loading import initial_weights
 
@@ -39,7 +39,8 @@ this machine.
 class Loaded(Composed):
     """A configuration that is resolved and passed every rule."""
 
-    raw: RunConfig | None = None
+    run: RunConfig
+    raw: UnresolvedRun | None = None
     """The configuration before it was resolved."""
     argv: tuple[str, ...] = ()
     """The command line that describes it."""
@@ -151,7 +152,7 @@ def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
     return ConfigError
 
 
-def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
+def _refuse_hidden_gpus(raw: UnresolvedRun, run: RunConfig, machine: Machine) -> None:
     """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto`
     would take.
 
@@ -172,7 +173,7 @@ def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> Non
     )
 
 
-def _of_devices(raw: RunConfig, world_size: int | None) -> AbstractSet[str]:
+def _of_devices(raw: UnresolvedRun, world_size: int | None) -> AbstractSet[str]:
     """Return the codes of errors that may be due to the number of devices of this machine."""
     if raw.cluster.devices_per_node is not None:
         return frozenset()

@@ -77,7 +77,6 @@ def state_bytes(run: RunConfig) -> int:
     parameters have only weights.
     """
     p = run.parallel
-    assert p.ranks is not None
     dtype = run.precision.format
     half = is_half(dtype)
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)

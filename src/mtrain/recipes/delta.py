@@ -19,7 +19,7 @@ from mtrain.config.messages.validate import MISSING, OPEN
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES = 12
@@ -43,7 +43,7 @@ class Delta:
 
 
 def delta(
-    run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
+    run: UnresolvedRun, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
 ) -> Delta:
     """Return the shortest recipe of `run`: for each group the choice that leaves the fewest values
     to set.
@@ -153,7 +153,7 @@ def _composed(group: str, choice: str) -> Section:
 
 @cache
 def _section(group: str, choice: str, file: Path | None) -> Section:
-    kind: Any = RunConfig.model_fields[group].annotation
+    kind: Any = UnresolvedRun.model_fields[group].annotation
     parsed: Section
     if file is None:
         parsed = kind.model_validate(parse_layout(choice))
@@ -259,7 +259,7 @@ def _words(text: str) -> str:
     return text if plain and text.isprintable() and scalar(text) == text else spell(text)
 
 
-def unequal(first: RunConfig, second: RunConfig) -> list[str]:
+def unequal(first: UnresolvedRun, second: UnresolvedRun) -> list[str]:
     """Return keys whose values differ, without a recipe's description."""
     left_values = first.flat()
     right_values = second.flat()

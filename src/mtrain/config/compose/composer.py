@@ -35,7 +35,7 @@ from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
 from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
 ARCHITECTURE = tuple(
@@ -50,7 +50,7 @@ WEIGHTS = "weights.given"
 class Composed:
     """A configuration that passed the schema."""
 
-    run: RunConfig
+    run: UnresolvedRun
     origins: dict[str, str]
     """The origin of each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command
     line`, `default`.
@@ -150,7 +150,7 @@ class _Composition:
                     layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser),
                     *of_files,
                 ]
-            rest: RunConfig | None = run
+            rest: UnresolvedRun | None = run
             if strayed or not run:
                 rest = self._without(values, origins, paths, of_files, layers)
             partial = self._result(rest, origins) if rest is not None else None
@@ -158,7 +158,7 @@ class _Composition:
         return self._result(run, origins, self._warnings(run, origins))
 
     def _result(
-        self, run: RunConfig, origins: Origins, warnings: tuple[Problem, ...] = ()
+        self, run: UnresolvedRun, origins: Origins, warnings: tuple[Problem, ...] = ()
     ) -> Composed:
         known = {key: origins.of(key) for key in run.flat()}
         files = dict(self.library.files)
@@ -166,7 +166,7 @@ class _Composition:
             run, known, self.shown, warnings, history=tuple(origins.history), files=files
         )
 
-    def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
+    def _warnings(self, run: UnresolvedRun | None, origins: Origins) -> tuple[Problem, ...]:
         """Return a warning for each part of a recipe that choices on the command line replaced."""
         return tuple(
             self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ()
@@ -464,7 +464,7 @@ class _Composition:
                 origins.put(leaf, inner, COMMAND_LINE)
         return problems
 
-    def _strayed(self, run: RunConfig | None, origins: Origins) -> list[Problem]:
+    def _strayed(self, run: UnresolvedRun | None, origins: Origins) -> list[Problem]:
         """Return paths outside of the working folder that a file sets and the command line does
         not.
         """
@@ -481,7 +481,7 @@ class _Composition:
         paths: Sequence[str],
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
-    ) -> RunConfig | None:
+    ) -> UnresolvedRun | None:
         """Return the configuration with each refused key reset to the value below the refused one,
         or to its default.
         """

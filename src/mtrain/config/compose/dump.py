@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain.config.compose.yaml_reader import scalar
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 
 _CONSTANT = re.compile(r"(?i:null|true|false|nan|inf)\Z")
 _BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
@@ -17,7 +17,7 @@ _NO_QUOTES = re.compile(r"[A-Za-z0-9_/.:@%+,=\[\]-]*(\{\})?\Z")
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 
 
-def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+def run_yaml(run: UnresolvedRun, comments: Mapping[str, str] | None = None) -> str:
     """Return every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
 
     `comments` adds a remark after the leaf at each dotted key, aligned in one column.

@@ -19,6 +19,7 @@ from mtrain.config.disk.files import read_text
 from mtrain.config.engine.kernels import ON_CPU
 from mtrain.config.machine.devices import CPU
 from mtrain.config.messages.validate import validate
+from mtrain.config.resolve.resolution import as_resolved
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
@@ -118,7 +119,7 @@ def parse_lock(text: str, source: str) -> Lock:
             [Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)]
         )
     new = tuple(key for key in run.flat() if not _said(document.values, key))
-    return Lock(run, body, facts, new)
+    return Lock(as_resolved(run), body, facts, new)
 
 
 def edited(text: str, source: str) -> Problem | None:
@@ -183,4 +184,4 @@ def read_run_file(path: Path) -> RunConfig:
     run, problems = validate(document.values, document.where)
     if run is None:
         raise ConfigError(problems)
-    return run
+    return as_resolved(run)

@@ -13,7 +13,7 @@ from mtrain.config.compose.layers import layer, stays_in_its_group
 from mtrain.config.compose.library import CONFIG, Library
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.yaml_reader import Document
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
 MOST_SHOWN = 12
@@ -100,7 +100,7 @@ class Replaced:
                 drop(self.values, key)
 
     def problems(
-        self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
+        self, said: Mapping[str, Any], run: UnresolvedRun | None, is_set: Callable[[str], bool]
     ) -> Iterator[Problem]:
         """Yield a warning for each choice that replaced values, except values that the result has
         anyway.

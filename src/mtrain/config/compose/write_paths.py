@@ -12,7 +12,7 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import RESUME_WORDS, user_path
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem
 
 RUNS = "log.runs_dir"
@@ -28,7 +28,7 @@ TAG = (
 """The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain."""
 
 
-def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
+def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> list[Problem]:
     """Return a problem for each place outside of the working folder that only a recipe or run file
     names.
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.engine.fields import is_there
-from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
+from mtrain.config.messages.keys import key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import stages, uneven
 from mtrain.config.resolve.watch import watched
@@ -53,7 +53,7 @@ def _reader(path: str) -> Get:
     """Return a reader of a key: a list in place of a tuple, nothing for a null key
     without effect.
     """
-    read = attrgetter(RESOLVED.get(path, path))
+    read = attrgetter(path)
     null = LEFT_OUT if when_of(path) else None
 
     def get(run: RunConfig) -> Any:
@@ -291,7 +291,7 @@ FSDP_FIELDS: dict[str, Get] = {
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
     "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
-    "min_lr": lambda r: r.optim.min_lr or 0.0,
+    "min_lr": lambda r: r.optim.min_lr,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
     "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
@@ -321,8 +321,8 @@ OWN_CURVE = "constant"
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
     "init_lr": lambda r: 0.0,
-    "min_lr": lambda r: r.optim.min_lr or 0.0,
-    "lr_warmup_steps": lambda r: r.optim.warmup_iters or 0,
+    "min_lr": lambda r: r.optim.min_lr,
+    "lr_warmup_steps": lambda r: r.optim.warmup_iters,
     "lr_decay_steps": end_of_decay,
     "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule].megatron_name or OWN_CURVE,
     "wd_incr_steps": end_of_decay,

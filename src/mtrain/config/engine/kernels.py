@@ -15,7 +15,7 @@ from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.messages.problem import problem_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.watch import watched
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
 
@@ -39,17 +39,17 @@ class Operation:
     name: str
     order: tuple[str, ...]
     """Its implementations in the order in which `auto` tries them."""
-    applies: Callable[[RunConfig], bool] = lambda run: True
+    applies: Callable[[UnresolvedRun], bool] = lambda run: True
     """Whether a model has it."""
     needs: str = ""
     """The condition on the model, as a user writes it."""
 
 
-def _routes(run: RunConfig) -> bool:
+def _routes(run: UnresolvedRun) -> bool:
     return run.model.moe is not None and run.model.moe.router_load_balancing_type != "sinkhorn"
 
 
-def _activates(run: RunConfig) -> bool:
+def _activates(run: UnresolvedRun) -> bool:
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
     return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from mtrain.config.compose.layout_string import GRAMMAR
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.messages.docs import documented
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 COMMENT = "made by `mtrain schema`; make it again after an update"
@@ -42,7 +42,7 @@ def json_schema(kind: str) -> Json:
     """
     if kind == "recipe":
         return _finished(_recipe(), "A recipe of mtrain: choices, values, and words about itself.")
-    model: Any = RunConfig if kind == "run" else RunConfig.model_fields[kind].annotation
+    model: Any = UnresolvedRun if kind == "run" else UnresolvedRun.model_fields[kind].annotation
     words = "A resolved run of mtrain: run=FILE repeats it." if kind == "run" else ""
     return _finished(_lowered_schema(model), words)
 
@@ -96,7 +96,7 @@ def _recipe() -> Json:
     """Return the schema of a recipe: nothing is required, and a value may be a reference to another
     key.
     """
-    whole = _lowered_schema(RunConfig)
+    whole = _lowered_schema(UnresolvedRun)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
     return {

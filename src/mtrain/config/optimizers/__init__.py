@@ -26,9 +26,9 @@ def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
         return param.ndim > 1 and not any(word in name for word in NO_MATRICES)
 
     if o.name == "sgd":
-        rates = {"max_lr": o.rate * m, "min_lr": (o.min_lr or 0.0) * m}
+        rates = {"max_lr": o.rate * m, "min_lr": o.min_lr * m}
         return (ParamGroup("mup, as wide as one", lambda p, name: not hidden(p, name), rates),)
-    rates = {"max_lr": o.rate / m, "min_lr": (o.min_lr or 0.0) / m}
+    rates = {"max_lr": o.rate / m, "min_lr": o.min_lr / m}
     rates |= {"eps": o.eps / m} if "eps" in OPTIMIZERS[o.name].keys else {}
     return (ParamGroup("mup, wide on both sides", hidden, rates),)
 

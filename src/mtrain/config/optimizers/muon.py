@@ -138,7 +138,7 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
         )
     if o.muon.adamw_lr in (None, o.rate):
         return groups
-    share = (o.min_lr or 0.0) / o.rate
+    share = o.min_lr / o.rate
     rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
     return (*groups, ParamGroup("no matrix", lambda p, name: not is_matrix(p, name), rates))
 

@@ -15,7 +15,7 @@ def rate(run: RunConfig, step: int) -> float:
     """Return the learning rate of a step, counted from 1, of a resolved run."""
     past_updates = run.optim.schedule_counts == "past_updates"
     counted = step - 1 if past_updates else step
-    return rate_at(run, counted, run.optim.lr or 0.0, run.optim.min_lr or 0.0)
+    return rate_at(run, counted, run.optim.lr, run.optim.min_lr)
 
 
 def rate_at(run: RunConfig, counted: int, highest: float, lowest: float) -> float:

@@ -8,14 +8,14 @@ from typing import Any
 from mtrain.config.compose.origins import DEFAULT
 from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 
 AUTO_LAYOUT = "parallel.auto"
 
 
 def on_a_cpu(
-    raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
-) -> tuple[RunConfig, dict[str, str]]:
+    raw: UnresolvedRun, origins: Mapping[str, str], machine: Machine, world_size: int | None
+) -> tuple[UnresolvedRun, dict[str, str]]:
     """Return `raw` on a CPU with tensor parallelism 2 in place of a null layout, and the reason.
 
     One process if the number of processes or the model does not permit it; keys that are set stay.
@@ -29,7 +29,7 @@ def on_a_cpu(
     if said or (ranks is not None and ranks % smallest_world(sharded.parallel)):
         return plain, why
 
-    def broken(run: RunConfig) -> set[tuple[str, str]]:
+    def broken(run: UnresolvedRun) -> set[tuple[str, str]]:
         found = findings(resolve(run, machine, world_size))
         return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
 
@@ -38,5 +38,5 @@ def on_a_cpu(
     return sharded, {**why, "parallel.tp": f"resolved from {device}: two processes"}
 
 
-def _changed(run: RunConfig, **keys: Any) -> RunConfig:
+def _changed(run: UnresolvedRun, **keys: Any) -> UnresolvedRun:
     return run.model_copy(update={"parallel": run.parallel.model_copy(update=keys)})

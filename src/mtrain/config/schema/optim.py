@@ -170,11 +170,6 @@ class _OptimKeys(Section):
     """
 
     @property
-    def rate(self) -> float:
-        """Return the largest learning rate of a resolved run."""
-        return self.lr or 1e-3
-
-    @property
     def holds_main_weights(self) -> bool:
         """Return whether Adam itself keeps the bits that a bf16 weight lacks, and megatron-core's
         optimizer no main weights.
@@ -207,7 +202,7 @@ def _optim_config() -> type[_OptimKeys]:
             field.metadata.append(Key(when=f"optim.name={name}"))
             fields[name] = (optimizer.section, field)
     made = create_model(
-        "OptimConfig",
+        "UnresolvedOptim",
         __base__=_OptimKeys,
         __doc__=_OptimKeys.__doc__,
         __module__=__name__,
@@ -217,6 +212,19 @@ def _optim_config() -> type[_OptimKeys]:
 
 
 if TYPE_CHECKING:
-    OptimConfig = _OptimKeys
+    UnresolvedOptim = _OptimKeys
 else:
-    OptimConfig = _optim_config()
+    UnresolvedOptim = _optim_config()
+
+
+class OptimConfig(UnresolvedOptim):
+    """`optim` of a resolved run."""
+
+    lr: float
+    min_lr: float
+    warmup_iters: int
+
+    @property
+    def rate(self) -> float:
+        """Return the largest learning rate."""
+        return self.lr

@@ -17,7 +17,7 @@ def end_of_decay(run: Run) -> int:
 
 def warmup_of(run: Run) -> int:
     """Return the steps of linear warmup of a resolved run."""
-    return int(run.optim.warmup_iters or 0)
+    return int(run.optim.warmup_iters)
 
 
 def progress(step: int, run: Run) -> float:

@@ -22,7 +22,7 @@ StopSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXC
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
-class TrainerConfig(Section):
+class UnresolvedTrainer(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
     objective: str = "next_token"
@@ -192,17 +192,29 @@ class TrainerConfig(Section):
     ] = 600.0
     """Seconds without progress of any rank after which the run ends."""
 
+
+class TrainerConfig(UnresolvedTrainer):
+    """`trainer` of a resolved run."""
+
+    fine_tuning: bool
+    train_iters: int
+    global_batch_size: int
+    micro_batch_size: int
+    eval_interval: int
+    sample_tokens: int
+    join_timeout_s: float
+
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of a resolved run."""
-        return self.train_iters or 1
+        """Return the optimizer steps."""
+        return self.train_iters
 
     @property
     def batch(self) -> int:
-        """Return the samples per optimizer step of a resolved run."""
-        return self.global_batch_size or 1
+        """Return the samples per optimizer step."""
+        return self.global_batch_size
 
     @property
     def micro(self) -> int:
-        """Return the samples per forward and backward of a resolved run."""
-        return self.micro_batch_size or 1
+        """Return the samples per forward and backward."""
+        return self.micro_batch_size

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtrain.config.messages.problem import value_at
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow
@@ -36,7 +36,7 @@ SPARE = 0.04
 SLACK = 0.995
 """Of what is counted in pieces: what the whole plan may be below it."""
 STATE = tuple(AXES).index("state")
-Resolve = Callable[[RunConfig], RunConfig]
+Resolve = Callable[[UnresolvedRun], RunConfig]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Found:
 class Task:
     """The space and the goal of a search."""
 
-    raw: RunConfig
+    raw: UnresolvedRun
     """The run before it was resolved, with only those of the searched keys set that were set."""
     resolve: Resolve
     said: Mapping[str, Any]
@@ -265,9 +265,7 @@ class Search:
         memory, because it does not fit otherwise.
         """
         p = run.parallel
-        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
-            (p.etp or p.tp) * p.ep * p.pp
-        ):
+        if p.ranks % (p.tp * p.cp * p.pp) or p.ranks % ((p.etp or p.tp) * p.ep * p.pp):
             return inf  # there is no such grid, as the rules will say
         key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
         if key not in self._standing:
