@@ -25,12 +25,11 @@ from mtrain.config.machine import installed
 from mtrain.config.schema.base import Section
 from mtrain.errors import BadEnvironment
 
+# Entry point group of families. A value is a package, or `module:NAME` of a `Family` that adds no
+# keys.
 GROUP = "mtrain.models"
-"""Entry point group of families. A value is a package, or `module:NAME` of a `Family` that adds no
-keys.
-"""
+# The family of a model that names none.
 FIRST = "gpt"
-"""The family of a model that names none."""
 
 Model = TypeVar("Model", bound=Section)
 

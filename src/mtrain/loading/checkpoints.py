@@ -14,6 +14,7 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.launching.local import Source
 from mtrain.models.registry import family_of
 
+# Keys that do not describe a corpus.
 _OF_SAMPLES = frozenset(
     f"data.{key}"
     for key in (
@@ -30,21 +31,20 @@ _OF_SAMPLES = frozenset(
         "remote_cache_gib",
     )
 )
-"""Keys that do not describe a corpus."""
 _OF_A_CORPUS = {
     key: field.get_default(call_default_factory=True)
     for key, field in schema_keys().items()
     if key.startswith("data.") and key not in _OF_SAMPLES
 }
+# The adapters that a run began with are in its checkpoint.
 WITHOUT_START = "peft.init_from=null"
-"""The adapters that a run began with are in its checkpoint."""
+# The corpus of the run may be gone: its tokenizer is in the run folder.
 WITHOUT_DATA = (
     "data.kind=mock",
     *(override(key, default) for key, default in _OF_A_CORPUS.items()),
     "trainer.sample_tokens=0",
     WITHOUT_START,
 )
-"""The corpus of the run may be gone: its tokenizer is in the run folder."""
 
 
 def relaid(overrides: Sequence[str]) -> list[str]:

@@ -21,18 +21,17 @@ from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 from mtrain.loading import initial_weights
 
+# Codes of files that are not what they were written as.
 DAMAGE = {"MT611", "MT612", "MT613"}
-"""Codes of files that are not what they were written as."""
+# Codes of folders that cannot be written.
 PLACES = {"MT431", "MT432"}
-"""Codes of folders that cannot be written."""
+# The code of values of a recipe that a choice on the command line replaces.
 REPLACED = "MT020"
-"""The code of values of a recipe that a choice on the command line replaces."""
+# Code of the error that no layout keeps all rules.
 NO_LAYOUT = "MT258"
-"""Code of the error that no layout keeps all rules."""
+# Codes of errors that may mean no more than too few devices here, where their number is that of
+# this machine.
 COUNTED_HERE = frozenset({"MT113", "MT114"})
-"""Codes of errors that may mean no more than too few devices here, where their number is that of
-this machine.
-"""
 
 
 @dataclass(frozen=True)

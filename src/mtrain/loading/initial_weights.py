@@ -19,10 +19,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
 HF_CONFIG = "config.json"
+# Section of a model -> its keys that follow from the data of a run, and are no part of what weights
+# are of.
 FROM_DATA = {"t5": ("encoder_length", "decoder_length")}
-"""Section of a model -> its keys that follow from the data of a run, and are no part of what
-weights are of.
-"""
 
 
 def composed(argv: Sequence[str]) -> Composed:

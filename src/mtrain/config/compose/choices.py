@@ -30,10 +30,9 @@ from mtrain.config.messages.suggestions import (
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
+# Matches a text that names a file instead of a choice: it starts like a path or ends like a YAML
+# file.
 _PATH = re.compile(r"(\.{0,2}|~)/|.*\.ya?ml\Z")
-"""Matches a text that names a file instead of a choice: it starts like a path or ends like a YAML
-file.
-"""
 
 
 def is_path(text: str) -> bool:

@@ -38,12 +38,12 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
+# Keys that a model must set, because they have no default.
 ARCHITECTURE = tuple(
     name for name, field in ModelConfig.model_fields.items() if field.is_required()
 )
-"""Keys that a model must set, because they have no default."""
+# The choice of `model` that stands for the model of the starting weights.
 WEIGHTS = "weights.given"
-"""The choice of `model` that stands for the model of the starting weights."""
 
 
 @dataclass(frozen=True)

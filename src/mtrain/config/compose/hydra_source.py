@@ -32,6 +32,8 @@ from mtrain.errors import ConfigError, Problem
 
 VERSION_BASE = "1.3"
 HYDRA = "hydra/config"
+# A stand-in for Hydra's own configuration: mtrain runs no Hydra job, and building the real one
+# takes longer than composing.
 _NOTES: dict[str, Any] = {
     "overrides": {"hydra": [], "task": []},
     "runtime": RuntimeConf(),
@@ -46,9 +48,6 @@ _NOTES: dict[str, Any] = {
         "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
     },
 }
-"""A stand-in for Hydra's own configuration: mtrain runs no Hydra job, and building the real one
-takes longer than composing.
-"""
 
 
 class NotComposed(Exception):
@@ -83,10 +82,10 @@ class Library(Protocol):
 
 
 MOST_MADE = 512
+# Compositions of this process by their inputs: a sweep or a list of recipes repeats them.
 _made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
-"""Compositions of this process by their inputs: a sweep or a list of recipes repeats them."""
+# The library that Hydra reads at the moment, and the name of its primary configuration.
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
-"""The library that Hydra reads at the moment, and the name of its primary configuration."""
 
 
 class _Source(ConfigSource):

@@ -10,17 +10,15 @@ from mtrain.config.messages.keys import is_content
 from mtrain.config.messages.suggestions import at_default
 from mtrain.errors import MAX_PROBLEMS, Problem
 
+# Limits: references behind one value, and characters and items that all references may expand to.
 MAX_REFERENCES = 100
 MAX_UNFOLDED = 1 << 20
-"""Limits: references behind one value, and characters and items that all references may
-expand to.
-"""
+# The fix for a reference that a file may not have, whatever overrides it.
 BY_HAND = "write the value itself, or delete the line"
-"""The fix for a reference that a file may not have, whatever overrides it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+# A dotted key.
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
-"""A dotted key."""
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

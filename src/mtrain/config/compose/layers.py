@@ -11,8 +11,8 @@ from mtrain.config.compose.origins import Layer
 from mtrain.config.compose.yaml_reader import package_of
 from mtrain.errors import ConfigError, Problem
 
+# Names of configurations, each with the dotted key that it fills.
 Entries = list[tuple[str, str]]
-"""Names of configurations, each with the dotted key that it fills."""
 
 
 def entries_of(

@@ -22,19 +22,17 @@ from mtrain.config.messages.validate import MISSING
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
+# The names of the primary configuration, of the group whose only choice is the recipe, and of a run
+# file.
 CONFIG = "config"
 RECIPE = "recipe"
 RUN = "run"
-"""The names of the primary configuration, of the group whose only choice is the recipe, and of a
-run file.
-"""
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
+# The prefix of hidden text, which no command-line argument contains, and the stand-in for a $ in
+# it.
 _BEGIN = "\0"
 _DOLLAR = "\ue001"
-"""The prefix of hidden text, which no command-line argument contains, and the stand-in for a $ in
-it.
-"""
 
 
 class Library:

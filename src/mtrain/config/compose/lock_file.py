@@ -24,6 +24,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
 HEAD = "# mtrain lock 1"
+# The facts that a lock records in addition to the values, with their types.
 FACTS = {
     "digest": str,
     "content": str,
@@ -32,11 +33,10 @@ FACTS = {
     "digests": dict,
     "sources": list,
 }
-"""The facts that a lock records in addition to the values, with their types."""
 
 
+# Operations with an implementation `cpu`.
 FAST_ON_CPU = ("norm", "rope", "attention", "linear", "experts", "loss")
-"""Operations with an implementation `cpu`."""
 
 
 @dataclass(frozen=True)

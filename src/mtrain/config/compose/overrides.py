@@ -25,9 +25,9 @@ from mtrain.config.messages.suggestions import (
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
+# Limits: characters of one argument, and of all of them.
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
-"""Limits: characters of one argument, and of all of them."""
 
 
 @dataclass

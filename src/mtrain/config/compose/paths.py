@@ -17,20 +17,20 @@ from mtrain.errors import ConfigError, Problem
 VARIABLE = "MTRAIN_CONF"
 ENTRY_POINTS = "mtrain.conf"
 RECIPES = "recipes"
+# Files that a run folder and a checkpoint folder have.
 RUN_FILE = "run.yaml"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""Files that a run folder and a checkpoint folder have."""
+# The file of a run folder that records its machine and command.
 ENVIRONMENT = "env.json"
-"""The file of a run folder that records its machine and command."""
+# Words that `checkpoint.resume` accepts instead of a folder.
 RESUME_WORDS = ("auto", "latest")
-"""Words that `checkpoint.resume` accepts instead of a folder."""
+# Matches the name of a choice or of a group.
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
-"""Matches the name of a choice or of a group."""
+# The number of names of a folder that are compared with a missing one.
 MAX_NAMES = 2000
-"""The number of names of a folder that are compared with a missing one."""
+# The number of names that a message lists.
 MOST_NAMES = 24
-"""The number of names that a message lists."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 

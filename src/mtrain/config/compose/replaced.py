@@ -16,8 +16,8 @@ from mtrain.config.compose.yaml_reader import Document
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
+# The number of replaced values that one report names.
 MOST_SHOWN = 12
-"""The number of replaced values that one report names."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from mtrain.errors import Problem
 RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
 RESUME = "checkpoint.resume"
+# Keys that decide where something is written, and the contents.
 KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
-"""Keys that decide where something is written, and the contents."""
+# The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain.
 TAG_FILE = "CACHEDIR.TAG"
 TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made"
     " again.\n"
 )
-"""The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain."""
 
 
 def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> list[Problem]:

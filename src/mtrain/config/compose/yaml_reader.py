@@ -22,8 +22,8 @@ MAX_NODES = 10_000
 MAX_KEYS = 2_000
 MAX_DIGITS = 400
 
+# A loader that leaves every scalar as text: this module decides its type.
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""A loader that leaves every scalar as text: this module decides its type."""
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
@@ -224,6 +224,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
 
 
+# Words of the parser's messages -> their meaning for the author of a file.
 _EXPLAINED = {
     "mapping values": (
         "a second colon in one line, or an indentation unlike that of the lines around it"
@@ -248,7 +249,6 @@ _EXPLAINED = {
     "incompatible": "a version of YAML that there is not",
     "tag": "a tag that does not end",
 }
-"""Words of the parser's messages -> their meaning for the author of a file."""
 
 
 def _explained(said: str, excerpt: str) -> str:

@@ -33,12 +33,13 @@ _KINDS = (
 )
 MAX_ENTRIES = 20_000
 MAX_SECONDS = 0.1
+# Folders of a Python installation that are not the standard library, or are its tests.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 )
-"""Folders of a Python installation that are not the standard library, or are its tests."""
+# A corpus in one file is split at blank lines into documents of at least this many characters.
 PIECE = 16 << 10
-"""A corpus in one file is split at blank lines into documents of at least this many characters."""
+# Kinds of file systems that hold no user files.
 PSEUDO = frozenset(
     (
         "proc",
@@ -54,9 +55,8 @@ PSEUDO = frozenset(
         "configfs",
     )
 )
-"""Kinds of file systems that hold no user files."""
+# The bytes of a file that decide whether it is text.
 LOOKED_AT = 1 << 16
-"""The bytes of a file that decide whether it is text."""
 
 
 def kind_of(path: str | Path) -> str:
@@ -349,10 +349,9 @@ def download_of(text: str, files: str = "") -> tuple[str, str] | None:
 
 
 ENDING = ".jsonl"
+# The number of entries of a folder that are examined: the file is next to folders of images, or
+# among few images.
 MOST_ENTRIES = 100_000
-"""The number of entries of a folder that are examined: the file is next to folders of images, or
-among few images.
-"""
 
 
 WHICH = "which text belongs to which image"

@@ -11,10 +11,10 @@ from typing import Any
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import ENDING, unreadable
 
+# The bytes within which the first line must end.
 FIRST_BYTES = 1 << 24
-"""The bytes within which the first line must end."""
+# The bytes that may precede it: a byte order mark and empty lines.
 BLANK = b"\xef\xbb\xbf \t\r\n"
-"""The bytes that may precede it: a byte order mark and empty lines."""
 
 
 def kind_of_chats(path: str | None) -> str | None:

@@ -23,8 +23,8 @@ from mtrain.units import MIB, bytes_
 FORMAT = 1
 SUFFIX = ".manifest.json"
 MAX_BYTES = 256 * MIB
+# The size up to which `check` reads a manifest, in a fraction of a second.
 READ_BYTES = 16 * MIB
-"""The size up to which `check` reads a manifest, in a fraction of a second."""
 COUNTS = ("documents", "sequences", "tokens", "largest_id", "vocab_size")
 FILES = (".bin", ".idx")
 

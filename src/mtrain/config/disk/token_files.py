@@ -25,16 +25,16 @@ from mtrain.units import MIB, bytes_
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+# The dtype codes of token files. 6 and 7 are floating-point numbers and no token ids.
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""The dtype codes of token files. 6 and 7 are floating-point numbers and no token ids."""
 _LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 MAX_TOKENIZER = 128 * MIB
+# The size up to which `check` reads a tokenizer.json, in a fraction of a second.
 READ_TOKENIZER = 16 * MIB
-"""The size up to which `check` reads a tokenizer.json, in a fraction of a second."""
+# Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list.
 MAPPED = ("BPE", "WordPiece", "WordLevel")
-"""Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list."""
+# Names of end-of-document tokens in use, in the order in which they are tried.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
-"""Names of end-of-document tokens in use, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from mtrain.config.schema.schedule import end_of_decay
 
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
+# A marker of no value: megatron-core's default stays.
 LEFT_OUT = object()
-"""A marker of no value: megatron-core's default stays."""
+# Sections whose keys feed fields that only exist with them.
 _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
@@ -34,7 +35,6 @@ _OWNERS = {
     "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
 }
-"""Sections whose keys feed fields that only exist with them."""
 
 
 def _fed(owner: str = "") -> dict[str, Get]:
@@ -144,6 +144,7 @@ def _some_layers_in_bf16(run: RunConfig) -> bool:
     return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
 
 
+# Fields of every TransformerConfig.
 FIELDS: dict[str, Get] = {
     **_fed(),
     "num_query_groups": lambda r: r.model.query_groups,
@@ -193,7 +194,6 @@ FIELDS: dict[str, Get] = {
     ),
     "bias_activation_fusion": _fuses_activation,
 }
-"""Fields of every TransformerConfig."""
 
 
 def _moe(run: RunConfig) -> MoEConfig:
@@ -208,6 +208,7 @@ def _layers_with_experts(run: RunConfig) -> list[int]:
     return [int(i >= _moe(run).first_dense_layers) for i in range(run.model.num_layers)]
 
 
+# Fields for models with experts.
 MOE_FIELDS: dict[str, Get] = {
     **_fed("moe."),
     "moe_layer_freq": _layers_with_experts,
@@ -217,13 +218,12 @@ MOE_FIELDS: dict[str, Get] = {
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
 }
-"""Fields for models with experts."""
 
+# Fields for MLA, whose class is MLATransformerConfig.
 MLA_FIELDS: dict[str, Get] = {
     **_fed("mla."),
     "multi_latent_attention": lambda r: True,
 }
-"""Fields for MLA, whose class is MLATransformerConfig."""
 
 
 def _linear_layers(run: RunConfig) -> int | list[int]:
@@ -234,46 +234,47 @@ def _linear_layers(run: RunConfig) -> int | list[int]:
     return [int(m.is_linear(i)) for i in range(m.num_layers)]
 
 
+# Fields for models with gated delta nets.
 LINEAR_FIELDS: dict[str, Get] = {
     **_fed("linear."),
     "linear_attention_freq": _linear_layers,
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
-"""Fields for models with gated delta nets."""
 
+# Fields for sparse attention.
 DSA_FIELDS: dict[str, Get] = {
     **_fed("dsa."),
     "experimental_attention_variant": lambda r: "dsa",
 }
-"""Fields for sparse attention."""
 
+# Fields of the family hybrid.
 HYBRID_FIELDS: dict[str, Get] = {
     **_fed("hybrid."),
     "is_hybrid_model": lambda r: True,
 }
-"""Fields of the family hybrid."""
 
+# Arguments of GPTModel.
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
     "vocab_size": lambda r: r.model.padded_vocab_size,
     "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
 }
-"""Arguments of GPTModel."""
 
+# Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig.
 WRAP_FIELDS: dict[str, Get] = {
     **_fed("wrap."),
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
-"""Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig."""
 
+# Fields of DistributedDataParallelConfig.
 DDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("ddp."),
 }
-"""Fields of DistributedDataParallelConfig."""
 
+# Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights.
 FSDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("fsdp."),
@@ -286,8 +287,8 @@ FSDP_FIELDS: dict[str, Get] = {
     # only NCCL fuses the division into the sum
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights."""
 
+# Fields of OptimizerConfig; dtypes are words.
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
     "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
@@ -306,18 +307,17 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     # fp32 copy of them.
     "main_grads_dtype": main_grads_format,
 }
-"""Fields of OptimizerConfig; dtypes are words."""
 
+# Optimizer -> the fields of OptimizerConfig that its own keys feed.
 OWN_FIELDS: dict[str, dict[str, Get]] = {
     name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
 }
-"""Optimizer -> the fields of OptimizerConfig that its own keys feed."""
 
+# megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
+# `assembly.optim` replaces the rates.
 OWN_CURVE = "constant"
-"""megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
-`assembly.optim` replaces the rates.
-"""
 
+# Fields of OptimizerParamScheduler, in steps.
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
     "init_lr": lambda r: 0.0,
@@ -328,7 +328,6 @@ SCHEDULE_FIELDS: dict[str, Get] = {
     "wd_incr_steps": end_of_decay,
     "wd_incr_style": lambda r: "constant",
 }
-"""Fields of OptimizerParamScheduler, in steps."""
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:

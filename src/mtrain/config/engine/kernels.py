@@ -55,9 +55,10 @@ def _activates(run: UnresolvedRun) -> bool:
     return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")
 
 
+# The implementation for a CPU, whatever a device is called.
 ON_CPU = "cpu"
-"""The implementation for a CPU, whatever a device is called."""
 
+# All operations, in the order of the keys of `kernels`.
 OPERATIONS = (
     Operation("norm", ("te", "triton", "cpu", "reference")),
     Operation(
@@ -92,15 +93,14 @@ OPERATIONS = (
     Operation("loss", ("triton", "cpu", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
-"""All operations, in the order of the keys of `kernels`."""
 
 
+# Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name.
 PARTS: dict[str, tuple[str, ...]] = {
     "linear": ("fp8_linear", "quantize"),
     "experts": ("grouped_gemm",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
-"""Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name."""
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
@@ -114,10 +114,10 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
     return (*parts, "newton_schulz") if whole else parts
 
 
+# Recipes of precision.fp8 that our linear layers and experts support.
 OURS = ("tensorwise", "blockwise")
-"""Recipes of precision.fp8 that our linear layers and experts support."""
+# Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`.
 WIDEST_HEAD = 256
-"""Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 NO_COUNTS = (
     "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
     " none"
@@ -436,8 +436,8 @@ def _not_run(op: str, run: RunConfig) -> str | None:
     )
 
 
+# Keys of `kernels` that name an implementation.
 KEYS = ("default", *(op.name for op in OPERATIONS))
-"""Keys of `kernels` that name an implementation."""
 
 
 def problems(

@@ -15,10 +15,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 Release = tuple[int, int, int]
+# The releases that adaptations and patches were checked against, each for later ones of its series
+# too.
 SUPPORTED: tuple[Release, ...] = ((0, 16, 1), (0, 19, 2))
-"""The releases that adaptations and patches were checked against, each for later ones of its series
-too.
-"""
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,6})\s*$", re.MULTILINE)
 _MAX_BYTES = 1 << 16
 

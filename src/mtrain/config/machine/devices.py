@@ -9,12 +9,11 @@ from functools import cache
 
 from mtrain.config.machine import installed
 
+# Entry points of device plug-ins (`mtrain.devices.base.Device`).
 GROUP = "mtrain.devices"
-"""Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
+# Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
+# torch.
 FACTS_GROUP = "mtrain.device_facts"
-"""Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
-torch.
-"""
 AUTO = "auto"
 
 

@@ -19,10 +19,10 @@ from mtrain.config.machine.visible import Seen, counted, shown
 
 ROOT = Path("/")
 GROUPS = "sys/fs/cgroup"
+# Nodes that are taken from one entry of a list of SLURM's.
 MOST_NODES = 1 << 20
-"""Nodes that are taken from one entry of a list of SLURM's."""
+# Version 1 of control groups says a number near 2^63 where there is no limit.
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 of control groups says a number near 2^63 where there is no limit."""
 AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 

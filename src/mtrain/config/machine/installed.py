@@ -45,11 +45,11 @@ def cache_folder() -> Path | None:
 
 Kind = TypeVar("Kind")
 
+# Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name.
 HOOKS = "mtrain.hooks"
-"""Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name."""
 SHIPPED_HOOKS = "mtrain.train.hooks.optional"
+# Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names.
 OBJECTIVES = "mtrain.objectives"
-"""Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names."""
 SHIPPED_OBJECTIVES = "mtrain.train.objectives"
 
 

@@ -15,8 +15,8 @@ from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.errors import ConfigError
 
 GROUP = "cluster"
+# The longest chain of files, each of which names the next in its `defaults`.
 MOST_BASES = 8
-"""The longest chain of files, each of which names the next in its `defaults`."""
 
 
 @dataclass(frozen=True)

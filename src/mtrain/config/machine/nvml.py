@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# The name for the loader's search path, and the place where the driver of Windows puts it in WSL2.
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2.
-"""
+# Size of the library's longest texts: names and UUIDs.
 TEXT_BYTES = 96
-"""Size of the library's longest texts: names and UUIDs."""
+# The number of processes of a GPU in the first query.
 USUAL_PROCESSES = 64
-"""The number of processes of a GPU in the first query."""
 TRIES = 3
 INSUFFICIENT_SIZE = 7
 ENABLED = 1

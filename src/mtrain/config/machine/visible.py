@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from mtrain.config.machine.nvml import Driver, Gpu
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+# First entries by which users, schedulers and container runtimes hide every GPU on purpose.
 NONE = ("", "-1", "none", "void", "NoDevFiles")
-"""First entries by which users, schedulers and container runtimes hide every GPU on purpose."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def _device(gpu: Gpu) -> Gpu | None:
     return gpu.instances[0] if gpu.instances else None
 
 
+# A GPU, and one of its instances; -1: the GPU itself.
 Place = tuple[int, int]
-"""A GPU, and one of its instances; -1: the GPU itself."""
 
 
 def _device_at(gpus: Sequence[Gpu], place: Place) -> Gpu | None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from mtrain.config.schema.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
 
+# Optimizers by name, which is that of the module, in alphabetical order.
 OPTIMIZERS: dict[str, Optimizer] = {
     found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER
     for found in iter_modules(__path__)
 }
-"""Optimizers by name, which is that of the module, in alphabetical order."""
 
 
 def mup_groups(run: Run) -> tuple[ParamGroup, ...]:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from mtrain.config.schema.run import RunConfig
 
+# The largest number of sizes of a ramp; more are surely a slip.
 MOST_STAGES = 1000
-"""The largest number of sizes of a ramp; more are surely a slip."""
 
+# Keys of `trainer` with which all steps have the same size.
 NO_RAMP = {"rampup_batch_size": None, "batch_size_schedule": None}
-"""Keys of `trainer` with which all steps have the same size."""
 
 
 class Stage(NamedTuple):

@@ -105,6 +105,7 @@ def _layers_may_differ(run: UnresolvedRun) -> bool:
 
 
 _LAYERS = (_layers_may_differ, "a precision.fp8 whose recipe is not delayed, or a precision.fp4")
+# Conditions that need code: the check, and its text for users.
 _COMPUTED: dict[str, tuple[Callable[[UnresolvedRun], bool], str]] = {
     "precision.num_layers_at_start_in_bf16": _LAYERS,
     "precision.num_layers_at_end_in_bf16": _LAYERS,
@@ -122,8 +123,8 @@ _COMPUTED: dict[str, tuple[Callable[[UnresolvedRun], bool], str]] = {
     "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
 }
-"""Conditions that need code: the check, and its text for users."""
 
+# Defaults that follow from other keys.
 _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.cp_comm_type": _context_exchange,
     "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(1, r.data.length // r.parallel.dp),
@@ -142,7 +143,6 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
         r.model.moe.group_score_topk if r.model.moe else None
     ),
 }
-"""Defaults that follow from other keys."""
 
 
 def _conditionals() -> Iterator[Conditional]:
@@ -164,12 +164,11 @@ def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[Unresolve
     return lambda run: holds(lambda path: _meant(run, path))
 
 
+# All conditional keys in the order of the schema; `resolve` fills in their defaults, and a rule
+# refuses a key that is set without effect.
 CONDITIONAL = tuple(_conditionals())
-"""All conditional keys in the order of the schema; `resolve` fills in their defaults, and a rule
-refuses a key that is set without effect.
-"""
 _BY_PATH = {key.path: key for key in CONDITIONAL}
+# The conditional keys of low-precision GEMMs.
 QUANTIZED = tuple(
     key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION)
 )
-"""The conditional keys of low-precision GEMMs."""

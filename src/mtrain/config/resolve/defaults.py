@@ -25,31 +25,28 @@ from mtrain.errors import Problem
 from mtrain.models.t5.config import T5Config, lengths, padded, spans
 from mtrain.units import count
 
+# The value of a null key, and the reason as printed after `resolved from`.
 Derived = tuple[Any, str]
-"""The value of a null key, and the reason as printed after `resolved from`."""
+# Derives one key; None leaves it null. The configuration that it reads holds what is set and what
+# earlier steps derived.
 Step = Callable[[RunConfig], Derived | None]
-"""Derives one key; None leaves it null. The configuration that it reads holds what is set and what
-earlier steps derived.
-"""
 
+# Samples of a step and tokens of a sample that a CPU trains in a second.
 CPU_BATCH = 8
 CPU_LENGTH = 256
-"""Samples of a step and tokens of a sample that a CPU trains in a second."""
+# The largest vocabulary for which text that every machine has is enough.
 SMALL_TOKENIZER = 4096
-"""The largest vocabulary for which text that every machine has is enough."""
+# The longest default sample in tokens; longer samples belong to a later phase of training.
 LONGEST = 8192
-"""The longest default sample in tokens; longer samples belong to a later phase of training."""
+# The first NVIDIA generation with bf16 (A100).
 FIRST_WITH_BF16 = 80
-"""The first NVIDIA generation with bf16 (A100)."""
+# Steps per minute on two cores with the default model, and with half of it.
 CPU_STEPS = 80
 CPU_INTERVAL = 40
-"""Steps per minute on two cores with the default model, and with half of it."""
 TOKENS_PER_PARAMETER = 20
 CHINCHILLA = "Chinchilla (arXiv 2203.15556)"
+# Minutes between checkpoints and evaluations on GPUs: a failure then costs half of that on average.
 MINUTES = 30.0
-"""Minutes between checkpoints and evaluations on GPUs: a failure then costs half of that on
-average.
-"""
 
 
 class Trained(NamedTuple):
@@ -62,6 +59,7 @@ class Trained(NamedTuple):
 
 
 GPT3_TABLE = "GPT-3 table 2.1 (arXiv 2005.14165)"
+# Rates and batches by size; batches of 0.5M to 3.2M tokens as whole samples of 2,048.
 GPT3 = (
     Trained("125M", 125e6, 6e-4, 256 * 2048),
     Trained("350M", 350e6, 3e-4, 256 * 2048),
@@ -72,7 +70,6 @@ GPT3 = (
     Trained("13B", 13e9, 1e-4, 1024 * 2048),
     Trained("175B", 175e9, 0.6e-4, 1536 * 2048),
 )
-"""Rates and batches by size; batches of 0.5M to 3.2M tokens as whole samples of 2,048."""
 
 
 def is_fine_tuning(run: RunConfig) -> Derived:
@@ -440,6 +437,7 @@ def _replicated(run: RunConfig) -> tuple[bool, str]:
     return p.dp * p.cp > 1, f"dp {p.dp}" + (f" * cp {p.cp}" if p.cp > 1 else "")
 
 
+# The default of each key, in order: later ones read the values of earlier ones.
 STEPS: Mapping[str, Step] = {
     "trainer.fine_tuning": is_fine_tuning,
     "data.kind": data_kind,
@@ -466,4 +464,3 @@ STEPS: Mapping[str, Step] = {
     "kernels.loss_logits_mib": logits_at_once,
     "trainer.join_timeout_s": join_timeout,
 }
-"""The default of each key, in order: later ones read the values of earlier ones."""

@@ -12,9 +12,10 @@ from typing import Any
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
 
+# The file in such a folder, and the folder of a run with the files of its imported weights.
 TOKENIZER = "tokenizer.json"
 KEPT = "hf"
-"""The file in such a folder, and the folder of a run with the files of its imported weights."""
+# Tokenizer files in formats that mtrain does not read as a model's tokenizer.
 OTHERS = (
     "tokenizer.model",
     "vocab.json",
@@ -25,7 +26,6 @@ OTHERS = (
     "tiktoken.model",
     "qwen.tiktoken",
 )
-"""Tokenizer files in formats that mtrain does not read as a model's tokenizer."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:

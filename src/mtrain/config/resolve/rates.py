@@ -7,8 +7,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.config.schema.schedule import end_of_decay as end_of_decay
 from mtrain.config.schema.schedule import warmup_of
 
+# Keys that set how long a run, and the decay of its learning rate, are.
 LENGTH = ("trainer.train_iters", "optim.decay_iters")
-"""Keys that set how long a run, and the decay of its learning rate, are."""
 
 
 def rate(run: RunConfig, step: int) -> float:

@@ -32,10 +32,11 @@ from mtrain.config.schema.run import DERIVED_SECTIONS, RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 from mtrain.units import GIB
 
+# The prefix of reasons that depend only on the machine.
 HERE = "on this machine"
-"""The prefix of reasons that depend only on the machine."""
+# The cluster that stands for this machine.
 LOCAL = ClusterConfig.model_fields["name"].default
-"""The cluster that stands for this machine."""
+# Keys of a cluster that follow from the kind of its devices.
 OF_A_DEVICE = {
     "sm",
     "device_memory_gib",
@@ -51,14 +52,13 @@ OF_A_DEVICE = {
     "reached",
     "software",
 }
-"""Keys of a cluster that follow from the kind of its devices."""
+# The number of processes on a machine without GPUs.
 MAX_CPU_RANKS = 64
-"""The number of processes on a machine without GPUs."""
 
 
 NO_GPU = Seen()
+# Dotted key -> its value, and the reason.
 Filled = Mapping[str, Derived]
-"""Dotted key -> its value, and the reason."""
 
 
 @dataclass(frozen=True)

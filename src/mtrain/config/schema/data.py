@@ -15,12 +15,12 @@ from mtrain.config.schema.base import (
     Section,
 )
 
+# Key of the corpora of a blend -> key of their shares.
 WEIGHTS_OF = {
     "blend": "blend_weights",
     "validation_blend": "validation_weights",
     "test_blend": "test_weights",
 }
-"""Key of the corpora of a blend -> key of their shares."""
 
 
 def read_corpora(

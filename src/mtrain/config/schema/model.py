@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from mtrain.models.t5.config import T5Config
 
 VOCAB_MULTIPLE = 128
+# The condition of keys that only a gated MLP reads.
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
-"""The condition of keys that only a gated MLP reads."""
 
 
 class PublishedConfig(Section):

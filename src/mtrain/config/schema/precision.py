@@ -7,10 +7,10 @@ from pydantic import Field
 from mtrain.config.engine.formats import ProductFormat, WeightFormat
 from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeInt, PositiveInt, Section
 
+# A positive number that fp32 holds.
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
-"""A positive number that fp32 holds."""
+# The prefixes of the keys of low-precision GEMMs.
 LOW_PRECISION = ("fp8", "fp4", "tp_only_amax_red", "num_layers_at_")
-"""The prefixes of the keys of low-precision GEMMs."""
 
 
 class UnresolvedPrecision(Section):

@@ -145,6 +145,7 @@ class RunConfig(UnresolvedRun):
     checkpoint: CheckpointConfig
 
 
+# Sections with derived keys -> their class in a resolved run.
 DERIVED_SECTIONS: dict[str, type[Section]] = {
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
@@ -153,4 +154,3 @@ DERIVED_SECTIONS: dict[str, type[Section]] = {
     "trainer": TrainerConfig,
     "checkpoint": CheckpointConfig,
 }
-"""Sections with derived keys -> their class in a resolved run."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# A RunConfig: its `optim.schedule` lists the curves, so this module cannot import it.
 Run = Any
-"""A RunConfig: its `optim.schedule` lists the curves, so this module cannot import it."""
 
 
 def end_of_decay(run: Run) -> int:
