@@ -7,6 +7,10 @@
     folder = api.train(run)
     print(api.generate(folder, ["import "]).texts[0].text)
 
+`load` returns a `Loaded`. Its `raw` is the `UnresolvedRun` that was composed, in which null stands
+for values to derive. Its `run` is the resolved `RunConfig`: ranks, batches, rates and all other
+values that every run needs are set.
+
 Importing this module does not import torch. `train`, `prove` and `generate` start local processes,
 one per rank. Each function raises the errors of `mtrain.errors`, whose `exit_code` is that of the
 verb.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mtrain.config.compose.composer import Composed, Rejected
 from mtrain.config.compose.origins import DEFAULT
@@ -39,8 +39,9 @@ class Loaded(Composed):
     """A configuration that is resolved and passed every rule."""
 
     run: RunConfig
-    raw: UnresolvedRun | None = None
-    """The configuration before it was resolved."""
+    """The resolved configuration: no derived value is null."""
+    raw: UnresolvedRun = field(kw_only=True)
+    """The configuration before it was resolved, in which null stands for a derived value."""
     argv: tuple[str, ...] = ()
     """The command line that describes it."""
 
@@ -96,6 +97,8 @@ def load(
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
+            # A fix is offered only where the rest of the configuration, without the refused keys,
+            # still passes with it.
             partial = _on_a_cpu(error.partial, machine, world_size)[0]
             found = with_fixes(found, partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError(
@@ -111,11 +114,13 @@ def load(
         *composed.warnings,
         *validate(composed, run, origins, machine, world_size, to_run=to_run),
     ]
+    # The memory of a model without a family cannot be planned.
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         problems.sort(key=lambda p: p.severity)
+        # Exit 3 instead of 2: the configuration is fine, and another machine would run it.
         if to_run and errors <= _of_devices(raw, world_size):
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
@@ -126,8 +131,8 @@ def load(
         tuple(problems),
         composed.history,
         composed.files,
-        raw,
-        tuple(argv),
+        raw=raw,
+        argv=tuple(argv),
     )
 
 
@@ -251,6 +256,7 @@ def validate(
     problems = check(
         run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run
     )
+    # A plan for another machine must not fail because this one lacks Triton.
     elsewhere = not to_run and raw.cluster.device == "auto"
     problems += (
         replace(p, severity="warning") if elsewhere else p
