@@ -87,6 +87,7 @@ class RankGrid:
 
         The axes are of one view: some of `tp cp dp pp`, or some of `etp ep edp pp`.
         """
+        # `pp` alone is in both views, and its groups are the same in both.
         order = DENSE_ORDER if set(axes) <= set(DENSE_ORDER) else EXPERT_ORDER
         unknown = set(axes) - set(order)
         if unknown or not axes:
@@ -116,6 +117,8 @@ class RankGrid:
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Return the rank at a position of the dense view."""
+        # The first axis varies fastest: tensor-parallel neighbours share a machine and its fast
+        # links.
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:

@@ -82,6 +82,7 @@ def _of_run(file: Path) -> Document:
             values[section] = {
                 key: value for key, value in values[section].items() if key not in keys
             }
+    # The document stands for conf/model/NAME.yaml, whose keys begin below `model`.
     lines = {
         key.partition(".")[2]: line
         for key, line in document.lines.items()
@@ -103,6 +104,7 @@ def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
         CorruptData: the weights are not whole.
     """
     start = run.checkpoint.init_from
+    # A resumed run has weights of its own.
     if start is None or run.checkpoint.resume not in (None, "auto"):
         return []
     path = user_path(start)

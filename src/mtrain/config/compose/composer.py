@@ -119,16 +119,20 @@ class _Composition:
         """The recipe or run file, without the parts that choices on the command line replace."""
 
     def finish(self) -> Composed:
+        # Every step below records its problems and continues: a user sees all of them in one pass.
         recipe = self._recipe()
         base = self._run_file()
         self._choose(recipe)
         self._replace(recipe, base)
+        # A run file is complete: no file of weights decides its model.
         if base is None:
             self._take_model(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
         layers, of_files = self._layers(primary, words, recipe is not None)
         origins = Origins(layers)
+        # Before Hydra composes: origins are still those of the files, which `~key=value` must
+        # match.
         gone = self._deletions(origins)
         values = self._composed(primary, words, self._settings(origins))
         for key in gone:
@@ -210,6 +214,7 @@ class _Composition:
 
     def _choose(self, recipe: Recipe | None) -> None:
         """Record the existing choices of the recipe and, over them, of the command line."""
+        # The later of two choices of a group wins, so the command line comes last.
         layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
@@ -276,6 +281,7 @@ class _Composition:
         """Return a choice in Hydra's words; record a problem and return None if there is no such
         choice.
         """
+        # A path outside of the folders of choices has no name for Hydra: the library invents one.
         if is_path(choice):
             return self.library.give_path(group, choice)
         problem = unknown_choice(group, choice, source)
@@ -485,6 +491,7 @@ class _Composition:
         """Return the configuration with each refused key reset to the value below the refused one,
         or to its default.
         """
+        # The second round takes the schema's defaults, in case the files below are wrong, too.
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))
             for path in map(whole, filter(None, paths)):

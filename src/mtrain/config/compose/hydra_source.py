@@ -164,6 +164,7 @@ def composed(
             _made.clear()
         with _hydra(library, primary):
             _made[key] = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
+    # Callers change the values in place.
     values = copy.deepcopy(_made[key])
     if settings:
         config = OmegaConf.create(values)
@@ -207,6 +208,8 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     them below ours of the same name.
     """
     token = _composing.set((library, primary))
+    # Hydra is a singleton: a program that uses it itself, and calls mtrain's API, must find it as
+    # it left it.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     store = ConfigStore.instance()
@@ -215,6 +218,7 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     try:
         with initialize_config_module("hydra.conf", job_name="mtrain", version_base=VERSION_BASE):
             yield
+    # Hydra follows a defaults list without a bound.
     except RecursionError:
         raise NotComposed("a defaults list leads back to its own file") from None
     except (

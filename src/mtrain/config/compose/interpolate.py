@@ -44,6 +44,8 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
                     "only a reference to another key is allowed, as in ${trainer.train_iters};"
                     " resolvers never run"
                 )
+                # A fix must be a word of a command line; text that the user wrote is not replaced
+                # by a default.
                 if where(path) == "command line" and not is_content(path):
                     fix = at_default(path)
                 else:
@@ -94,6 +96,7 @@ class _Follower:
             return [self.follow(item, chain) for item in value]
         if not isinstance(value, str) or "${" not in value:
             return value
+        # A lone reference keeps the type of its target; inside text it becomes text.
         whole = _REFERENCE.fullmatch(value)
         if whole:
             return self.target(whole.group(1), chain)
@@ -108,6 +111,8 @@ class _Follower:
         if key not in self.table:
             raise ValueError(f"${{{key}}} names no key that has a value")
         value = self.table[key]
+        # References to references multiply: ten levels of ten make 10^10 characters (the billion
+        # laughs).
         self.room -= len(value) if isinstance(value, (str, list)) else 1
         if self.room < 0:
             raise ValueError(f"references stand for more than {MAX_UNFOLDED} characters")

@@ -60,6 +60,8 @@ class Library:
     def give_path(self, group: str, text: str) -> str:
         """Add a choice that is given as the path of a file; return Hydra's name for it."""
         path = paths.user_path(text)
+        # Hydra splits names at / and @, so the file's name is reduced to letters that it leaves
+        # alone. The ending keeps it apart from the choices of the group.
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
         self._written[f"{group}/{choice}"] = text
@@ -102,6 +104,8 @@ class Library:
             document = self.document(name)
             values = document.values
             package = package_of(document)
+        # A `_target_` and the key `hydra` are refused with the file's other problems (`_refusals`);
+        # they must not reach Hydra even in the composition that looks for further ones.
         shown = {
             key: _hidden(inner)
             for key, inner in values.items()
@@ -229,6 +233,7 @@ def _refusals(document: Document, group: str) -> list[Problem]:
         found.append(
             Problem("MT006", "", None, rule, "delete the line with @package", document.source)
         )
+    # Hydra would follow such an entry, so composition stops here; other problems are collected.
     if any(problem.code == "MT006" and problem.path == "defaults" for problem in found) or (
         found and package
     ):

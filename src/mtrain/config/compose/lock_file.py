@@ -63,6 +63,7 @@ class Lock:
         here = content(self.body)
         if here != self.facts["content"]:
             return "content", self.facts["content"], here
+        # A key that came with a later version changes the digest of an intact file.
         if not self.new_keys and self.run.digest() != self.facts["digest"]:
             return "digest", self.facts["digest"], self.run.digest()
         return None
@@ -104,6 +105,7 @@ def parse_lock(text: str, source: str) -> Lock:
     facts = parse("".join(line[2:] for line in lines[1:end]), source).values
     body = "".join(lines[end:])
     document = parse(body, source)
+    # The body was parsed without the comments above it; problems name lines of the file.
     document.lines = {key: line + end for key, line in document.lines.items()}
     problems = [
         *reserved_keys(document.values, document),
@@ -166,6 +168,7 @@ def upgrade(values: Any) -> None:
     kernels, trainer, cluster, precision = sections
     if "objective" in trainer or cluster.get("device") != CPU.name:
         return
+    # The fast paths of GEMMs do not apply in low precision.
     quantized = precision.get("fp8") or precision.get("fp4")
     for name in FAST_ON_CPU:
         whole = not (quantized and name in ("linear", "experts"))

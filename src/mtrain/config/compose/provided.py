@@ -67,6 +67,7 @@ def _default(key: str) -> Any:
 
 
 def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
+    # Synthetic data in place of real data would train a useless model without an error.
     if key == "data.kind":
         return old not in (None, new) and new == SYNTHETIC
     if old in (None, "", [], (), {}) or not is_provided(origin) or not is_content(key):

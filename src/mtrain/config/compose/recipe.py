@@ -52,6 +52,7 @@ def find_recipe(name: str) -> Path:
     Raises:
         ConfigError: it is missing; the message lists similar names.
     """
+    # A user's own file takes precedence over a shared recipe of the same name.
     shared = find_recipe_file(name)
     for path in (
         user_path(name),

@@ -93,6 +93,7 @@ def _values(key: str, text: str) -> list[str]:
     """
     if not text and is_empty(key):
         raise ValueError("is empty")
+    # Most values are plain words, which need no parser.
     if not set(text) & {*",(;["}:
         return [text]
     found = sweep_values(text, names_of(key), MAX_RUNS)

@@ -50,8 +50,11 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
         ):
             continue
         place = _real(value)
+        # A recipe is data from somebody else: it must not write into a home folder or a system
+        # folder.
         if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):
             continue
+        # A run file in its own run folder may name that place, wherever it is.
         if key == RUNS and base is not None and _beneath(_real(str(base)), place):
             continue
         rule = (

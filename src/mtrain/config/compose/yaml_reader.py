@@ -24,6 +24,7 @@ MAX_DIGITS = 400
 
 # A loader that leaves every scalar as text: this module decides its type.
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+# YAML 1.2. PyYAML follows 1.1, where `no` is false, `12:30:45` is 45045, and `1e-5` is text.
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
@@ -85,6 +86,7 @@ def scalar(text: str) -> Any:
     """Return the value of an unquoted scalar under YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
+    # int() takes quadratic time in the number of digits.
     if len(text) <= MAX_DIGITS:
         if _INT.match(text):
             return int(text)
@@ -142,6 +144,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     Raises:
         ConfigError: with one problem, which names the line.
     """
+    # A reviewer of a recipe must see what it says.
     refuse_hidden(text, source)
     try:
         bounded(text, source)
@@ -164,6 +167,7 @@ def bounded(text: str, source: str) -> None:
         yaml.YAMLError: it is not YAML.
     """
     depth = nodes = documents = 0
+    # Events, not nodes: nothing of a hostile file is built before it is known to be small.
     for event in yaml.parse(text, Loader=_LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
@@ -279,6 +283,8 @@ class _Reader:
         Raises:
             ConfigError: it is too large, or a mapping has an invalid key.
         """
+        # Aliases share a node of the parser but are counted each time, which bounds their
+        # expansion.
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise ConfigError([_too_many(self.at(node))])

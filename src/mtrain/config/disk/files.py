@@ -80,6 +80,7 @@ def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
     """Return `kind_of` a path, and the first bytes of a regular file."""
     if kind := kind_of(path):
         return kind, b""
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         # something else may be at this path by now
@@ -152,6 +153,7 @@ def read_stdin() -> str:
 
 def _decoded(data: bytes, source: str) -> str:
     try:
+        # Editors on Windows begin files with a byte order mark.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -196,6 +198,7 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
     """Refuse a file outside of the working folder that does not ship and whose name has none of the
     `endings`.
     """
+    # After links are followed: a link named x.yaml may lead to any file.
     real = os.path.realpath(path)
     inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
     if (
@@ -246,6 +249,7 @@ def files_below(
             for entry in entries:
                 if bound is not None and not bound.step():
                     return
+                # A linked folder may lead back to one above it.
                 if entry.is_dir(follow_symlinks=False):
                     if entry.name not in skip and not entry.name.startswith("."):
                         waiting.append(entry.path)
@@ -294,6 +298,7 @@ def no_text(path: Path) -> str | None:
 
 def unwritable(path: Path) -> str | None:
     """Return why a folder cannot be created or written to, or None."""
+    # The nearest folder that exists decides: the ones below it would be created in it.
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
@@ -307,6 +312,7 @@ def unwritable(path: Path) -> str | None:
         if not stat.S_ISDIR(mode):
             return f"{place} is a file, and a folder is needed"
         if not os.access(place, os.W_OK | os.X_OK):
+            # os.access() says only that it is denied; a read-only file system needs another remedy.
             read_only = os.statvfs(place).f_flag & os.ST_RDONLY
             return (
                 f"{place} cannot be written:"
@@ -326,6 +332,7 @@ def _is_no_storage(place: Path) -> bool:
         return False
     path = os.path.realpath(place)
     over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
+    # Mounts nest: the longest mount point above the folder is its file system.
     return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO
 
 

@@ -58,6 +58,7 @@ def _first(file: Path, size: int, changed: int) -> dict[str, Any]:
     """Return the first record; empty if it is no object. The cache key changes with the file."""
     with file.open("rb") as stream:
         head = stream.readline(FIRST_BYTES)
+        # Exporters put empty lines first; a bound on the bytes keeps `check` fast on any file.
         while head and not head.strip(BLANK) and stream.tell() < FIRST_BYTES:
             head = stream.readline(FIRST_BYTES)
     try:

@@ -138,6 +138,7 @@ def _parsed(path: Path, data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: no manifest: {str(error)[:200]}") from None
     digest = body.pop("digest", None)
+    # The text must be canonical, too: two spellings of one manifest would have one digest.
     if digest != _digest(body) or _written(body | {"digest": digest}) != data:
         raise CorruptData(
             f"{path}: its digest is not that of what it says: it was changed, or is not whole",

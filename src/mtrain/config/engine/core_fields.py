@@ -41,6 +41,8 @@ def _fed(owner: str = "") -> dict[str, Get]:
     """Return the fields of an owner that get a key's value unchanged."""
     out = {}
     for path in schema_keys():
+        # A feed without a prefix belongs to the section of its key: `model.moe` fills fields that
+        # exist only with experts.
         section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
         for feed in key_of(path).feeds.split():
             prefix, _, name = feed.rpartition(".")
@@ -295,6 +297,7 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "min_lr": lambda r: r.optim.min_lr,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
+    # megatron-core compares with a number: infinity skips nothing.
     "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
@@ -320,6 +323,7 @@ OWN_CURVE = "constant"
 # Fields of OptimizerParamScheduler, in steps.
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
+    # The warmup starts at zero, as `optim.warmup_iters` documents.
     "init_lr": lambda r: 0.0,
     "min_lr": lambda r: r.optim.min_lr,
     "lr_warmup_steps": lambda r: r.optim.warmup_iters,
@@ -391,5 +395,6 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
 
 def _keys_read(get: Get, run: RunConfig) -> set[str]:
     reads: set[str] = set()
+    # The reader itself reports what it reads, so this table cannot differ from the fields.
     get(watched(run, reads))
     return reads & schema_keys().keys()

@@ -110,6 +110,7 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
+    # Optimizers of whole matrices multiply them, too, which is a kernel of its own.
     whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
     return (*parts, "newton_schulz") if whole else parts
 
@@ -157,6 +158,8 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
     device = run.cluster.device
     if word not in (None, "auto") or not op.applies(run):
         return None
+    # `kernels.default` is a preference: an operation that it cannot run falls back to auto, whereas
+    # a named implementation raises.
     if word is None and default in op.order and not lacks(op.name, default, run):
         return default
     return _auto(op, run, device, machine)[0] if facts_of(device).on_host or machine.gpus else None
@@ -194,6 +197,7 @@ def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
         why = _auto(op, run, device, machine)[1].get("triton")
         if chosen != run.kernels.default and why is not None and why == _not_run(op.name, run):
             found.append(op.name)
+        # The choice of later operations depends on earlier ones, as in `resolve`.
         run = run.model_copy(update={"kernels": run.kernels.model_copy(update={op.name: chosen})})
     return found
 
@@ -332,6 +336,7 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
             "Triton's attention knows no dropout, and model.attention_dropout is"
             f" {m.attention_dropout:g}"
         )
+    # MLA's queries are wider than its values; the kernel's tile holds the wider of both.
     latent = m.mla and max(m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim, m.mla.v_head_dim)
     width = latent or m.head_dim
     if width > WIDEST_HEAD:
@@ -457,6 +462,7 @@ def _problem(
     device = run.cluster.device
     if word not in ("triton", "te", ON_CPU) or (word == "te" and not facts_of(device).cuda_kernels):
         return
+    # The problem of the default is reported once, at its own key.
     if key != "default" and word == run.kernels.default:
         return
     reads: set[str] = set()

@@ -101,5 +101,6 @@ def release_in(found: Path) -> Release | None:
             text = file.read(_MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
+    # The version is assembled from three constants in the file, which is read and not run.
     numbers = {name: int(value) for name, value in _NUMBER.findall(text)}
     return (numbers["MAJOR"], numbers["MINOR"], numbers["PATCH"]) if len(numbers) == 3 else None

@@ -33,6 +33,7 @@ def cpu_cores(root: Path = ROOT) -> int:
     A quota of part of a core counts as one more: 2.5 cores are 3.
     """
     try:
+        # os.cpu_count() counts the machine's cores, also in a container that may use two of them.
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         cores = os.cpu_count() or 1
@@ -72,6 +73,7 @@ def nvidia_gpus(
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if driver is not None:
         return replace(shown(driver.gpus, visible), driver=driver)
+    # A container may have the devices but not the driver's library.
     files = len(list((root / "dev").glob("nvidia[0-9]*")))
     in_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
     gpus = files or int(in_wsl)
@@ -114,6 +116,7 @@ def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
         return 0
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     gpus = sum(bool(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE)) for node in nodes)
+    # ROCm applies every variable that is set, one after the other.
     for name in (*AMD_VISIBLE, "CUDA_VISIBLE_DEVICES"):
         if name in environment:
             gpus = counted(gpus, environment[name]).count
@@ -153,6 +156,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
+        # Version 2 has one line, `0::/path`; version 1 one for each controller.
         if number == "0" and not names:
             top = root / GROUPS
         elif controller in names.split(","):

@@ -86,6 +86,7 @@ def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
     """
     try:
         part = entry.load()
+    # Code of somebody else: whatever it raises, the user needs to know which plug-in it was.
     except Exception as error:
         raise BadEnvironment(f"{what}: its plug-in {entry.value} does not load: {error}") from error
     if not isinstance(part, kind):

@@ -94,6 +94,7 @@ def asked(library: ctypes.CDLL) -> Driver:
     """
     with _opened(_Calls(library)) as call:
         version = call.text("nvmlSystemGetDriverVersion")
+        # Encoded as 1000 * major + 10 * minor.
         newest = _or(None, lambda: call.number("nvmlSystemGetCudaDriverVersion_v2"))
         cuda = None if newest is None else (newest // 1000, newest % 1000 // 10)
         count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
@@ -168,6 +169,7 @@ def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
         free_bytes=memory.free,
         processes=_or((), lambda: _processes(call, handle)),
     )
+    # An instance of a partitioned GPU cannot be partitioned, and the driver has no answer for it.
     if parent is not None or not _or(False, lambda: _is_partitioned(call, handle)):
         return alone
     instances = list[Gpu]()

@@ -107,12 +107,14 @@ class _Named:
         """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
         names none.
         """
+        # CUDA reads the digits at the start of an entry and ignores the rest.
         number = re.match(r"\+?\d+", entry)
         if number:
             index = int(number[0])
             return (index, -1) if index < len(self.gpus) else None
         if not entry.startswith(("GPU-", "MIG-")):
             return None
+        # Without the driver UUIDs are not known; each new one counts as another GPU.
         if self.anonymous:
             self.unknown = [*self.unknown, entry] if entry not in self.unknown else self.unknown
             return (self.unknown.index(entry), 0)

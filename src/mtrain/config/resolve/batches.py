@@ -33,6 +33,7 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
     begin = 0
     for size, tokens in t.batch_size_schedule or ():
         listed.append(Stage(begin, size))
+        # Ramps are published in tokens, and a step reads whole samples: rounded up.
         begin = -(-tokens // run.data.length)
     return (*listed, Stage(begin, t.batch))
 
@@ -48,6 +49,8 @@ def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
     count, rest = divmod(last - first, increment)
     if rest or not 1 <= count <= MOST_STAGES:
         return (Stage(0, last),)
+    # A float, as in Megatron-LM; the two loops below correct it by whole samples where float
+    # division rounds across a boundary.
     each = samples / count
     out = [Stage(0, first)]
     for number in range(1, count + 1):

@@ -81,6 +81,8 @@ def chunks_of_a_document(run: RunConfig) -> int:
     p = run.parallel
     if p.hybrid_context_parallel:
         return 2 * p.dp * (p.tp if p.sequence_parallel else 1)
+    # Context parallelism gives each rank one chunk from the front and one from the back, which
+    # balances causal attention.
     return 2 * p.cp if p.cp > 1 else 1
 
 

@@ -91,6 +91,7 @@ def data_kind(run: RunConfig) -> Derived:
         if d.path is not None:
             return "image_text", "data.path"
         return "mock", f"model.family {m.family}, and data.path is null"
+    # Before `text`: a file of chats would train as plain text without an error.
     if (chats := kind_of_chats(d.path)) is not None:
         return chats, "the first line of data.path"
     if d.path is not None or d.limit_mib is not None:
@@ -110,6 +111,7 @@ def tokenizer_of_chats(run: RunConfig) -> Derived | None:
         return None
     folder = PurePath(source)
     if folder.parent.name == CHECKPOINTS:
+        # The tokenizer is in the run folder: runs/NAME/checkpoints/STEP has none.
         folder = folder.parent.parent
     return str(folder / "tokenizer.json"), f"checkpoint.{key} {source}"
 
@@ -188,6 +190,7 @@ def sequence_parallel(run: RunConfig) -> Derived:
             "model.t5.decoder_length": t.decoder_length or 0,
         }
     for key, length in sharded.items():
+        # Each rank holds an equal part of the sequence.
         if length % (p.tp * p.cp):
             return False, f"{key} {length}, which tp {p.tp} * cp {p.cp} does not divide"
     return True, f"tp {p.tp}"
@@ -239,6 +242,7 @@ def learning_rate(run: RunConfig) -> Derived:
         near = nearest_gpt3(run.model)
         rate = near.lr
         why = f"{GPT3_TABLE}: its {near.name} model"
+    # Rates are published for AdamW.
     share = OPTIMIZERS[run.optim.name].of_adamw_lr
     if share != 1:
         return as_written(share * rate), f"{why}, times {share:g} for {run.optim.name}"
@@ -325,6 +329,7 @@ def micro_batch(run: RunConfig) -> Derived:
     even = [size for size in sizes if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
         even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
+    # Fewer micro-batches than stages leave a part of the pipeline idle in every step.
     filling = [size for size in even if min(shares) // size >= p.pp]
     size = filling[0] if filling else (even or [1])[-1]
     why = f"{run.trainer.batch} samples on dp {p.dp}, pp {p.pp}"

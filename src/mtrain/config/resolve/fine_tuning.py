@@ -113,6 +113,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     d = run.data
     if d.kind not in CHATS or d.path is None:
         return None
+    # Why there is none is for the rules to report.
     file, _ = records_of(user_path(d.path), "what the chats are")
     if file is None:
         return None
@@ -125,6 +126,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
         return None
     samples = chats * d.split[0] / (sum(d.split) or 1)
     if d.packed:
+        # Packed chats share windows: estimate the tokens of a chat from its bytes.
         samples *= min(1.0, facts.st_size / chats / LETTERS / d.length)
     return max(1, round(samples))
 
@@ -170,6 +172,7 @@ def visited_parameters(model: ModelConfig) -> int:
     m = model
     width = m.ffn_hidden_size
     if m.moe is not None:
+        # Of the experts, a token visits only some.
         width = m.moe.router_topk * m.moe.ffn_hidden_size + (
             m.moe.shared_expert_intermediate_size or 0
         )

@@ -77,6 +77,8 @@ def sha256_of(file: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
+    # Size, time and inode: a file that is replaced by another of the same size in the same tick
+    # still has another inode.
     stamp = file.stat()
     return _sha256(file, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ino))
 

@@ -14,6 +14,8 @@ LENGTH = ("trainer.train_iters", "optim.decay_iters")
 def rate(run: RunConfig, step: int) -> float:
     """Return the learning rate of a step, counted from 1, of a resolved run."""
     past_updates = run.optim.schedule_counts == "past_updates"
+    # Megatron-LM steps the scheduler after the optimizer: its first update has the rate of 0 past
+    # ones.
     counted = step - 1 if past_updates else step
     return rate_at(run, counted, run.optim.lr, run.optim.min_lr)
 

@@ -98,6 +98,7 @@ class Machine:
             driver = nvml.driver()
         seen = hardware.nvidia_gpus(environment, root, driver)
         amd = hardware.amd_gpus(environment, root)
+        # SLURM may show each task one GPU: the machine then has as many as tasks.
         gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
@@ -160,6 +161,7 @@ def resolve(
         *(partial(_kernel, op, machine) for op in OPERATIONS),
         *(partial(_conditional, key) for key in CONDITIONAL),
     )
+    # The order matters: a step reads what earlier ones filled in.
     for step in steps:
         reads: set[str] = set()
         filled = step(draft if made_from is None else watched(draft, reads))
@@ -265,6 +267,7 @@ def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     here = machine.gpus if facts_of(cluster.device).counted else 0
     filled: dict[str, Derived] = {}
     if per_node is None and here:
+        # A launcher may start fewer processes than the machine has GPUs.
         per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
         filled["cluster.devices_per_node"] = (
             per_node,

@@ -80,6 +80,7 @@ def _unrolled(text: str) -> str:
         raise ValueError(f"{len(text)} letters; at most {MAX_TEXT} are read")
     text = "".join(text.split()).replace(",", "")
     for pattern in _REPEATED:
+        # The length is bounded before anything is repeated: (t|)*9999 twice would fill the memory.
         size = len(pattern.sub("", text)) + sum(
             len(m[1]) * int(m[2]) for m in pattern.finditer(text)
         )

@@ -33,6 +33,7 @@ def on_a_cpu(
         found = findings(resolve(run, machine, world_size))
         return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
 
+    # A default must not break a rule that the configuration keeps without it.
     if new := sorted(broken(sharded) - broken(plain)):
         return plain, {**why, "parallel.tp": f"resolved from {device}: 2 is refused ({new[0][0]})"}
     return sharded, {**why, "parallel.tp": f"resolved from {device}: two processes"}

@@ -35,6 +35,7 @@ class _Watched:
         if name not in kind.model_fields:
             made = getattr(kind, name, None)
             if isinstance(made, property) and made.fget is not None:
+                # A property runs on the proxy, so that the keys it reads are recorded, too.
                 return made.fget(self)
             return getattr(self._section, name)
         value = getattr(self._section, name)

@@ -13,6 +13,7 @@ from mtrain.config.schema.schedule import Run, Schedule, end_of_decay, warmup_of
 STYLES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1.0 - t,
     "cosine": lambda t: 0.5 * (math.cos(math.pi * t) + 1.0),
+    # As megatron-core has it: from 1 to 0, not towards 0.
     "exponential": lambda t: 2.0 * math.pow(0.5, t) - 1.0,
     "minus_sqrt": lambda t: 1.0 - math.sqrt(t),
 }

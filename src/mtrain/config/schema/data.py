@@ -305,6 +305,7 @@ class UnresolvedData(Section):
             ):
                 continue
             update |= {names: _where(shares, corpora), weights: _where(shares, shares)}
+            # Limits are listed in the order of the corpora.
             if names == "blend" and self.blend_max_epochs is not None:
                 update["blend_max_epochs"] = _where(shares, self.blend_max_epochs)
         return self.model_copy(update=update) if update else self
@@ -340,6 +341,7 @@ class DataConfig(UnresolvedData):
     @property
     def least_tokens(self) -> int:
         """Return the number of tokens that a corpus needs for one sample."""
+        # A sample of n tokens needs one more, which its last token predicts.
         return 2 if self.whole_documents else self.length + 1
 
     @property

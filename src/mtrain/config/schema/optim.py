@@ -192,6 +192,8 @@ def _optim_config() -> type[_OptimKeys]:
     """Return `_OptimKeys` with the names of all optimizers and the sections of those that
     have one.
     """
+    # Modules of optimizers and curves add themselves, so their names and sections are not written
+    # here.
     fields: dict[str, Any] = {
         "name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"]),
         "schedule": (Literal[tuple(SCHEDULES)], _OptimKeys.model_fields["schedule"]),

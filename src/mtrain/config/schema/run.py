@@ -121,6 +121,7 @@ class UnresolvedRun(Section):
 
     def recorded(self) -> Self:
         """Return the run as recorded: without the words that chose what to resume."""
+        # A resumed run is the same run: otherwise its digest would differ from the checkpoint's.
         choice = {"resume": None, "accept_changes": False}
         return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
 
@@ -128,6 +129,7 @@ class UnresolvedRun(Section):
         """Return the sha256 of the canonical JSON of all keys, without resumption and the recipe's
         metadata.
         """
+        # Sorted: the digest must not change when keys of the schema change places.
         text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
