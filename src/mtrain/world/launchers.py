@@ -4,7 +4,8 @@ Each set is translated into torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, 
 MASTER_ADDR, MASTER_PORT), which the rest of mtrain reads. A launcher is one entry of `LAUNCHERS`.
 
 Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment
-variables set by mpirun", the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
+variables set by mpirun", the PMI of MPICH and PMIx, Flux's job shell (`flux run`), and Kubernetes'
+documentation of indexed jobs.
 """
 
 from __future__ import annotations
@@ -424,6 +425,15 @@ LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
     _torchrun,
     OPEN_MPI,
     _slurm,
+    # Flux sets PMI_RANK, too, but no number of processes per machine: it deals them out evenly.
+    Variables(
+        "flux",
+        rank=("FLUX_TASK_RANK",),
+        size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        machines=("FLUX_JOB_NNODES",),
+        launch=("FLUX_JOB_ID",),
+    ),
     Variables(
         "PMIx",
         rank=("PMIX_RANK",),
