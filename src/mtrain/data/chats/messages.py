@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.data.chats.template import REASONING
-from mtrain.data.record_keys import FLAGS, Keys, learned, require_learned
+from mtrain.data.records import FLAGS, Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
 MAX_LINE = 64 << 20

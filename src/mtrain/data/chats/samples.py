@@ -16,7 +16,7 @@ from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, TABLE
-from mtrain.data.samples.bin_packing import first_fit
+from mtrain.data.samples.packing import first_fit
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import SHARES, split_records
 from mtrain.data.store import cache

@@ -14,10 +14,7 @@ import numpy as np
 
 from mtrain import durable
 from mtrain.config.disk import manifest
-from mtrain.data.preprocess.encoders.base import OtherIds
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.sources import PARTIAL, REJECTED, REMOVED, Source
-from mtrain.data.preprocess.inputs.units import UNIT, Unit, plan
+from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.journal import (
     BIN,
     LENGTHS,
@@ -28,8 +25,9 @@ from mtrain.data.preprocess.journal import (
     disk,
     finish,
 )
-from mtrain.data.preprocess.pool import Pool
-from mtrain.data.preprocess.work import Job, Result, Worker
+from mtrain.data.preprocess.readers import cut
+from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, UNIT, Source, Unit, plan
+from mtrain.data.preprocess.workers import Job, Pool, Result, Worker
 from mtrain.data.store.indexed import write_index
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
@@ -136,7 +134,7 @@ def _facts(worker: Worker) -> Facts:
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
-    return tables.cut(source)
+    return cut(source)
 
 
 def _run(worker: Worker, unit: Unit) -> Result:

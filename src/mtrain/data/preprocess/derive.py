@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from mtrain import durable
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import split_documents
 from mtrain.data.preprocess.build import refuse_existing, remove_beside
-from mtrain.data.preprocess.inputs.sources import PARTIAL
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.journal import disk, finish
+from mtrain.data.preprocess.sources import PARTIAL
 from mtrain.data.store.indexed import IndexedDataset, write_index
 from mtrain.errors import ConfigError, CorruptData, Problem
 
@@ -268,3 +269,65 @@ def document_lengths(one: OpenCorpus) -> np.ndarray:
         [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
     )
     return np.diff(starts[one.dataset.document_indices])
+
+
+Duplicates = list[tuple[int, int]]
+"""(document to remove, earlier document that it repeats)."""
+
+
+def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
+    """Yield tokens of each document, without the token that ends it."""
+    for i in range(dataset.num_documents):
+        tokens = dataset.tokens[dataset.document_start(i) : dataset.document_start(i + 1)]
+        yield tokens[:-1] if end is not None and len(tokens) and tokens[-1] == end else tokens
+
+
+def exact_duplicates(dataset: IndexedDataset, end: int | None) -> Duplicates:
+    """Return documents with the tokens of an earlier one."""
+    seen = dict[bytes, int]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
+        if first != i:
+            out.append((i, first))
+    return out
+
+
+def near_duplicates(
+    dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
+) -> Duplicates:
+    """Return the documents whose estimated Jaccard similarity of n-grams with an earlier, remaining
+    one is at least `threshold`.
+
+    Raises:
+        BadEnvironment: datasketch is not installed.
+    """
+    sketch = library("datasketch", "dedup", "data dedup method=minhash")
+    index = sketch.MinHashLSH(threshold=threshold, num_perm=permutations)
+    kept = dict[int, object]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        found = sketch.MinHash(num_perm=permutations, seed=1)
+        found.update_batch(_shingles(tokens, ngram))
+        close = [j for j in index.query(found) if found.jaccard(kept[j]) >= threshold]
+        if close:
+            out.append((i, min(close)))
+        else:
+            index.insert(i, found)
+            kept[i] = found
+    return out
+
+
+def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
+    if len(tokens) <= ngram:
+        return [tokens.tobytes()]
+    width = np.lib.stride_tricks.sliding_window_view(tokens, ngram)
+    whole = np.ascontiguousarray(width).view(f"V{ngram * tokens.itemsize}").ravel()
+    return [one.tobytes() for one in np.unique(whole)]
+
+
+def remaining_documents(count: int, twice: Duplicates) -> np.ndarray:
+    """Return the documents that stay."""
+    keep = np.ones(count, bool)
+    keep[list(chain(i for i, _ in twice))] = False
+    return np.flatnonzero(keep)

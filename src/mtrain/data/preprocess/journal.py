@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, locks, strict_json
-from mtrain.data.preprocess.inputs.record import refuse_misread
-from mtrain.data.preprocess.inputs.sources import LOCK
-from mtrain.data.preprocess.work import COUNTED, Result
+from mtrain.data.preprocess.record import refuse_misread
+from mtrain.data.preprocess.sources import LOCK
+from mtrain.data.preprocess.workers import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 BIN = "tokens.bin"

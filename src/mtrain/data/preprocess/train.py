@@ -12,12 +12,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtrain import durable
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.readers import documents, surrogate_fault
-from mtrain.data.preprocess.inputs.record import Reading, Rejected, refuse_misread
-from mtrain.data.preprocess.inputs.sources import Source
-from mtrain.data.preprocess.inputs.units import Part, plan
 from mtrain.data.preprocess.journal import disk
+from mtrain.data.preprocess.readers import cut, documents, surrogate_fault
+from mtrain.data.preprocess.record import Reading, Rejected, refuse_misread
+from mtrain.data.preprocess.sources import Part, Source, plan
 from mtrain.errors import ConfigError, CorruptInput, Problem
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -41,7 +39,7 @@ class Texts:
     """By source, those of the parts that are read."""
 
     def __iter__(self) -> Iterator[str]:
-        for unit in plan(self.sources, self.reading, tables.cut):
+        for unit in plan(self.sources, self.reading, cut):
             for part in unit:
                 yield from self._of_part(part)
                 if self.read >= self.limit:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.store.cached_arrays import Arrays, load
+from mtrain.data.store.cache import Arrays, load
 from mtrain.errors import CorruptData
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}

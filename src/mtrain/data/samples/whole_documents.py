@@ -27,11 +27,11 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.samples import KEPT, NOTHING, Sample
-from mtrain.data.samples.bin_packing import first_fits
 from mtrain.data.samples.blend import Blend
+from mtrain.data.samples.packing import first_fits
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cached_arrays import SMALL, Arrays, build_arrays
+from mtrain.data.store.cache import SMALL, Arrays, build_arrays
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 LEAST = 2
