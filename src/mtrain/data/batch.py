@@ -20,7 +20,7 @@ from mtrain.data.samples.megatron_order import MegatronBlend, MegatronSamples
 from mtrain.data.samples.packing import balance_by_work
 from mtrain.data.samples.token_stream import FillInTheMiddle
 from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 
 
 class Source(Protocol):
@@ -69,11 +69,10 @@ class Packing:
     """Documents are padded to a multiple of this many tokens."""
 
 
+# A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
+# and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
+# every rank and a resumed run make the same.
 Collator = Callable[[torch.Tensor, np.ndarray], MicroBatch]
-"""A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
-and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
-every rank and a resumed run make the same.
-"""
 
 
 def next_token_collator(
@@ -140,9 +139,7 @@ class GlobalBatches:
                 f" {stride}"
             )
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
-            raise ConfigError(
-                [Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)]
-            )
+            raise ConfigError.of("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)
         self.samples = samples
         self.form = form or next_token_collator()
         self.limit = limit
@@ -238,10 +235,9 @@ class GlobalBatches:
         return batch if further is None else cast(MicroBatch, {**batch, FURTHER: further})
 
 
+# Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
+# depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
 FURTHER = "further_masks"
-"""Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
-depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
-"""
 
 
 def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from mtrain.data.samples.token_stream import SHARES, split_records
 from mtrain.data.store import cache
 from mtrain.data.store.cache import writing
 from mtrain.data.store.corpus import Corpus
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.units import bytes_
 
 if TYPE_CHECKING:  # importing it loads the tokenizers library
@@ -37,14 +37,13 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
 
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
+# Mean and deviation of the red, green and blue of CLIP's training images
 STD = (0.26862954, 0.26130258, 0.27577711)
-"""Mean and deviation of the red, green and blue of CLIP's training images."""
 MAX_BYTES = 64 << 20
+# A file of a few bytes may decompress to more than any memory; no real image has so many pixels
 MAX_PIXELS = 64_000_000
-"""A file of a few bytes may decompress to more than any memory; no real image has so many pixels.
-"""
+# The formats that are opened; decoding them starts no other program
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
-"""The formats that are opened; decoding them starts no other program."""
 
 
 def require_pillow() -> Any:
@@ -134,14 +133,14 @@ def _normalised(pixels: np.ndarray) -> np.ndarray:
 
 PLACE = "<image>"
 IMAGE = -1
+# In place of a token id: an image, and padding after the end of a text
 NOTHING = -2
-"""In place of a token id: an image, and padding after the end of a text."""
 MAX_LINE = 4 << 20
 MAX_IMAGES = 256
+# A piece: the end of a document, or of an answer
 END = object()
-"""A piece: the end of a document, or of an answer."""
+# The end of an answer that is not learned
 UNLEARNED_END = object()
-"""The end of an answer that is not learned."""
 OF_A_RECORD = ("image", "text", "conversations")
 OF_A_TURN = ("from", "value")
 SPEAKERS = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt"}
@@ -319,8 +318,8 @@ def encode_record(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list
 FORMAT = 2
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
+# Records whose tokens are cached, as those of a micro-batch are read more than once
 KEPT = 256
-"""Records whose tokens are cached, as those of a micro-batch are read more than once."""
 
 
 class Records(JsonLines):
@@ -336,7 +335,7 @@ class Records(JsonLines):
             file, rule = records_of(user_path(path), WHICH)
         if file is None:
             fix = "data.path=FOLDER with images and a .jsonl file"
-            raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])
+            raise ConfigError.of("MT614", "data.path", path, rule, fix)
         super().__init__(file)
         self.folder = file.parent
         self._ignored = frozenset(ignored)
@@ -531,8 +530,8 @@ def open_image_text(
     held = corpus.meta["vocab_size"]
     if held > vocab_size:
         rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
-        raise ConfigError(
-            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
+        raise ConfigError.of(
+            "MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}"
         )
     assert corpus.tokenizer is not None
     from mtrain.data.text.tokenizer import Tokenizer
@@ -551,5 +550,5 @@ def open_image_text(
         if out[name] is None and (name in need or name == "train"):
             rule = f"the {name} split has none of the {len(found)} records in {found.file}"
             fix = f"a larger share for {name}"
-            raise ConfigError([Problem("MT605", "data.split", list(data.split), rule, fix)])
+            raise ConfigError.of("MT605", "data.split", list(data.split), rule, fix)
     return out

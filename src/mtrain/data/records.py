@@ -15,8 +15,8 @@ import numpy as np
 
 from mtrain.errors import CorruptData
 
+# Keys of known formats that flag whether something is learned: 1 or true, 0 or false
 FLAGS = ("weight", "loss", "train", "loss_mask")
-"""Keys of known formats that flag whether something is learned: 1 or true, 0 or false."""
 _HARMLESS = """
     id _id uuid guid idx index uid hash sha256 prompt_id conversation_id conversation_hash
     session_id thread_id
@@ -37,8 +37,8 @@ _HARMLESS = """
     detoxify_moderation
     annotations parallel_tool_calls
 """
+# Names, places, counts and ratings: in no known format do they affect what is learned
 HARMLESS = frozenset(_HARMLESS.split())
-"""Names, places, counts and ratings: in no known format do they affect what is learned."""
 
 
 @dataclass(frozen=True)

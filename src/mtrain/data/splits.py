@@ -85,16 +85,16 @@ def prepare_for_model(
         value = corpus.meta.get("source", str(corpus.prefix))
         fix = f"text that was tokenized with {model}"
     rule = f"its tokenizer ({made_by[:12]}) is not the one of the model, {model} ({own[:12]})"
-    raise ConfigError([Problem("MT345", key, value, rule, fix)])
+    raise ConfigError.of("MT345", key, value, rule, fix)
 
 
+# What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
+# are shuffled together.
 ORDERED_BY = ("epochs", "together")
-"""What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
-are shuffled together.
-"""
 ENTROPY_TOKENS = 5_000_000
+# Tokens of a split that the launcher checks before ranks start, in a tenth of a second
 CHECKED_TOKENS = 1 << 26
-"""Tokens of a split that the launcher checks before ranks start, in a tenth of a second."""
+# Facts of a corpus that `Splits.describe` copies
 DESCRIBED = (
     "kind",
     "source",
@@ -107,7 +107,6 @@ DESCRIBED = (
     "vocab_size",
     "fingerprint",
 )
-"""Facts of a corpus that `Splits.describe` copies."""
 
 TextSamples = Samples | Blend
 SplitSamples = TextSamples | MockSamples | ImageTextSamples | ChatSamples | PairSamples
@@ -224,7 +223,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f" {str(now.get(key))[:12]}, then {str(saved.get(key))[:12]})"
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
-            raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+            raise ConfigError.of("MT609", "data.path", now.get("source"), rule, fix)
     before = saved.get("train") or {}
     after = now.get("train") or {}
     if before.get("dealt") != after.get("dealt"):
@@ -233,7 +232,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             " another order"
         )
         fix = "checkpoint.accept_changes=true to go on in the new order"
-        raise ConfigError([Problem("MT609", "data.blend", now.get("source"), rule, fix)])
+        raise ConfigError.of("MT609", "data.blend", now.get("source"), rule, fix)
     order_before = [before.get(key) for key in ORDERED_BY]
     order_after = [after.get(key) for key in ORDERED_BY]
     if order_before != order_after:
@@ -245,7 +244,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "trainer.train_iters and trainer.global_batch_size as they were, or"
             " checkpoint.accept_changes=true"
         )
-        raise ConfigError([Problem("MT609", "trainer.train_iters", None, rule, fix)])
+        raise ConfigError.of("MT609", "trainer.train_iters", None, rule, fix)
 
 
 def open_splits(
@@ -335,7 +334,7 @@ def validation_of(
                 f"another tokenizer ({made_by[:12]}) than the model's ({own[:12]}) made its tokens"
             )
             fix = f"data=indexed data.path=PREFIX of text that was tokenized with {tokenizer}"
-            raise ConfigError([Problem("MT609", "data.path", data.path, rule, fix)])
+            raise ConfigError.of("MT609", "data.path", data.path, rule, fix)
     return splits
 
 

@@ -19,8 +19,8 @@ from mtrain.config.machine.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
 
+# The variables that make a process a rank
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that make a process a rank."""
 LOCAL_HOST = "127.0.0.1"
 # Linux takes the ports of outgoing connections from 32768 on, so these are free of them.
 PORTS = range(12_000, 30_000)
@@ -29,8 +29,8 @@ PORTS = range(12_000, 30_000)
 SPECIAL_STEPS = 0xFFFFFFF0
 USUAL_PORT = 29_500
 Environment = Mapping[str, str]
+# Variables for the same fact; the first one that is set counts
 Names = tuple[str, ...]
-"""Variables for the same fact; the first one that is set counts."""
 
 
 @dataclass(frozen=True)
@@ -421,6 +421,7 @@ _LOCAL_OF_PMI = {
 }
 # The order matters: torchrun and mpirun may run under srun, whose variables their processes then
 # inherit, and launchers of MPI set PMI variables next to their own.
+# Readers of each launcher's variables; the first that recognises this process counts
 LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
     _torchrun,
     OPEN_MPI,
@@ -445,4 +446,3 @@ LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
     Variables("PMI", rank=("PMI_RANK",), size=("PMI_SIZE", "PMIX_SIZE"), **_LOCAL_OF_PMI),
     _kubernetes,
 )
-"""Readers of each launcher's variables; the first that recognises this process counts."""

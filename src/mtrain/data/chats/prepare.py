@@ -37,7 +37,7 @@ from mtrain.data.store import cache
 from mtrain.data.store.cache import writing
 from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.units import GIB
 
 if TYPE_CHECKING:  # importing it loads the tokenizers library
@@ -50,10 +50,10 @@ TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
 REJECTS = "rejects.jsonl"
+# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token
 COLUMNS = 3
-"""Columns of `chats.bin`, int64, a row for each document: line, first and last learned token."""
+# Characters of a line that `rejects.jsonl` shows
 SHOWN = 200
-"""Characters of a line that `rejects.jsonl` shows."""
 
 
 def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
@@ -68,7 +68,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     if given is None:
         rule = f"data.kind={data.kind} needs a tokenizer, and data.tokenizer is null"
         fix = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
-        raise ConfigError([Problem("MT603", "data.tokenizer", None, rule, fix)])
+        raise ConfigError.of("MT603", "data.tokenizer", None, rule, fix)
     from mtrain.data.text.tokenizer import Tokenizer
 
     file = _file(data.path)
@@ -113,9 +113,7 @@ def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
             "data.chat_template=FILE, or the tokenizer_config.json of the model next to its"
             " tokenizer.json"
         )
-        raise ConfigError(
-            [Problem("MT509", "data.chat_template", data.chat_template, form.missing, fix)]
-        )
+        raise ConfigError.of("MT509", "data.chat_template", data.chat_template, form.missing, fix)
     form.require_jinja()
     return form
 
@@ -127,7 +125,7 @@ def _file(path: str | None) -> Path:
         file, rule = records_of(user_path(path), "what the chats are")
     if file is None:
         fix = "data.path=FILE.jsonl with one chat a line"
-        raise ConfigError([Problem("MT615", "data.path", path, rule, fix)])
+        raise ConfigError.of("MT615", "data.path", path, rule, fix)
     return file
 
 
@@ -247,20 +245,19 @@ def _kept(
             )
 
 
+# Time limit of one chat; an ordinary one takes a millisecond
 SECONDS = 20
-"""Time limit of one chat; an ordinary one takes a millisecond."""
+# Memory that a process may take beyond its size at the start
 MEMORY_BYTES = 2 * GIB
-"""Memory that a process may take beyond its size at the start."""
+# Chats that one process encodes before it is the turn of the next
 BATCH = 32
-"""Chats that one process encodes before it is the turn of the next."""
 MOST_PROCESSES = 16
+# Chats that justify the start of another process
 WORTH_A_PROCESS = 512
-"""Chats that justify the start of another process."""
 MOST_TOKENS = 1 << 26
+# Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat; T: their loss
+# mask; X and R: a fault, R of a line that is not JSON; N: the end of a line.
 _HEAD = struct.Struct("<cI")
-"""Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat; T: their loss
-mask; X and R: a fault, R of a line that is not JSON; N: the end of a line.
-"""
 Work = Callable[[bytes], Sequence[EncodedChat]]
 
 

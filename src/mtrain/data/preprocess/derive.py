@@ -21,10 +21,10 @@ from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.journal import disk, finish
 from mtrain.data.preprocess.sources import PARTIAL
 from mtrain.data.store.indexed import IndexedDataset, write_index
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Manifest fields that a derived corpus inherits
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
-"""Manifest fields that a derived corpus inherits."""
 BLOCK = 1 << 24
 
 
@@ -59,12 +59,8 @@ def open_prefix(prefix: Path) -> OpenCorpus:
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
             rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
-                    )
-                ]
+            raise ConfigError.of(
+                "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
             )
     held = manifest.read_manifest(prefix)
     dataset = IndexedDataset(prefix)
@@ -94,7 +90,7 @@ def write(
         if folder.exists():
             rule = "a killed run left it, or another process works there"
             fix = "finish it, or remove it"
-            raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
+            raise ConfigError.of("MT622", "out", str(folder), rule, fix, "command line")
         folder.mkdir(parents=True)
         try:
             digest, counts, largest, inputs = _tokens(folder, parts)
@@ -137,8 +133,8 @@ def _common(parts: Sequence[tuple[OpenCorpus, np.ndarray]]) -> dict[str, Any]:
         if names:
             rule = f"its {' and '.join(names)} is not that of {first.dataset.prefix}"
             fix = "tokenize both with the same tokenizer, eod= and dtype="
-            raise ConfigError(
-                [Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")]
+            raise ConfigError.of(
+                "MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line"
             )
     return first.common
 
@@ -227,12 +223,8 @@ def documents_of_shares(
     empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
     if empty:
         rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
-                )
-            ]
+        raise ConfigError.of(
+            "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
         )
     return out
 
@@ -271,8 +263,8 @@ def document_lengths(one: OpenCorpus) -> np.ndarray:
     return np.diff(starts[one.dataset.document_indices])
 
 
+# (document to remove, earlier document that it repeats)
 Duplicates = list[tuple[int, int]]
-"""(document to remove, earlier document that it repeats)."""
 
 
 def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:

@@ -17,9 +17,10 @@ from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import MAX_TOKENIZER
 from mtrain.data.preprocess.pieces import MANY, Pieces
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
+# Kind, and the files of it that a folder has, in the order in which they are looked for
 IN_A_FOLDER = (
     ("tokenizer.json", ("tokenizer.json",)),
     ("sentencepiece", ("tokenizer.model",)),
@@ -27,7 +28,6 @@ IN_A_FOLDER = (
     ("gpt2", ("vocab.json", "merges.txt")),
     ("bert", ("vocab.txt",)),
 )
-"""Kind, and the files of it that a folder has, in the order in which they are looked for."""
 FIX = (
     "tokenizer=PATH of a tokenizer.json, *.model, *.tiktoken, vocab.json (with merges=), vocab.txt,"
     " or their folder"
@@ -90,8 +90,8 @@ def find_tokenizer(
         readable(file)
     if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
         rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
-        raise ConfigError(
-            [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+        raise ConfigError.of(
+            "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
         )
     digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
@@ -167,12 +167,12 @@ def _kind_of_model(path: Path) -> str:
 
 
 def _wrong(path: Path, rule: str, fix: str = FIX) -> ConfigError:
-    return ConfigError([Problem("MT603", "tokenizer", str(path), rule, fix, "command line")])
+    return ConfigError.of("MT603", "tokenizer", str(path), rule, fix, "command line")
 
 
 CODES = {"uint16": "H", "int32": "i"}
+# Texts for which each process compares the pieces with the whole
 CHECKED = 32
-"""Texts for which each process compares the pieces with the whole."""
 
 
 @contextmanager
@@ -258,17 +258,8 @@ class Encoder(ABC):
         number = self.id_of(name)
         if number is None:
             rule = f"{self.file} has no token of this name"
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT603",
-                        "eod_token",
-                        name,
-                        rule,
-                        "eod_token=NAME of a token",
-                        "command line",
-                    )
-                ]
+            raise ConfigError.of(
+                "MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line"
             )
         return number
 

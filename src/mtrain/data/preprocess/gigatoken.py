@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from mtrain.data.preprocess.encoder import CHECKED, Encoder, OtherIds, Packer, library, named_faults
-from mtrain.errors import ConfigError, MtrainError, Problem
+from mtrain.errors import ConfigError, MtrainError
 
+# The space in the vocabularies of sentencepiece
 SPACE = "\u2581"
-"""The space in the vocabularies of sentencepiece."""
 NOTHING = (None, "")
 TOP = [
     "version",
@@ -44,9 +44,8 @@ BPE = [
     "byte_fallback",
     "ignore_merges",
 ]
+# Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands
 MOST_COMPARED = 4096
-"""Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands.
-"""
 Step = Mapping[str, Any]
 
 
@@ -251,6 +250,7 @@ def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
 
 
 FORGETS = 64 << 20
+# Texts on which gigatoken is to have the ids of tokenizers before it is taken
 SAMPLE = (
     "The quick brown fox.",
     "It's 12345; don't  WE'LL\n\n\tx = y**2\r\n",
@@ -272,7 +272,6 @@ SAMPLE = (
     "1" * 300,
     "=" * 100 + " " * 100 + "z",
 )
-"""Texts on which gigatoken is to have the ids of tokenizers before it is taken."""
 
 
 class GigatokenPacker(Packer):
@@ -294,16 +293,16 @@ class GigatokenPacker(Packer):
                 "gigatoken finds the names of special tokens in documents, and special=text wants"
                 " them as text"
             )
-            raise ConfigError(
-                [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+            raise ConfigError.of(
+                "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
             )
         if reason := unsupported(json.loads(body)):
             rule = (
                 f"{encoder.file}: {reason}; gigatoken is not known to have the ids of tokenizers"
                 " for it"
             )
-            raise ConfigError(
-                [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+            raise ConfigError.of(
+                "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
             )
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:

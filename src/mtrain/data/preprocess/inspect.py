@@ -14,10 +14,10 @@ from mtrain import durable
 from mtrain.config.disk.manifest import FORMAT, Manifest, dump, path_of
 from mtrain.data.preprocess.encoder import Encoder
 from mtrain.data.store.indexed import IndexedDataset
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Tokens of a document that are shown
 SHOWN = 4096
-"""Tokens of a document that are shown."""
 BETWEEN = "|"
 
 
@@ -57,7 +57,7 @@ def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
             rule = f"documents are 0 to {dataset.num_documents - 1}"
         else:
             rule = "it has no document"
-        raise ConfigError([Problem("MT003", "doc", number, rule, "doc=0", "command line")])
+        raise ConfigError.of("MT003", "doc", number, rule, "doc=0", "command line")
     first, stop = (int(i) for i in dataset.document_indices[number : number + 2])
     return [dataset[i] for i in range(first, stop)]
 
@@ -102,8 +102,8 @@ def described(dataset: IndexedDataset) -> dict[str, Any]:
     }
 
 
+# Tokens that are looked at together
 BLOCK = 1 << 24
-"""Tokens that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,7 @@ def verify(
     if held is None and hashed:
         rule = "it has no manifest with the hashes of its bytes"
         fix = "manifest=false to look at the rest"
-        raise ConfigError(
-            [Problem("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")]
-        )
+        raise ConfigError.of("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")
     if held is not None:
         _counts(held, dataset)
     scanned = scan(dataset, vocab_size if held is None else held.count("vocab_size"))

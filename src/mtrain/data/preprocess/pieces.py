@@ -35,20 +35,21 @@ _O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Patterns of Llama 3 and GPT-4, Qwen 2, and GPT-4o
 LATER = (
     rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}",
     rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_TAIL}",
     _O200K,
 )
-"""Patterns of Llama 3 and GPT-4, Qwen 2, and GPT-4o."""
 AT_SPACES = re.compile(r"\s*\S+|\s+")
 NOT_BEHIND_SIGNS = re.compile(r"\s*\S+(?:(?<![A-Za-z0-9])[\r\n]\s*\S*)*|\s+")
+# For WordPiece, which drops white space
 WORDS = re.compile(r"[^ \t\n\r]+")
-"""For WordPiece, which drops white space."""
+# What is white space for some engines and not for others: a text with one is encoded as it is
 DOUBTFUL = "[\x1c-\x1f\x85\u180e\u200b]"
-"""What is white space for some engines and not for others: a text with one is encoded as it is."""
+# What BERT takes out of words, and DOUBTFUL
 CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u180e\u200b]"
-"""What BERT takes out of words, and DOUBTFUL."""
+# GPT2 and LATER for ASCII text, with explicit classes of letters and digits
 _OF_ASCII = (
     r" ?(?:[A-Za-z]+|[0-9]+|(?<! )'(?:s|t|re|ve|m|ll|d)|[^\sA-Za-z0-9]+)|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}|"
@@ -62,20 +63,18 @@ _OF_ASCII = (
     r" ?[^\sA-Za-z0-9]+[\r\n/]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
 )
-"""GPT2 and LATER for ASCII text, with explicit classes of letters and digits."""
 FINER = {
     pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)
 }
 OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
+# Letters of texts that are packed at once
 MANY = 1 << 19
-"""Letters of texts that are packed at once."""
 MOST = 1 << 18
+# Pieces that are remembered (about 50 MB), and letters of one
 LONGEST = 48
-"""Pieces that are remembered (about 50 MB), and letters of one."""
+# The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand
+# for themselves.
 LETTERS = {byte: 256 + i for i, byte in enumerate([*range(33), 127])}
-"""The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand
-for themselves.
-"""
 Find = Callable[[str], list[str]]
 
 
@@ -250,13 +249,13 @@ def pieces_of(
     return None if cut is None else kind(tokenizer, cut, code, plain)
 
 
+# Letters of texts that are packed at once
 MANY_AT_ONCE = 1 << 21
-"""Letters of texts that are packed at once."""
+# Letters of a text whose places fit into 32 bits with room to spare
 LARGEST = 1 << 28
-"""Letters of a text whose places fit into 32 bits with room to spare."""
 ODD = re.compile(rf"{DOUBTFUL}|[\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]").search
+# The doubtful white space of ASCII
 CONTROL = range(0x1C, 0x20)
-"""The doubtful white space of ASCII."""
 LETTER, DIGIT, SIGN, APOSTROPHE, SPACE, LINE, FEED, BEYOND = range(8)
 KINDS = 8
 ALWAYS = 1

@@ -15,14 +15,12 @@ from mtrain.data.preprocess.record import Reading, Rejected, Text, rejected, roo
 from mtrain.data.preprocess.sources import BLOCK, BOM, Member, Part, Source, as_record, sample_of
 from mtrain.errors import CorruptData, MtrainError
 
+# Rows that are read at a time
 ROWS = 1024
-"""Rows that are read at a time."""
 PIECE = 8 * units.MIB
+# In each process: where in a file it was last, and what goes on from there. Parquet is entered at
+# row groups.
 _walked: dict[Source, tuple[int, Iterator[tuple[int, Any]]]] = {}
-"""In each process: where in a file it was last, and what goes on from there.
-
-Parquet is entered at row groups.
-"""
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from typing import Any
 
 from mtrain.data.preprocess.encoder import library, named_faults
 from mtrain.data.records import FLAGS, says_learned_or_not, shown
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.errors import BadEnvironment, ConfigError
 
+# A text, or its sentences
 Text = str | list[str]
-"""A text, or its sentences."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def refuse_misread(one: Rejected, file: str, line: int) -> None:
         " neither"
     )
     fix = f"ignored_keys={key}, where {key} says something else; or 1 or 0 for it"
-    raise ConfigError([Problem("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)])
+    raise ConfigError.of("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)
 
 
 @dataclass(frozen=True)
@@ -192,17 +192,8 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
     else:
         rule = "has no key in braces"
     if not any(name for _, name in parts):
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003",
-                    "template",
-                    template,
-                    rule,
-                    "template='{title}\\n{text}'",
-                    "command line",
-                )
-            ]
+        raise ConfigError.of(
+            "MT003", "template", template, rule, "template='{title}\\n{text}'", "command line"
         )
     return Reading(parts, **options)
 
@@ -224,8 +215,8 @@ def roots(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 Splitter = Callable[[str], list[str]]
+# Letters that are cut at once; of a longer text each so many by themselves
 LONGEST = 1_000_000
-"""Letters that are cut at once; of a longer text each so many by themselves."""
 
 
 def splitter(language: str, keep_newlines: bool) -> Splitter:
@@ -238,8 +229,8 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
     """
     if not re.fullmatch(r"[a-z_]+", language):
         rule = "is no name of a language, such as english"
-        raise ConfigError(
-            [Problem("MT003", "sentences", language, rule, "sentences=english", "command line")]
+        raise ConfigError.of(
+            "MT003", "sentences", language, rule, "sentences=english", "command line"
         )
     punkt = library("nltk.tokenize.punkt", "sentences", "sentences")
     data = library("nltk.data", "sentences", "sentences")

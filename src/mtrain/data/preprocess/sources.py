@@ -21,8 +21,9 @@ from mtrain.config.disk.files import files_below
 from mtrain.config.disk.manifest import SUFFIX
 from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Format -> endings of its files
 FORMATS = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
@@ -30,19 +31,18 @@ FORMATS = {
     "tar": (".tar", ".tgz"),
     "text": (".txt", ".text", ".md", ".rst"),
 }
-"""Format -> endings of its files."""
 COMPRESSED = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
+# Formats that may be compressed as a whole
 PACKED = ("jsonl", "tar", "text")
-"""Formats that may be compressed as a whole."""
 PARTIAL = ".partial"
+# Ending of the folder in which a corpus grows, and a file in it
 LOCK = "lock"
-"""Ending of the folder in which a corpus grows, and a file in it."""
 REJECTED = ".rejects.jsonl"
 REMOVED = ".removed.jsonl"
+# Endings of the files of a corpus that are not documents
 OF_CORPORA = (SUFFIX, REJECTED, REMOVED)
-"""Endings of the files of a corpus that are not documents."""
+# Metadata of Hugging Face's datasets next to .arrow files
 OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Metadata of Hugging Face's datasets next to .arrow files."""
 
 
 @dataclass(frozen=True)
@@ -176,17 +176,17 @@ def _source(path: Path, name: str, form: str, packing: str) -> Source:
 
 
 def _wrong(value: str, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("MT601", "input", value, rule, fix, "command line")])
+    return ConfigError.of("MT601", "input", value, rule, fix, "command line")
 
 
 UNIT = 4 * units.MIB
 BLOCK = units.MIB
+# Bytes of a tar's header that holds a long name
 MAX_NAME = units.MIB
-"""Bytes of a tar's header that holds a long name."""
+# What is compressed more is no archive of documents
 MAX_RATIO = 2000
-"""What is compressed more is no archive of documents."""
+# Of a tar: name, and content, or why it is left out
 Member = tuple[str, bytes | str]
-"""Of a tar: name, and content, or why it is left out."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -206,8 +206,8 @@ class Part:
 
 
 Unit = tuple[Part, ...]
+# Cuts a Parquet or arrow file: first, stop, bytes
 Tables = Callable[[Source], list[tuple[int, int, int]]]
-"""Cuts a Parquet or arrow file: first, stop, bytes."""
 
 
 def plan(sources: Sequence[Source], reading: Reading, tables: Tables) -> Iterator[Unit]:

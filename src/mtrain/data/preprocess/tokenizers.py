@@ -166,6 +166,7 @@ def _lines(file: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
+# How texts are cut before tiktoken looks for tokens: Megatron-LM's v1 and v2, and OpenAI's
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -185,9 +186,10 @@ PATTERNS = {
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""How texts are cut before tiktoken looks for tokens: Megatron-LM's v1 and v2, and OpenAI's."""
+# Of a pattern: tokens that the published file has, and the id of its <|endoftext|>
 OFFICIAL = {"gpt2": (50256, 50256), "cl100k": (100256, 100257), "o200k": (199998, 199999)}
-"""Of a pattern: tokens that the published file has, and the id of its <|endoftext|>."""
+# Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of
+# its versions.
 LLAMA3 = {
     "<|begin_of_text|>": 128000,
     "<|end_of_text|>": 128001,
@@ -195,9 +197,6 @@ LLAMA3 = {
     "<|end_header_id|>": 128007,
     "<|eot_id|>": 128009,
 }
-"""Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of
-its versions.
-"""
 MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 

@@ -36,8 +36,8 @@ from mtrain.errors import (
 from mtrain.processes import die_with
 
 T = TypeVar("T")
+# Units that wait for each process, so that none is idle
 AHEAD = 2
-"""Units that wait for each process, so that none is idle."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,7 @@ def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         )
 
 
+# The counts of each file
 COUNTED = (
     "records",
     "documents",
@@ -227,9 +228,8 @@ COUNTED = (
     "unknown_tokens",
     "unknown_bytes",
 )
-"""The counts of each file."""
+# Prefix, followed by a key, of the count of records that this key excludes from learning
 BY = "rejected_by_"
-"""Prefix, followed by a key, of the count of records that this key excludes from learning."""
 
 
 @dataclass(frozen=True)
@@ -296,12 +296,8 @@ class Worker:
             self._split = splitter(job.language, job.keep_newlines)
         if job.append_eod and self.encoder.eod is None:
             rule = f"documents end with a token, and {job.spec.files[0]} names none for it"
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT608", "eod", True, rule, "eod_token=NAME, or eod=false", "command line"
-                    )
-                ]
+            raise ConfigError.of(
+                "MT608", "eod", True, rule, "eod_token=NAME, or eod=false", "command line"
             )
         self._eod = np.array([self.encoder.eod], self.dtype).tobytes() if job.append_eod else b""
 
@@ -404,5 +400,5 @@ def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
             f"holds ids to {np.iinfo(dtype).max}, and the tokenizer has ids to"
             f" {encoder.vocab_size - 1}"
         )
-        raise ConfigError([Problem("MT603", "dtype", chosen, rule, "dtype=int32", "command line")])
+        raise ConfigError.of("MT603", "dtype", chosen, rule, "dtype=int32", "command line")
     return dtype

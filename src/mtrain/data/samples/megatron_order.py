@@ -26,17 +26,16 @@ from mtrain.data.samples.blend import Blend
 from mtrain.data.samples.token_stream import Samples
 from mtrain.data.store.cache import Arrays, build_arrays
 from mtrain.data.store.indexed import IndexedDataset
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Samples between two places whose counts are stored
 BLOCK = 4096
-"""Samples between two places whose counts are stored."""
+# The most pieces that are computed at once
 LANES = 1024
-"""The most pieces that are computed at once."""
 FEWEST = 64
+# The most samples of a piece; for smaller shares than a few samples of it, guesses fail and the
+# pieces are computed one after another.
 LONGEST = 1 << 17
-"""The most samples of a piece; for smaller shares than a few samples of it, guesses fail and the
-pieces are computed one after another.
-"""
 
 
 class Greedy:
@@ -141,15 +140,15 @@ def _run(weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, steps: int
     return picks
 
 
+# The last epoch is shuffled separately if less than this share of it is needed
 FINAL_EPOCH = 0.80
-"""The last epoch is shuffled separately if less than this share of it is needed."""
+# The share of samples that megatron-core adds to each corpus of a blend
 SURPLUS = 0.005
-"""The share of samples that megatron-core adds to each corpus of a blend."""
+# Blends of at most so many samples are counted at open; for larger ones the surplus suffices
 SURELY = 1 << 22
-"""Blends of at most so many samples are counted at open; for larger ones the surplus suffices."""
 CHUNK = 1 << 20
+# Sequences between two whose place in the stream is stored
 STRIDE = 1024
-"""Sequences between two whose place in the stream is stored."""
 
 
 @dataclass(frozen=True)
@@ -407,8 +406,8 @@ def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, fl
     )
 
 
+# A function that opens the samples of a corpus, as many as requested; None for one epoch
 Part = Callable[[int | None], MegatronSamples]
-"""A function that opens the samples of a corpus, as many as requested; None for one epoch."""
 
 
 class MegatronBlend(Blend):
@@ -469,7 +468,7 @@ class MegatronBlend(Blend):
                     f" makes {len(part)}"
                 )
                 fix = "data.order=keyed, or other data.blend_weights"
-                raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
+                raise ConfigError.of("MT640", "data.order", "megatron", rule, fix)
 
 
 def blended(

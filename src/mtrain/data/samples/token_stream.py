@@ -21,10 +21,10 @@ from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SHARES = ("train", "validation", "test")
+# Tokens of a corpus in an object store that are checked before ranks start
 REMOTE_CHECKED = 1 << 20
-"""Tokens of a corpus in an object store that are checked before ranks start."""
+# Tokens that are checked at a time, so that they stay in the processor's cache
 SCANNED = 1 << 22
-"""Tokens that are checked at a time, so that they stay in the processor's cache."""
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
@@ -36,9 +36,7 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     """
     if sum(shares) <= 0:
         rule = "all shares are zero"
-        raise ConfigError(
-            [Problem("MT604", "data.split", list(shares), rule, "data.split=[1,0,0]")]
-        )
+        raise ConfigError.of("MT604", "data.split", list(shares), rule, "data.split=[1,0,0]")
     return token_files.split_documents(dataset, shares)
 
 

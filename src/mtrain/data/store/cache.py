@@ -30,8 +30,9 @@ LIMIT_BYTES = 100 * units.GIB
 USED = ".used"
 META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
+# Further files of prepared chats
 OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
-"""Further files of prepared chats."""
+# Files of a cached order of samples
 ORDERS = (
     "sequences.npy",
     "starts.npy",
@@ -41,11 +42,10 @@ ORDERS = (
     "pieces.npy",
     "counts.npy",
 )
-"""Files of a cached order of samples."""
 DAY_S = 86_400
 
+# Corpus in use -> descriptor that holds its lock, which forked processes inherit
 _held: dict[str, int] = {}
-"""Corpus in use -> descriptor that holds its lock, which forked processes inherit."""
 
 
 def use(folder: Path) -> bool:
@@ -221,11 +221,11 @@ def _is_open(descriptor: int, path: Path) -> bool:
     return os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 
+# Orders of fewer numbers are computed in memory, which takes a moment
 SMALL = 1 << 20
-"""Orders of fewer numbers are computed in memory, which takes a moment."""
 Arrays = dict[str, np.ndarray]
+# A function that requests arrays by name, dtype and length, and fills them
 Fill = Callable[[Callable[[str, str, int], np.ndarray]], None]
-"""A function that requests arrays by name, dtype and length, and fills them."""
 
 
 def build_arrays(folder: Path, size: int, fill: Fill) -> Arrays:

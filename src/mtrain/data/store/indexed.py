@@ -18,8 +18,8 @@ from mtrain.config.disk.token_files import CODES, HEADER, MAGIC, read_header
 from mtrain.data.store.remote import RemoteTokens, is_mirrored
 from mtrain.errors import CorruptData
 
+# Bytes that one MADV_WILLNEED makes Linux read, on a disk with its default readahead
 AT_ONCE = 128 << 10
-"""Bytes that one MADV_WILLNEED makes Linux read, on a disk with its default readahead."""
 
 
 class MemoryMap:
@@ -59,15 +59,15 @@ class MemoryMap:
 
 
 CHUNK = 1 << 17
+# Numbers that justify one more thread
 LONG = 1 << 23
-"""Numbers that justify one more thread."""
+# Most sequences and documents of an index that is checked at once: 84 MB
 LARGE = 1 << 22
-"""Most sequences and documents of an index that is checked at once: 84 MB."""
 PARTS = 32
+# Number of parts of a larger index that are checked at open, and their sequences and documents
 PART = 1 << 10
-"""Number of parts of a larger index that are checked at open, and their sequences and documents."""
+# Sequences and documents of a larger index that are checked with each step of the run
 STEP = 1 << 18
-"""Sequences and documents of a larger index that are checked with each step of the run."""
 
 
 class IndexCheck:
@@ -249,8 +249,8 @@ def _first(wrong: Callable[[int, int], int | None], parts: list[range]) -> int |
     return next((at for part in parts if (at := wrong(part.start, part.stop)) is not None), None)
 
 
+# Dtype code -> dtype, of little-endian token files
 DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.items()}
-"""Dtype code -> dtype, of little-endian token files."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

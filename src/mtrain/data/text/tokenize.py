@@ -31,7 +31,7 @@ from mtrain.data.store import cache as corpora
 from mtrain.data.store.cache import FILES, writing
 from mtrain.data.store.corpus import Corpus, open_indexed, similar_paths
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
-from mtrain.errors import ConfigError, Problem, say
+from mtrain.errors import ConfigError, say
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,13 @@ def _endings(root: Path) -> str:
 
 
 def _problem(value: str, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("MT601", "data.path", value, rule, fix)])
+    return ConfigError.of("MT601", "data.path", value, rule, fix)
 
 
 FORMAT = 1
+# A file that changed less than this before it was read may change again within the same tick of its
+# file system's clock.
 SETTLED_NS = 2_000_000_000
-"""A file that changed less than this before it was read may change again within the same tick of
-its file system's clock.
-"""
 
 
 def say_to_stderr(note: str) -> None:
@@ -399,7 +398,7 @@ def _build(
         if meta["contents"] != contents:
             rule = "files of the corpus changed while they were read"
             fix = "run again when they are complete"
-            raise ConfigError([Problem("MT601", "data.path", text.shown, rule, fix)])
+            raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
         if folder.exists():
             shutil.rmtree(folder)
         building.rename(folder)

@@ -22,14 +22,13 @@ from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.data.chats.template import ChatFormat
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# The largest token id: tables have an entry for each id, and known vocabularies are ten times
+# smaller.
 MAX_ID = 1 << 24
-"""The largest token id: tables have an entry for each id, and known vocabularies are ten times
-smaller.
-"""
+# Characters that the steps of a tokenizer may make of one
 MAX_GROWTH = 4096
-"""Characters that the steps of a tokenizer may make of one."""
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 _LETTERS = ("content", "prepend", "replacement")
 
@@ -125,9 +124,7 @@ class Tokenizer:
         try:
             if kind := kind_of(self.path):
                 fix = "data.tokenizer=PATH of a tokenizer.json"
-                raise ConfigError(
-                    [Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)]
-                )
+                raise ConfigError.of("MT603", "data.tokenizer", str(path), f"is {kind}", fix)
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
                 raise CorruptData(
@@ -138,7 +135,7 @@ class Tokenizer:
         except OSError as error:
             fix = "data.tokenizer=PATH of a tokenizer.json"
             rule = f"cannot be read: {error.strerror}"
-            raise ConfigError([Problem("MT603", "data.tokenizer", str(path), rule, fix)]) from error
+            raise ConfigError.of("MT603", "data.tokenizer", str(path), rule, fix) from error
         except UnicodeDecodeError as error:
             raise CorruptData(
                 f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
@@ -303,14 +300,13 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
         f" ({', '.join(EOD_NAMES)})"
     )
     fix = f'"eos_token" in a tokenizer_config.json next to {tokenizer.path}'
-    raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
+    raise ConfigError.of("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)
 
 
 EOD_TOKEN = "<|endoftext|>"
 EOD = 0
+# The BPE is trained on the first documents up to this size: a fair sample, as they are shuffled
 TRAIN_BYTES = 64 * units.MIB
-"""The BPE is trained on the first documents up to this size: a fair sample, as they are shuffled.
-"""
 BATCH_CHARS = 4 * units.MIB
 
 
