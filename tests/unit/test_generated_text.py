@@ -13,8 +13,7 @@ import torch
 
 from mtrain.cli.generate import WORDS, read_prompts
 from mtrain.cli.named_values import read_words
-from mtrain.data.text.bpe import EOD, train
-from mtrain.data.text.tokenizer import Tokenizer
+from mtrain.data.text.tokenizer import EOD, Tokenizer, train
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
 from mtrain.train.generate.sampling import draw, limited
