@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections import defaultdict
 from argparse import ArgumentTypeError
+from collections import defaultdict
 from itertools import combinations
 
 import pytest
