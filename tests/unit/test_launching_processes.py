@@ -162,7 +162,7 @@ def test_processes_remote_rank_is_not_bound_here(
     monkeypatch.setattr(machine, "execute", execute)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
     assert machine._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
     assert [found["RANK"] for found in begun] == ["0", "1"]
     assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
