@@ -30,6 +30,9 @@ class Part:
         return index % self.parts == self.number - 1
 
 
+EVERY_CASE = Part(1, 1)
+
+
 def some(table: Iterable[str], always: Iterable[str], engine: Iterable[str] = ()) -> list[Any]:
     """Return the names of a table as parameters: marked `engine` if in `engine`, and `full` if in
     neither list.

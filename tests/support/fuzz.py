@@ -28,7 +28,7 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.paths import conf_dir, recipes_dir
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, SECONDS, tiny, within_a_second
-from tests.support.covering import Part
+from tests.support.covering import EVERY_CASE, Part
 from tests.support.hostile import hostile
 from tests.support.mutators import mutated
 from tests.support.patience import patient
@@ -154,7 +154,7 @@ def texts() -> list[str]:
     return [*shared, *groups, run_yaml(tiny())]
 
 
-def mutations(count: int, seed: int, part: Part, file: Path) -> Counter[str]:
+def mutations(count: int, seed: int, file: Path, part: Part = EVERY_CASE) -> Counter[str]:
     """Validate a part of `count` mutated recipes; return how often each code came."""
     rng = random.Random(seed)
     originals = texts()
@@ -175,7 +175,7 @@ def mutations(count: int, seed: int, part: Part, file: Path) -> Counter[str]:
     return codes
 
 
-def attacks(count: int, seed: int, part: Part, file: Path) -> Counter[str]:
+def attacks(count: int, seed: int, file: Path, part: Part = EVERY_CASE) -> Counter[str]:
     """Validate a part of `count` hostile inputs; those that exceed data must be refused."""
     codes = Counter[str]()
     for index, attack in enumerate(hostile(count, seed)):
@@ -245,9 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as home:
         began = time.monotonic()
         file = Path(home) / "r.yaml"
-        recipes = mutations(args.recipes, args.seed, args.part, file)
+        recipes = mutations(args.recipes, args.seed, file, args.part)
         print(f"{recipes.total()} codes of mutated recipes: {dict(recipes.most_common())}")
-        hostiles = attacks(args.hostile, args.seed, args.part, file)
+        hostiles = attacks(args.hostile, args.seed, file, args.part)
         print(f"{hostiles.total()} codes of hostile inputs: {dict(hostiles.most_common())}")
         file.unlink()
         through_the_command(args.commands, args.seed, Path(home))
