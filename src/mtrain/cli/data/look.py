@@ -39,7 +39,7 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     known = {**TOKENIZER, "doc": Word(None, WHOLE, "a whole number of at least 0", "doc=0")}
     values, (prefix,) = read_arguments(argv, known, usage, most=1)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.view import described
+    from mtrain.data.preprocess.inspect import described
 
     one = open_prefix(prefix)
     if values["doc"] is not None:
@@ -73,7 +73,7 @@ def _files(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
-    from mtrain.data.preprocess.view import document, tokens_as_text
+    from mtrain.data.preprocess.inspect import document, tokens_as_text
 
     number_ = values["doc"]
     sequences = document(one.dataset, number_)
@@ -108,7 +108,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
 
 def _loaded(values: Mapping[str, Any]) -> Any:
     """Return the tokenizer that is named; None: none is."""
-    from mtrain.data.preprocess.encoders.loader import load
+    from mtrain.data.preprocess.tokenizers import load
 
     return (
         load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
@@ -128,8 +128,8 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
     values, prefixes = read_arguments(argv, known, "verify PREFIX...")
     encoder = _loaded(values)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.scan import verify as verify_
-    from mtrain.data.preprocess.scan import write_manifest
+    from mtrain.data.preprocess.inspect import verify as verify_
+    from mtrain.data.preprocess.inspect import write_manifest
 
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:

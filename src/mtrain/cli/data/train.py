@@ -68,7 +68,7 @@ def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
                 )
             ]
         )
-    from mtrain.data.preprocess.inputs.sources import find_sources
+    from mtrain.data.preprocess.sources import find_sources
     from mtrain.data.preprocess.train import Texts, save, train
 
     sources = find_sources(inputs, values["format"])

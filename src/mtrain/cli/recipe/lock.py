@@ -143,7 +143,7 @@ def _tokens(run: RunConfig) -> str | None:
 
 
 def _text(run: RunConfig) -> str | None:
-    from mtrain.data.text.files import open_corpus
+    from mtrain.data.text.tokenize import open_corpus
 
     try:
         text = open_corpus(run.data)
