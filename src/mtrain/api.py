@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.loading import configuration
 from mtrain.loading.configuration import Loaded, TooFewDevices
 from mtrain.train.generate.request import Request, Sampling, Texts, Written
@@ -71,7 +71,7 @@ def plan(loaded: Loaded) -> dict[str, Any]:
     except ValueError as error:
         family = loaded.run.model.family
         fix = "a family that can be counted"
-        raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
+        raise ConfigError.of("MT254", "model.family", family, str(error), fix) from None
 
 
 def train(loaded: Loaded) -> Path:

@@ -10,7 +10,7 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.launching.local import Source
 from mtrain.models.registry import family_of
 
@@ -70,22 +70,14 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
         ConfigError: no folder was given, or it is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        raise ConfigError(
-            [Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)]
+        raise ConfigError.of(
+            "MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage
         )
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
         what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT502",
-                    "",
-                    None,
-                    f"{target} {what}; {verb} needs a run or checkpoint folder",
-                    usage,
-                )
-            ]
+        raise ConfigError.of(
+            "MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage
         )
     return target, argv[1:]
 
@@ -108,12 +100,12 @@ def require_writing(run: RunConfig) -> None:
     """
     if not family_of(run.model).writes:
         rule = f"a model of the family {run.model.family} does not continue texts"
-        raise ConfigError(
-            [Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")]
+        raise ConfigError.of(
+            "MT247", "model.family", run.model.family, rule, "evaluate, for its loss"
         )
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
-        raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
+        raise ConfigError.of("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")
 
 
 def source_of(target: Path, usage: str) -> Source:
@@ -128,16 +120,8 @@ def source_of(target: Path, usage: str) -> Source:
         rule = (
             f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
         )
-        raise ConfigError(
-            [
-                Problem(
-                    "MT506",
-                    "",
-                    None,
-                    rule,
-                    "a run on data=stdlib, data=text or data.tokenizer=FILE",
-                )
-            ]
+        raise ConfigError.of(
+            "MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE"
         )
     return Source(checkpoint, tokenizer)
 
@@ -152,7 +136,7 @@ def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
         return target.parent.parent, target
     saved = ckpt_folder.committed(target / CHECKPOINTS)
     if not saved:
-        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+        raise ConfigError.of("MT502", "", None, f"{target} has no checkpoint yet", usage)
     return target, saved[-1]
 
 
@@ -166,5 +150,5 @@ def newest(target: Path, usage: str) -> Path:
         return target
     saved = ckpt_folder.committed(target / CHECKPOINTS)
     if not saved:
-        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+        raise ConfigError.of("MT502", "", None, f"{target} has no checkpoint yet", usage)
     return saved[-1]

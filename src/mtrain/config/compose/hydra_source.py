@@ -38,13 +38,11 @@ _NOTES: dict[str, Any] = {
     "overrides": {"hydra": [], "task": []},
     "runtime": RuntimeConf(),
     "job": {
-        **{
-            "name": "mtrain",
-            "config_name": None,
-            "override_dirname": None,
-            "env_copy": [],
-            "env_set": {},
-        },
+        "name": "mtrain",
+        "config_name": None,
+        "override_dirname": None,
+        "env_copy": [],
+        "env_set": {},
         "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
     },
 }

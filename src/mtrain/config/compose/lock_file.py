@@ -90,7 +90,7 @@ def read_lock(path: Path) -> Lock:
     if not is_lock(text):
         rule = f"is no lock: its first line is not `{HEAD}`"
         fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
-        raise ConfigError([Problem("MT705", "", None, rule, fix, source)])
+        raise ConfigError.of("MT705", "", None, rule, fix, source)
     return parse_lock(text, source)
 
 
@@ -117,8 +117,8 @@ def parse_lock(text: str, source: str) -> Lock:
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
         rule = f"the lock does not say {' and '.join(wrong)}"
-        raise ConfigError(
-            [Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)]
+        raise ConfigError.of(
+            "MT705", "", None, rule, f"make it again: {program()} recipe lock", source
         )
     new = tuple(key for key in run.flat() if not _said(document.values, key))
     return Lock(as_resolved(run), body, facts, new)

@@ -70,7 +70,7 @@ def find_recipe(name: str) -> Path:
     there = listing(sorted(names), "recipe list")
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {there}"
     fix = " or ".join(near) or f"{program()} recipe list, for all of them"
-    raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
+    raise ConfigError.of("MT002", "recipe", name, rule, fix, "command line")
 
 
 def _beside(path: Path, most: int = 3) -> list[str]:

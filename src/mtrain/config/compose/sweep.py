@@ -75,9 +75,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
     count = math.prod(len(values) for values in words.values())
     if count > MAX_RUNS:
         rule = f"{count} runs; a sweep makes at most {MAX_RUNS}"
-        raise ConfigError(
-            [Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)]
-        )
+        raise ConfigError.of("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)
     keys = list(words)
     return [
         Job(chosen, {key: chosen[keys.index(key)].partition("=")[2] for key in swept})

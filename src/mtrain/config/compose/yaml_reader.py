@@ -119,7 +119,7 @@ def filled(document: Document) -> Document:
     fix = (
         "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
     )
-    raise ConfigError([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
+    raise ConfigError.of("MT003", "", None, "the file says nothing", fix, document.source)
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
@@ -133,7 +133,7 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
     if hidden:
         line = text.count("\n", 0, hidden.start()) + 1
         rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
-        raise ConfigError([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+        raise ConfigError.of("MT003", "", None, rule, "delete it", f"{source}:{line}")
 
 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
@@ -155,7 +155,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     values = reader.value(root, "", 0) if root is not None else None
     if not isinstance(values or {}, dict):
         rule = "the top level must be a mapping of keys"
-        raise ConfigError([Problem("MT003", "", None, rule, "write `key: value`", source)])
+        raise ConfigError.of("MT003", "", None, rule, "write `key: value`", source)
     return Document(values or {}, reader.lines, source, text, reader.texts, reader.repeated)
 
 
@@ -179,10 +179,10 @@ def bounded(text: str, source: str) -> None:
         if tag is not None:
             short = tag.replace("tag:yaml.org,2002:", "!!")
             rule = f"the tag {short} is refused: a configuration is data"
-            raise ConfigError([Problem("MT006", "", None, rule, "delete the tag", line)])
+            raise ConfigError.of("MT006", "", None, rule, "delete the tag", line)
         if documents > 1:
             rule = "a second document begins; one file is one document"
-            raise ConfigError([Problem("MT003", "", None, rule, "delete it", line)])
+            raise ConfigError.of("MT003", "", None, rule, "delete it", line)
         if depth > MAX_DEPTH:
             raise ConfigError([_too_deep(line)])
         if nodes > MAX_NODES:
@@ -360,4 +360,4 @@ class _Reader:
         fix: str = "delete it",
         code: str = "MT003",
     ) -> ConfigError:
-        return ConfigError([Problem(code, path, None, rule, fix, self.at(node))])
+        return ConfigError.of(code, path, None, rule, fix, self.at(node))

@@ -114,17 +114,8 @@ def read_bytes(
     if kind:
         raise ConfigError([_not_regular(path, source, kind)])
     if len(data) > limit:
-        raise ConfigError(
-            [
-                Problem(
-                    "MT005",
-                    "",
-                    None,
-                    f"larger than the limit of {limit} bytes",
-                    "write less",
-                    source,
-                )
-            ]
+        raise ConfigError.of(
+            "MT005", "", None, f"larger than the limit of {limit} bytes", "write less", source
         )
     return data
 
@@ -147,7 +138,7 @@ def read_stdin() -> str:
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         rule = f"larger than the limit of {MAX_BYTES} bytes"
-        raise ConfigError([Problem("MT005", "", None, rule, "write less", "standard input")])
+        raise ConfigError.of("MT005", "", None, rule, "write less", "standard input")
     return _decoded(data, "standard input")
 
 
@@ -158,17 +149,8 @@ def _decoded(data: bytes, source: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003",
-                    "",
-                    None,
-                    rule,
-                    "delete it, or save the file as UTF-8",
-                    f"{source}:{line}",
-                )
-            ]
+        raise ConfigError.of(
+            "MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}"
         ) from None
 
 
@@ -212,7 +194,7 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
         " read"
     )
     fix = f"copy it to a file that ends in {endings[0]}, if it is a configuration"
-    raise ConfigError([Problem("MT002", "", None, rule, fix, source)])
+    raise ConfigError.of("MT002", "", None, rule, fix, source)
 
 
 @dataclass

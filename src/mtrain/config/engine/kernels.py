@@ -408,16 +408,12 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         )
     triton_could = obstacle(op, "triton", run, device, machine) is None and not _not_run(op, run)
     if (op, word) == ("attention", "torch") and triton_could:
+        what = "caps" if run.model.attn_logit_softcapping else ""
         if run.model.softmax_type != "vanilla":
             what = "sinks"
-        else:
-            if run.model.attn_logit_softcapping:
-                what = "caps"
-            else:
-                what = ""
-        if what:
-            return f"torch's kernels know no {what} of scores but as a number for each pair"
-        return None
+        if not what:
+            return None
+        return f"torch's kernels know no {what} of scores but as a number for each pair"
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None

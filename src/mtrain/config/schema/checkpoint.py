@@ -54,6 +54,6 @@ class UnresolvedCheckpoint(Section):
 
 
 class CheckpointConfig(UnresolvedCheckpoint):
-    """`checkpoint` of a resolved run."""
+    """`checkpoint` of a resolved run: the keys below are never null."""
 
     save_interval: int

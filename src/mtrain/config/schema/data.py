@@ -312,7 +312,7 @@ class UnresolvedData(Section):
 
 
 class DataConfig(UnresolvedData):
-    """`data` of a resolved run."""
+    """`data` of a resolved run: the keys below are never null."""
 
     kind: DataKind
     seq_length: int

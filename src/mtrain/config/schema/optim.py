@@ -220,7 +220,7 @@ else:
 
 
 class OptimConfig(UnresolvedOptim):
-    """`optim` of a resolved run."""
+    """`optim` of a resolved run: the keys below are never null."""
 
     lr: float
     min_lr: float

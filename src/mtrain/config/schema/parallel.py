@@ -270,7 +270,7 @@ class UnresolvedParallel(Section):
 
 
 class ParallelConfig(UnresolvedParallel):
-    """`parallel` of a resolved run."""
+    """`parallel` of a resolved run: the keys below are never null."""
 
     sequence_parallel: bool
     ranks: int

@@ -204,7 +204,7 @@ class UnresolvedPrecision(Section):
 
 
 class PrecisionConfig(UnresolvedPrecision):
-    """`precision` of a resolved run."""
+    """`precision` of a resolved run: the keys below are never null."""
 
     dtype: WeightFormat
 

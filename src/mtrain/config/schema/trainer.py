@@ -194,7 +194,7 @@ class UnresolvedTrainer(Section):
 
 
 class TrainerConfig(UnresolvedTrainer):
-    """`trainer` of a resolved run."""
+    """`trainer` of a resolved run: the keys below are never null."""
 
     fine_tuning: bool
     train_iters: int
