@@ -98,14 +98,8 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
             "a path is for the command line: a recipe is one file, and names choices that others"
             " have as well"
         )
-        return Problem(
-            "MT010",
-            group,
-            text,
-            rule,
-            f"delete it, and say {group}={text} on the command line",
-            source,
-        )
+        fix = f"delete it, and say {group}={text} on the command line"
+        return Problem("MT010", group, text, rule, fix, source)
     path = user_path(text)
     if not os.path.isfile(path):
         files = [chooses(group, file) for file in names_near(path) if is_path(file)]

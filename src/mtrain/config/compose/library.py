@@ -217,16 +217,8 @@ def _refusals(document: Document, group: str) -> list[Problem]:
                 "an entry of defaults names a file of choices: neither a part of Hydra nor a"
                 " reference"
             )
-            found.append(
-                Problem(
-                    "MT006",
-                    "defaults",
-                    entry,
-                    rule,
-                    "delete it",
-                    document.where(f"defaults.{index}"),
-                )
-            )
+            line = document.where(f"defaults.{index}")
+            found.append(Problem("MT006", "defaults", entry, rule, "delete it", line))
     package = package_of(document)
     if package is not None and package.split(".")[0] == "hydra":
         rule = "the package is refused: a configuration is data and configures no loader"

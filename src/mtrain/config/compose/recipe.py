@@ -144,14 +144,8 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
     document = recipe.document
     entries = document.values.get("defaults", [])
     if not isinstance(entries, list):
-        yield Problem(
-            "MT017",
-            "defaults",
-            entries,
-            f"must be a list; {DEFAULTS_FORM}",
-            "delete it",
-            document.where("defaults"),
-        )
+        rule = f"must be a list; {DEFAULTS_FORM}"
+        yield Problem("MT017", "defaults", entries, rule, "delete it", document.where("defaults"))
         return
     groups = [*dict.fromkeys((*GROUPS, *default_choices()[0]))]
     for index, entry in enumerate(entries):
@@ -177,15 +171,8 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
         elif problem is not None:
             yield problem
         elif group in recipe.choices:
-            first = recipe.choice_lines[group]
-            yield Problem(
-                "MT004",
-                group,
-                choice,
-                f"chosen twice, first at {first}",
-                "keep one of them",
-                source,
-            )
+            rule = f"chosen twice, first at {recipe.choice_lines[group]}"
+            yield Problem("MT004", group, choice, rule, "keep one of them", source)
         else:
             recipe.choices[group] = str(choice)
             recipe.choice_lines[group] = source

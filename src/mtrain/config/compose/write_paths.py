@@ -61,11 +61,8 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
             f"is beyond the working folder; that {KEYS[key]} may be written there, only the command"
             " line says"
         )
-        out.append(
-            Problem(
-                "MT019", key, value, rule, f"{at_default(key)} or {override(key, value)}", said[key]
-            )
-        )
+        fix = f"{at_default(key)} or {override(key, value)}"
+        out.append(Problem("MT019", key, value, rule, fix, said[key]))
     return out
 
 

@@ -209,14 +209,8 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem(
-            "MT003",
-            "",
-            None,
-            f"not YAML: {_explained(said, '')}",
-            "delete what is not YAML",
-            source,
-        )
+        rule = f"not YAML: {_explained(said, '')}"
+        return Problem("MT003", "", None, rule, "delete what is not YAML", source)
     else:
         line = mark.line + 1
     lines = text.splitlines()

@@ -114,9 +114,8 @@ def read_bytes(
     if kind:
         raise ConfigError([_not_regular(path, source, kind)])
     if len(data) > limit:
-        raise ConfigError.of(
-            "MT005", "", None, f"larger than the limit of {limit} bytes", "write less", source
-        )
+        rule = f"larger than the limit of {limit} bytes"
+        raise ConfigError.of("MT005", "", None, rule, "write less", source)
     return data
 
 
