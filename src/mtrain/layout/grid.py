@@ -87,7 +87,7 @@ class RankGrid:
 
         The axes are of one view: some of `tp cp dp pp`, or some of `etp ep edp pp`.
         """
-        # `pp` alone is in both views, and its groups are the same in both.
+        # `pp` by itself is in both views, and its groups are the same in both.
         order = DENSE_ORDER if set(axes) <= set(DENSE_ORDER) else EXPERT_ORDER
         unknown = set(axes) - set(order)
         if unknown or not axes:

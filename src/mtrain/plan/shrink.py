@@ -192,7 +192,8 @@ def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
 
 def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
     """Return a run with other sections, whose null keys are resolved for a small CPU."""
-    changed = UnresolvedRun.model_construct(**{**dict(run), **values})
+    sections = dict(run) | values
+    changed = UnresolvedRun.model_construct(**sections)
     return resolve(UnresolvedRun.model_validate(changed.model_dump()), MACHINE)
 
 

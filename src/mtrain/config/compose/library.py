@@ -60,8 +60,8 @@ class Library:
     def give_path(self, group: str, text: str) -> str:
         """Add a choice that is given as the path of a file; return Hydra's name for it."""
         path = paths.user_path(text)
-        # Hydra splits names at / and @, so the file's name is reduced to letters that it leaves
-        # alone. The ending keeps it apart from the choices of the group.
+        # Hydra splits names at / and @, so the file's name keeps only letters that it does
+        # not read. The ending keeps it apart from the choices of the group.
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
         self._written[f"{group}/{choice}"] = text

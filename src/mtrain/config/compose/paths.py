@@ -268,7 +268,7 @@ def _named_like(folder: Path, name: str, limit: int) -> list[str]:
             names = sorted(entry.name for entry in islice(entries, MAX_NAMES))
     except (OSError, ValueError):
         return []
-    # The ending alone makes all files of a folder similar: the stems must be, too.
+    # Their common ending makes all files of a folder similar: the stems must be, too.
     stem = Path(name).stem
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.65)
     near = [
