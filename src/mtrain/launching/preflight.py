@@ -18,7 +18,7 @@ from mtrain.config.engine.formats import bytes_of
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.hardware import cpu_cores
 from mtrain.config.resolve.resolution import MAX_CPU_RANKS, Machine, resolve, smallest_world
-from mtrain.config.resolve.usual_layout import on_a_cpu
+from mtrain.config.resolve.usual_layout import cpu_layout
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
@@ -208,7 +208,7 @@ def _default(machine: Machine) -> RunConfig:
         ConfigError: it breaks a rule on this machine.
     """
     composed = compose([])
-    raw = on_a_cpu(composed.run, composed.origins, machine, None)[0]
+    raw = cpu_layout(composed.run, composed.origins, machine, None)[0]
     run = resolve(raw, machine)
     _refuse(run, raw, lambda r: resolve(r, machine))
     return run

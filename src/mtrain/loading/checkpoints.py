@@ -36,7 +36,7 @@ _OF_A_CORPUS = {
     for key, field in schema_keys().items()
     if key.startswith("data.") and key not in _OF_SAMPLES
 }
-# The adapters that a run began with are in its checkpoint.
+# Drops the adapters that a run started from: the checkpoint contains them.
 WITHOUT_START = "peft.init_from=null"
 # The corpus of the run may be gone: its tokenizer is in the run folder.
 WITHOUT_DATA = (
@@ -48,26 +48,23 @@ WITHOUT_DATA = (
 
 
 def relaid(overrides: Sequence[str]) -> list[str]:
-    """Return the settings that another layout resolves again: the micro-batch was resolved for the
-    layout of the run.
-    """
+    """Return overrides that derive the micro-batch again if the layout changes."""
     if any(word.startswith("parallel") for word in overrides):
         return ["trainer.micro_batch_size=null"]
     return []
 
 
 def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, after those of our own `words` whose keys they do not set."""
+    """Return our own `words`, except keys that the user overrides, and then the overrides."""
     said = {word.partition("=")[0] for word in overrides}
     return [*(word for word in words if word.partition("=")[0] not in said), *overrides]
 
 
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
-    """Return the run or checkpoint folder that a verb was given first, and the rest of its
-    arguments.
+    """Return the run or checkpoint folder that is a verb's first argument, and the other arguments.
 
     Raises:
-        ConfigError: no folder was given, or it is neither a run nor a checkpoint.
+        ConfigError: the folder is missing, or is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
         raise ConfigError.of(

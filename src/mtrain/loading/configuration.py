@@ -14,7 +14,7 @@ from mtrain.config.machine.devices import AUTO, facts_of
 from mtrain.config.messages.fixes import with_fixes
 from mtrain.config.resolve.defaults import synthetic_tokens
 from mtrain.config.resolve.resolution import Machine, machine_problems, resolve, world_size_of
-from mtrain.config.resolve.usual_layout import on_a_cpu
+from mtrain.config.resolve.usual_layout import cpu_layout
 from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
@@ -99,7 +99,7 @@ def load(
         if error.partial is not None:
             # A fix is offered only where the rest of the configuration, without the refused keys,
             # still passes with it.
-            partial = _on_a_cpu(error.partial, machine, world_size)[0]
+            partial = _with_cpu_layout(error.partial, machine, world_size)[0]
             found = with_fixes(found, partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError(
             [*found, *also_wrong(error, machine, world_size), *error.warnings]
@@ -137,8 +137,8 @@ def load(
 
 
 def say_replaced(composed: Composed) -> None:
-    """Print on standard error what choices of the command line replaced, for verbs that show no
-    other warnings.
+    """Print on standard error which values choices on the command line replaced, for verbs that
+    show no other warnings.
     """
     for problem in composed.warnings:
         if problem.code == REPLACED:
@@ -181,7 +181,7 @@ def _of_devices(raw: UnresolvedRun, world_size: int | None) -> AbstractSet[str]:
     """Return the codes of errors that may be due to the number of devices of this machine."""
     if raw.cluster.devices_per_node is not None:
         return frozenset()
-    if raw.parallel.ranks is None and world_size is None:  # there are as many ranks as devices
+    if raw.parallel.ranks is None and world_size is None:  # as many ranks as devices
         return COUNTED_HERE | {"MT112"}
     return COUNTED_HERE
 
@@ -204,13 +204,13 @@ def _refuse_too_few_devices(
 def settled(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """Return the same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a
-    CPU; and why it is so.
+    """Choose the layout if the user set none, as `tune` does on GPUs and tensor parallel 2 on a
+    CPU; return it with the reasons.
 
     Raises:
         ConfigError: there is no such layout.
     """
-    composed, why = _on_a_cpu(composed, machine, world_size)
+    composed, why = _with_cpu_layout(composed, machine, world_size)
     if composed.run.parallel.auto is False:
         return composed, why
     from mtrain.plan.tune.choose import chosen, cleared, said_of
@@ -222,23 +222,23 @@ def settled(
             NO_LAYOUT
         }:
             raise
-        # nobody asked for a choice: the rule that no layout keeps says of itself what is wrong
+        # The user did not ask for a choice: the broken rule reports its own problem instead.
         raw = cleared(composed.run, said_of(composed.run, composed.origins, command_line=False))
         why = {}
     return replace(composed, run=raw), why
 
 
-def _on_a_cpu(
+def _with_cpu_layout(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """Return the same with the layout that nobody named, where the run is one of a CPU."""
+    """Return the same with the default layout of a CPU, if it runs there and the user set none."""
     raw = composed.run
     if (
         raw.parallel.auto is not None
         or not facts_of(resolve(raw, machine, world_size).cluster.device).on_host
     ):
         return composed, {}
-    raw, why = on_a_cpu(raw, composed.origins, machine, world_size)
+    raw, why = cpu_layout(raw, composed.origins, machine, world_size)
     return replace(composed, run=raw), why
 
 
@@ -268,15 +268,15 @@ def validate(
 
 
 def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
-    """Broken rules of a configuration that the schema refused, between keys that it did not refuse.
+    """Return the rules that a refused configuration breaks between keys that the schema accepted.
 
-    A refused key has its default for the time being, so what was found by reading it, or a key that
-    was made from it, is left out.
+    A refused key has its default meanwhile, so findings that depend on it, or on a key that was
+    derived from it, are left out.
     """
     if error.partial is None:
         return []
     made_from: dict[str, frozenset[str]] = {}
-    partial, why = _on_a_cpu(error.partial, machine, world_size)
+    partial, why = _with_cpu_layout(error.partial, machine, world_size)
     raw = partial.run
     run = resolve(raw, machine, world_size, made_from, why)
     origins = resolved_origins(partial, run, why)
@@ -302,12 +302,12 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Return the origins of `composed`; of a key, or a whole table, that was filled in, the origin
-    is the reason.
+    """Return the origin of each key; that of a key, or of a mapping, that was derived is the
+    reason.
     """
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 
 def _reason(key: str, why: Mapping[str, str]) -> str | None:
-    """Return why a key, or the table that holds it, was filled in; None: it was not."""
+    """Return why a key, or the mapping that holds it, was derived; None if it was not."""
     return why.get(key) or why.get(key.rpartition(".")[0])

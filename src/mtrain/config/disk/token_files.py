@@ -83,7 +83,7 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
         known = ", ".join(f"{c} {name}" for c, name in CODES.items())
         raise CorruptData(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
     expected = HEADER.size + 12 * count + 8 * indices
-    # Megatron's multimodal writer adds a byte per sequence, which only the size of the file reveals.
+    # Megatron's multimodal writer adds a byte per sequence; only the file's size reveals it.
     if size == expected + count and count:
         raise CorruptData(
             f"{path}: a multimodal index (one mode byte per sequence); only text is read"
