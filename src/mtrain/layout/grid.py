@@ -105,7 +105,7 @@ class RankGrid:
         return next(group for group in self.groups(*axes) if rank in group)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis of both views."""
+        """Return the position of `rank` on every axis of both views."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
         out: dict[str, int] = {}
@@ -143,19 +143,17 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class Machines:
-    """Neighbours whose ranks are of the same pipeline stages."""
+    """Consecutive machines whose ranks belong to the same pipeline stages."""
 
     first: int
-    """Of the machines."""
+    """Number of the first machine."""
     number: int
     stages: tuple[int, ...]
     """Pipeline stage of each of its ranks."""
 
 
 def machines(grid: RankGrid, devices: int) -> list[Machines]:
-    """Return the machines of a world that have so many devices each; ranks fill one machine after
-    the other.
-    """
+    """Group the machines of a world, filled in rank order with `devices` ranks each, by stages."""
     each = grid.world // grid.pp  # ranks are numbered by pipeline stage last
     out: list[Machines] = []
     for machine, begin in enumerate(range(0, grid.world, devices)):
@@ -168,9 +166,7 @@ def machines(grid: RankGrid, devices: int) -> list[Machines]:
 
 
 def owners(works: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each piece of work: the one that takes the longest goes to the rank that
-    has the least so far.
-    """
+    """Assign each piece of work to a rank: the longest first, to the rank with the least so far."""
     loads = [0] * ranks
     found = [0] * len(works)
     # The sort is stable, so all ranks come to the same assignment.

@@ -1,6 +1,4 @@
-"""Installed packages: their versions and plug-ins, and the folder for results that can be made
-again.
-"""
+"""Installed packages: their versions and plug-ins, and the folder for reproducible results."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def version_of(package: str) -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """Return MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home.
+    """Return MTRAIN_CACHE, else ~/.cache/mtrain; None if this user has no home.
 
     The folder may be missing, or read-only.
     """
@@ -61,9 +59,7 @@ def shipped(package: str) -> list[str]:
 
 
 def names(package: str, group: str) -> list[str]:
-    """Return the parts of a kind that a configuration can name: the shipped ones, then those of
-    plug-ins.
-    """
+    """Return the names of all parts of a kind: the shipped ones, then those of plug-ins."""
     own = shipped(package)
     return [*own, *sorted(found(group).keys() - set(own))]
 

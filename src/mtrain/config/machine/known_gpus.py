@@ -29,8 +29,8 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return the description of GPUs of a name, from the first folder of choices that has one;
-    None: no file has.
+    """Return the description of a GPU by name, from the first folder of choices that has one; None
+    if no folder does.
     """
     return _known(name, tuple(folders()))
 

@@ -1,8 +1,8 @@
 """NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes
 that use them.
 
-It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later
-find nothing used.
+It creates no CUDA context, so a process may still fork after a query, and ranks that start later
+find all memory free.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class _Process(Structure):
 
 @cache
 def driver() -> Driver | None:
-    """Return the driver of this machine, queried once per process; None: no
-    library answers.
-    """
+    """Return the driver of this machine, queried once per process; None without a library."""
     for name in LIBRARIES:
         with suppress(OSError, Failed):
             return asked(ctypes.CDLL(name))
@@ -87,10 +85,10 @@ def driver() -> Driver | None:
 
 
 def asked(library: ctypes.CDLL) -> Driver:
-    """Ask a loaded library; what a single GPU does not answer stays unknown.
+    """Query a loaded library; facts that a GPU does not report stay unknown.
 
     Raises:
-        Failed: it reaches no driver.
+        Failed: the library reaches no driver.
     """
     with _opened(_Calls(library)) as call:
         version = call.text("nvmlSystemGetDriverVersion")
@@ -151,7 +149,7 @@ class _Calls:
 
 
 def _or(other: T, ask: Callable[[], T]) -> T:
-    """Return the answer of the driver, or `other` where it has none."""
+    """Return the driver's answer, or `other` if it has none."""
     try:
         return ask()
     except Failed:

@@ -1,8 +1,8 @@
-"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA
-passes over.
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and the mistakes that
+CUDA ignores silently.
 
-The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all.
-Of a partitioned GPU (MIG), CUDA shows a process one instance, and then nothing else.
+The list ends at the first entry that names no GPU, and a repeated entry hides every GPU. Of a
+partitioned GPU (MIG), CUDA shows a process one instance, and then no other device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ class Seen:
 
     @property
     def kind(self) -> Gpu | None:
-        """Return one of the GPUs where all have the same name, else None."""
+        """Return one of the GPUs if all have the same name, else None."""
         return self.gpus[0] if len({gpu.name for gpu in self.gpus}) == 1 else None
 
 
 def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
-    """Return those of a driver's GPUs that CUDA shows.
-
-    `visible` is the variable; None: it is not set.
-    """
+    """Return the GPUs of a driver that CUDA shows; `visible` is the variable, None if unset."""
     if visible is None:
         known = [gpu for gpu in map(_device, gpus) if gpu is not None]
         return _seen(known, "", "", True)
@@ -78,9 +75,7 @@ def _is_instance(gpu: Gpu) -> bool:
 
 
 def _device(gpu: Gpu) -> Gpu | None:
-    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is
-    partitioned.
-    """
+    """Return the device that CUDA shows for a GPU: itself, or the first instance of a partition."""
     if not gpu.partitioned:
         return gpu
     return gpu.instances[0] if gpu.instances else None
@@ -125,8 +120,8 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """Return the places that the variable lists, what is wrong with it, and whether
-    that was meant.
+    """Return the listed places, the mistake in the variable, and whether it hides GPUs on
+    purpose.
     """
     places: list[Place] = []
     entries = [entry.strip() for entry in text.split(",")]

@@ -98,7 +98,7 @@ def is_matrix(param: Any, name: str) -> bool:
 
 
 def takes(name: str, axes: int) -> bool:
-    """Return the same from a name and number of axes."""
+    """Return whether Muon updates a parameter with this name and number of axes."""
     return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 

@@ -103,9 +103,7 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
 
 
 def asked(run: RunConfig) -> tuple[int, int, int]:
-    """Return the train, validation and test samples that Megatron-LM requests from its data for
-    such a run.
-    """
+    """Return the train, validation and test samples that Megatron-LM requests for such a run."""
     t = run.trainer
     evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1
     return (

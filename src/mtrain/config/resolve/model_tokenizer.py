@@ -57,8 +57,8 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a tokenizer file in a folder, or in what a run kept of one, whose format mtrain does
-    not read.
+    """Return a tokenizer file of a run or Hugging Face folder in a format that mtrain cannot
+    read.
     """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)

@@ -195,8 +195,7 @@ def _with_sections(
 ) -> RunConfig:
     """Return a run whose sections of derived keys are converted to those of a resolved run.
 
-    The draft that the steps read is one that is not validated: some of its keys are still null,
-    but a step reads only what is set or what an earlier step filled in.
+    The draft that the steps read is not validated: keys that later steps derive are still null.
     """
     sections: dict[str, Any] = dict(run)
     for name, kind in DERIVED_SECTIONS.items():
