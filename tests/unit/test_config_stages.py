@@ -32,7 +32,7 @@ def test_stages_deepseek_v3_layout_reads_as_megatron() -> None:
         ("Et|t", "L .loss. stands 0 times"),
         ("tE|tL", "E must be the first"),
         ("Et|Lt", "L the last of the last"),
-        ("Em|tL", "behind an m"),
+        ("Em|tL", "follows an m"),
         ("Et|m|mL", "all m must be in one stage"),
         ("Et|xL", "cannot read 'x'"),
         ("Et*|L", "cannot read '\\*'"),

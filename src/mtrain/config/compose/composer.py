@@ -414,7 +414,7 @@ class _Composition:
                 continue
             last = origins.last(key)
             if not origins.has(key):
-                rule = f"{argument}: no file says {key}, so there is nothing to take away"
+                rule = f"{argument}: no file sets {key}, so there is nothing to delete"
                 fix = "leave it out"
             elif key in self.overrides.only and (
                 last is None or last.value != self.overrides.only[key]

@@ -125,7 +125,7 @@ class _Source(ConfigSource):
 
 def _now() -> tuple[Library, str]:
     composing = _composing.get()
-    assert composing is not None, "nobody composes"
+    assert composing is not None, "no composition is running"
     return composing
 
 
@@ -229,7 +229,9 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
         lost = getattr(error, "missing_cfg_file", None)
         if lost:
             missing = lost[0] if isinstance(lost, (list, tuple)) else lost
-            raise NotComposed(f"in a defaults list, {missing} is named, and is not there") from None
+            raise NotComposed(
+                f"in a defaults list, {missing} is listed, and there is no such file"
+            ) from None
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         lines = str(cause).strip().splitlines() or [type(error).__name__]
         raise NotComposed(lines[0]) from None

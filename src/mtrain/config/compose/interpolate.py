@@ -105,7 +105,7 @@ class _Follower:
     def target(self, key: str, chain: tuple[str, ...]) -> Any:
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"more than {MAX_REFERENCES} references stand behind this value")
+            raise ValueError(f"more than {MAX_REFERENCES} references are needed for this value")
         if key in chain:
             raise ValueError(f"the reference goes in a circle: {' -> '.join([*chain, key])}")
         if key not in self.table:

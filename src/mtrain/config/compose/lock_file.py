@@ -116,7 +116,7 @@ def parse_lock(text: str, source: str) -> Lock:
         raise ConfigError([*problems, *more])
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
-        rule = f"the lock does not say {' and '.join(wrong)}"
+        rule = f"the lock lacks {' and '.join(wrong)}"
         raise ConfigError.of(
             "MT705", "", None, rule, f"make it again: {program()} recipe lock", source
         )

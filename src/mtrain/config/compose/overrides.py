@@ -95,7 +95,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
         ) or out.above.get(path)
         if first is not None:
             rule = (
-                f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
+                f"set twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
                 " be lost"
             )
             # a choice may not be there
@@ -209,7 +209,7 @@ def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
     return _bad(
         "",
         None,
-        f"{argument}: there is no such key to take away",
+        f"{argument}: there is no such key to delete",
         f"~{near[0]}" if near else NOTHING,
     )
 

@@ -122,8 +122,8 @@ class Replaced:
             words = [override(key, value) for key, value in values.items()]
             more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
             rule = (
-                f"a choice on the command line replaces what {self.document.source} says of its"
-                f" group; dropped: {' '.join(words[:MOST_SHOWN])}{more}"
+                f"a choice on the command line replaces its group in {self.document.source};"
+                f" dropped: {' '.join(words[:MOST_SHOWN])}{more}"
             )
             group, _, name = choice.rpartition(" ")[2].partition("=")
             # what one kind reads, another one does not
@@ -133,5 +133,5 @@ class Replaced:
                 for key, value in values.items()
                 if not is_set(key) and key not in other
             ]
-            fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
+            fix = f"set again the values to keep, as in {lost[0]}" if lost else ""
             yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

@@ -63,7 +63,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
                 problems.append(Problem("MT010", key, text, rule, fix, COMMAND_LINE))
         if equals and key in given:
             rule = (
-                f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
+                f"set twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
                 " would be lost"
             )
             problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))

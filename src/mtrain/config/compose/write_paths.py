@@ -57,10 +57,7 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
         # A run file in its own run folder may name that place, wherever it is.
         if key == RUNS and base is not None and _beneath(_real(str(base)), place):
             continue
-        rule = (
-            f"is beyond the working folder; that {KEYS[key]} may be written there, only the command"
-            " line says"
-        )
+        rule = f"is outside the working folder; only the command line may place {KEYS[key]} there"
         fix = f"{at_default(key)} or {override(key, value)}"
         out.append(Problem("MT019", key, value, rule, fix, said[key]))
     return out

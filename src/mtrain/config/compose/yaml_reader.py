@@ -119,7 +119,7 @@ def filled(document: Document) -> Document:
     fix = (
         "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
     )
-    raise ConfigError.of("MT003", "", None, "the file says nothing", fix, document.source)
+    raise ConfigError.of("MT003", "", None, "the file is empty", fix, document.source)
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
@@ -204,7 +204,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     alias = re.match(r"found undefined alias '?([^']*)'?", said)
     if alias and mark is not None:
-        rule = f"the alias *{alias.group(1)} stands for nothing"
+        rule = f"the alias *{alias.group(1)} is not defined"
         return Problem("MT003", "", None, rule, "delete it", f"{source}:{mark.line + 1}")
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
@@ -231,17 +231,17 @@ _EXPLAINED = {
     "cannot start": "a value cannot begin so; put it into quotes",
     "end of stream": "a quote that is opened is not closed",
     "expected key": (
-        "an indentation unlike that of the lines around it, a bracket too many, or text behind a"
+        "an indentation unlike that of the lines around it, a bracket too many, or text after a"
         " quote"
     ),
-    "document start": "there is more behind the end of the last bracket",
+    "document start": "there is text after the last bracket",
     "escape": "a backslash in double quotes with no meaning; take single quotes",
     "control characters": "a control character",
     "special characters": "a control character",
     "alphabetic": "an & or * without a name; put the value into quotes",
     "indicator": "an item of a list and a key side by side",
     "node content": "a bracket or a sign where a value is to stand",
-    "comment or line break": "text behind | or >; it begins on the next line",
+    "comment or line break": "text after | or >; it begins on the next line",
     "expected ':'": "a key without its colon",
     "directive": "a line with % at its begin; only YAML's text is read",
     "incompatible": "a version of YAML that there is not",

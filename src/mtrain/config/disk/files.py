@@ -372,4 +372,4 @@ def records_of(path: Path, what: str) -> tuple[Path | None, str]:
         rule = unreadable(file)
         return (file, "") if rule is None else (None, f"{found[0]} {rule}")
     said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
-    return None, f"holds {said} that ends in {ENDING}, and one says {what}"
+    return None, f"holds {said} that ends in {ENDING}, and one must tell {what}"

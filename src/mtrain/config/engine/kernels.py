@@ -267,19 +267,18 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return (
-            f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
+            f"TransformerEngine's layers support no adapters, which peft.kind {run.peft.kind} needs"
         )
     if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":
         return (
-            "TransformerEngine's attention is not asked for the biases of"
+            "mtrain does not pass TransformerEngine's attention the biases of"
             " model.position_embedding_type relative"
         )
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
-        return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+        return "TransformerEngine's attention lacks model.attn_logit_softcapping"
     if op == "attention" and word in ("te", "triton") and run.model.dsa is not None:
         return (
-            f"attention by {word} takes no mask of each pair, in which model.dsa says what was"
-            " chosen"
+            f"attention by {word} accepts no mask of each pair, with which model.dsa selects keys"
         )
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
@@ -330,10 +329,10 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
     """Return what Triton's attention lacks for this model, or None."""
     m = run.model
     if m.position_embedding_type == "relative":
-        return "Triton's attention knows no biases of model.position_embedding_type relative"
+        return "Triton's attention lacks the biases of model.position_embedding_type relative"
     if m.attention_dropout:
         return (
-            "Triton's attention knows no dropout, and model.attention_dropout is"
+            "Triton's attention has no dropout, and model.attention_dropout is"
             f" {m.attention_dropout:g}"
         )
     # MLA's queries are wider than its values; the kernel's tile holds the wider of both.
@@ -392,7 +391,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return "measured on no CPU"
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
-        return f"nobody has said that it serves {device}"
+        return f"it is not declared to serve {device}"
     if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
         return why
     if (
@@ -413,7 +412,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
             what = "sinks"
         if not what:
             return None
-        return f"torch's kernels know no {what} of scores but as a number for each pair"
+        return f"torch's kernels support {what} of scores only as a number for each pair"
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None

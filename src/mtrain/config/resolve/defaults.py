@@ -266,7 +266,7 @@ def final_rate(run: RunConfig) -> Derived:
     rate = run.optim.lr
     if run.trainer.fine_tuning:
         steps = run.optim.decay_iters or run.trainer.steps
-        why = f"optim.lr {rate:g} of {steps} steps: to nothing behind the last, as"
+        why = f"optim.lr {rate:g} of {steps} steps: zero after the last, as"
         return as_written(rate / steps), f"{why} {fine_tuning.TULU_3}"
     return tenth(rate), f"optim.lr {rate:g}: a tenth"
 

@@ -342,7 +342,7 @@ def machine_problems(
     got = resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:
         rule = (
-            f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for"
+            f"the launcher started {world_size} processes (WORLD_SIZE), and the configuration needs"
             f" {asked}"
         )
         yield problem_of(
