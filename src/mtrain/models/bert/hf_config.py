@@ -74,6 +74,7 @@ def _special_tokens(f: ConfigFile) -> None:
     if published:
         mask = MASK
     else:
+        # A small vocabulary of its own: the last token that is not the padding.
         mask = vocab - (2 if pad == vocab - 1 else 1)
     cls, sep = (CLS, SEP) if published else (None, None)
     f.out |= {

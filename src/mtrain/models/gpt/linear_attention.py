@@ -53,6 +53,7 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
     if not plain:
         g.add(name, [x], moved=2 * out.bytes, reads=[x], gives=[out])
         return out
+    # Zeros stand for the times before a sample.
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
     # widened for each tap

@@ -141,6 +141,7 @@ def _pattern(f: ConfigFile) -> str:
                 f"changes the numbers: there is no layer {unknown[0]}",
             )
         return "".join(WORDS.get(word, MLP) for word in listed)
+    # A file that names no layers has transformers' own default.
     return said if isinstance(said, str) else f"{MAMBA}{EXPERTS}{ATTENTION}{MLP}"
 
 

@@ -20,8 +20,8 @@ from mtrain.models.hybrid.config import (
     MLP,
     SPARSE,
     HybridConfig,
+    is_described,
 )
-from mtrain.models.hybrid.count import channels, is_described, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
 FUSED = {
@@ -111,7 +111,7 @@ def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
     convolution.
     """
     h = HybridConfig.of(m)
-    rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.num_heads}
+    rows = {"z": h.channels, "x": h.channels, "B": h.states, "C": h.states, "dt": h.num_heads}
     return [rows[name] for name in names]
 
 
@@ -121,6 +121,7 @@ def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
 
 
 def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[Weight]:
+    # Models are counted before rules refuse such a layer.
     if not is_described(m, kind):
         return
     if kind == MAMBA:
@@ -140,8 +141,8 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     h = HybridConfig.of(m)
     heads = h.num_heads // p.tp
-    width = channels(h) // p.tp
-    mixed = (channels(h) + 2 * states(h)) // p.tp
+    width = h.channels // p.tp
+    mixed = (h.channels + 2 * h.states) // p.tp
     for vector in ("dt_bias", "A_log", "D"):
         yield Weight(f"{name}.{vector}", (heads,), "mamba")
     yield from column(

@@ -37,6 +37,7 @@ def _block(f: ConfigFile) -> None:
     words = f.get("vocab_size")
     if words == _SHIPPED_VOCABULARY:
         f.out["model.t5.first_sentinel"] = _ITS_FIRST_SENTINEL
+    # The default of 100 sentinels would be most of a small vocabulary.
     if words < 2 * T5Config.model_fields["sentinels"].default:
         f.out["model.t5.sentinels"] = max(1, words // 2)
     f.out["model.t5.initializer_factor"] = float(f.get("initializer_factor"))

@@ -16,7 +16,7 @@ from mtrain.config.rules import findings
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
-from mtrain.plan.count import parameters
+from mtrain.plan.count import frozen_parameters, parameters
 from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
@@ -192,7 +192,7 @@ def _least(run: RunConfig) -> int:
     weights of trained ones, each once. Only moments can be offloaded.
     """
     p = run.precision
-    all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
+    all_trained = run.peft.kind is None and not frozen_parameters(run.model)
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     each = bytes_of(p.format) + all_trained * (gradient + main_weight_bytes(run))
     return parameters(run.model) * each

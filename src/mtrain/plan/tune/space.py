@@ -23,7 +23,7 @@ from mtrain.config.rules.rule import Rule
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.registry import family_of
+from mtrain.models.count import active_parameters
 
 Sizes = tuple[int, ...]
 
@@ -67,9 +67,7 @@ def ends_of(model: ModelConfig) -> tuple[float, float]:
     """Return the cost of embedding and loss in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
-    layer = max(
-        1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers
-    )
+    layer = max(1.0, (active_parameters(model) - tables * table) / model.num_layers)
     again = model.mtp_num_layers or 0
     return 0.0, table / layer * (1 + again) + again
 
