@@ -7,6 +7,7 @@ Every function reads only the configuration, and replaces no value that is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import ceil
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from mtrain.config.resolve.fine_tuning import CHATS, nearest, visited_parameters
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
-from mtrain.models.t5.config import T5Config, lengths, padded, spans
+from mtrain.models.t5.config import lengths, padded, spans
 from mtrain.units import count
 
 # The value of a null key, and the reason as printed after `resolved from`.
@@ -147,27 +148,18 @@ def sample_length(run: RunConfig) -> Derived:
     return min(most, positions), why
 
 
-def encoder_length(run: RunConfig) -> Derived | None:
-    """Return the tokens that an encoder-decoder reads of a sample, in multiples of 8."""
+def span_length(run: RunConfig, part: int) -> Derived | None:
+    """Return the tokens of a sample that an encoder (part 0) reads or a decoder (part 1) predicts,
+    in multiples of 8.
+    """
     t = run.model.t5
     if t is None:
         return None
     tokens = run.data.length
-    return _span_length(run, t, lengths(t, tokens)[0], f"{tokens - spans(t, tokens)[0]} of them")
-
-
-def decoder_length(run: RunConfig) -> Derived | None:
-    """Return the tokens that an encoder-decoder predicts of a sample, in multiples of 8."""
-    t = run.model.t5
-    if t is None:
-        return None
-    tokens = run.data.length
-    return _span_length(run, t, lengths(t, tokens)[1], f"the {spans(t, tokens)[0]} others")
-
-
-def _span_length(run: RunConfig, t: T5Config, need: int, which: str) -> Derived:
-    sentinels = f"a sentinel for each of {spans(t, run.data.length)[1]} spans, an end"
-    return padded(need), f"data.seq_length {run.data.length}: {which}, {sentinels}"
+    hidden, number = spans(t, tokens)
+    which = f"the {hidden} others" if part else f"{tokens - hidden} of them"
+    why = f"data.seq_length {tokens}: {which}, a sentinel for each of {number} spans, an end"
+    return padded(lengths(t, tokens)[part]), why
 
 
 def sequence_parallel(run: RunConfig) -> Derived:
@@ -355,33 +347,15 @@ def train_iters(run: RunConfig) -> Derived:
     return steps, f"{each}: {CHINCHILLA}"
 
 
-def eval_minutes(run: RunConfig) -> Derived | None:
-    """Return the minutes between evaluations on GPUs, unless steps set them."""
-    return _minutes(run, run.trainer.eval_interval)
-
-
-def eval_interval(run: RunConfig) -> Derived:
-    """Return the steps between evaluations: 0 if minutes set them."""
-    return _interval(run, "trainer.eval_minutes", run.trainer.eval_minutes)
-
-
-def save_minutes(run: RunConfig) -> Derived | None:
-    """Return the minutes between checkpoints on GPUs, unless steps set them."""
-    return _minutes(run, run.checkpoint.save_interval)
-
-
-def save_interval(run: RunConfig) -> Derived:
-    """Return the steps between checkpoints: 0 if minutes set them."""
-    return _interval(run, "checkpoint.save_minutes", run.checkpoint.save_minutes)
-
-
-def _minutes(run: RunConfig, interval: int | None) -> Derived | None:
+def minutes_between(run: RunConfig, interval: int | None) -> Derived | None:
+    """Return the minutes between evaluations or checkpoints on GPUs, unless steps set them."""
     if interval is not None or facts_of(run.cluster.device).on_host:
         return None
     return MINUTES, f"cluster.device {run.cluster.device}"
 
 
-def _interval(run: RunConfig, key: str, minutes: float | None) -> Derived:
+def steps_between(run: RunConfig, key: str, minutes: float | None) -> Derived:
+    """Return the steps between evaluations or checkpoints: 0 if the minutes at `key` set them."""
     if minutes is not None:
         return 0, f"{key} {minutes:g}"
     return CPU_INTERVAL, f"cluster.device {run.cluster.device}"
@@ -449,8 +423,8 @@ STEPS: Mapping[str, Step] = {
     "data.tokenizer": tokenizer_of_chats,
     "precision.dtype": number_format,
     "data.seq_length": sample_length,
-    "model.t5.encoder_length": encoder_length,
-    "model.t5.decoder_length": decoder_length,
+    "model.t5.encoder_length": partial(span_length, part=0),
+    "model.t5.decoder_length": partial(span_length, part=1),
     "parallel.sequence_parallel": sequence_parallel,
     "parallel.distributed_optimizer": distributed_optimizer,
     "parallel.overlap_grad_reduce": overlap_grad_reduce,
@@ -460,10 +434,14 @@ STEPS: Mapping[str, Step] = {
     "trainer.global_batch_size": batch,
     "trainer.micro_batch_size": micro_batch,
     "trainer.train_iters": train_iters,
-    "trainer.eval_minutes": eval_minutes,
-    "trainer.eval_interval": eval_interval,
-    "checkpoint.save_minutes": save_minutes,
-    "checkpoint.save_interval": save_interval,
+    "trainer.eval_minutes": lambda r: minutes_between(r, r.trainer.eval_interval),
+    "trainer.eval_interval": lambda r: steps_between(
+        r, "trainer.eval_minutes", r.trainer.eval_minutes
+    ),
+    "checkpoint.save_minutes": lambda r: minutes_between(r, r.checkpoint.save_interval),
+    "checkpoint.save_interval": lambda r: steps_between(
+        r, "checkpoint.save_minutes", r.checkpoint.save_minutes
+    ),
     "optim.warmup_iters": warmup,
     "optim.min_lr": final_rate,
     "kernels.loss_logits_mib": logits_at_once,
