@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrain import strict_json
 from mtrain.api import Loaded, load
+from mtrain.cli.output import say_json
 from mtrain.config.compose.paths import MANIFEST, user_path
 from mtrain.config.disk.manifest import unwatched
 from mtrain.config.engine import kernels
@@ -16,6 +16,7 @@ from mtrain.config.resolve.resolution import LOCAL
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem, say_page, visible
+from mtrain.processes import without_collecting
 from mtrain.units import MIB, count
 
 READ_MANIFEST = 16 * MIB
@@ -24,6 +25,20 @@ READ_INDEXES = 64 * MIB
 """As are `.idx` files of up to this size together."""
 
 
+def check(words: list[str], *, as_json: bool, multirun: bool, everything: bool) -> int:
+    """Validate one configuration, with -m every combination, with --all every choice."""
+    if multirun:
+        from mtrain.cli import multirun as sweep
+
+        return sweep.check(words, as_json=as_json)
+    if everything:
+        from mtrain.cli import check_all
+
+        return check_all.run(words, as_json=as_json)
+    return run(words, as_json=as_json)
+
+
+@without_collecting()
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
@@ -39,7 +54,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         if chosen.checkpoint is not None:
             _fits(loaded.run, chosen.checkpoint)
     if as_json:
-        say_page(strict_json.dumps(report(loaded.warnings, loaded.run.digest()), indent=2))
+        say_json(report(loaded.warnings, loaded.run.digest()))
     else:
         say_page(summary(loaded))
     return 0
@@ -66,7 +81,7 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     indexes = [prefix.with_name(f"{prefix.name}.idx") for prefix in prefixes]
     if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
         return
-    from mtrain.cli.recipe.lock import digests
+    from mtrain.cli.recipe.files import digests
     from mtrain.data import same_data
 
     saved = manifest["state"]["data"]

@@ -73,7 +73,7 @@ def _answer(arguments: list[str]) -> int:
     """
     try:
         if arguments[:1] == [COMPLETE]:
-            from mtrain.cli.offers import answer
+            from mtrain.cli.completion import answer
 
             return answer("".join(arguments[1:2]))
         return run(arguments)

@@ -12,10 +12,11 @@ from statistics import median
 from typing import Any
 
 from mtrain.api import load
+from mtrain.cli.output import refusal
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.disk.files import read_bytes
 from mtrain.config.engine.formats import Format
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates
 
@@ -61,7 +62,7 @@ def found(paths: list[Path]) -> Found:
 
 def bad(rule: str, fix: str, code: str = "MT010", source: str = "command line") -> ConfigError:
     """Return one problem."""
-    return ConfigError([Problem(code, "", None, rule, fix, source)])
+    return refusal(rule, fix, code, source=source)
 
 
 def _json(path: Path) -> Any:

@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli.main import main
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.sweep import Job, jobs
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
@@ -29,7 +30,6 @@ from mtrain.plan.compare import METRICS, lines_of
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
-Main = Callable[[Sequence[str]], int]
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Row:
     tokens_per_s: float | None = None
 
 
-def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
+def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     """Train every combination, one after the other, and print a table; return the worst exit code.
 
-    `main` runs one command line. A run that fails does not keep the others from running; an
+    A run that fails does not keep the others from running; an
     interrupt does, after the run that it interrupted.
 
     Raises:
@@ -59,7 +59,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
         )
     wanted = jobs(argv)
     names = _names(wanted)
-    sweep = _Sweep(main)
+    sweep = _Sweep()
     rows = list[Row]()
     file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
@@ -129,8 +129,7 @@ class _Sweep:
     are forked.
     """
 
-    def __init__(self, main: Main) -> None:
-        self._main = main
+    def __init__(self) -> None:
         self.stopped = 0
         self.child = 0
         self.device: str | None = None
@@ -159,7 +158,7 @@ class _Sweep:
         fresh = run is not None and run.cluster.device != self.device
         sys.stdout.flush()
         sys.stderr.flush()
-        self.child = start.fork(lambda: _command(self._main, argv, fresh))
+        self.child = start.fork(lambda: _command(argv, fresh))
         if self.stopped:  # a stop that came before the run was forked has not reached it
             self._forward_stop()
         while True:
@@ -173,7 +172,7 @@ class _Sweep:
         return 128 - code if code < 0 else code
 
 
-def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
+def _command(argv: Sequence[str], fresh: bool) -> int:
     """Run a command in a forked process, as if it had been started by itself; return
     its exit code.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
-from mtrain.cli.tables import table
+from mtrain.cli.output import refusal, table
 from mtrain.config.compose.composer import Composed, Rejected, compose
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.sweep import jobs
@@ -208,7 +208,7 @@ def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool)
                 f" {', '.join(wrong)}"
             )
             fix = f"{BATCH}={-(-size // counts[0]) * counts[0]}"
-            raise ConfigError([Problem("MT010", BATCH, size, rule, fix, COMMAND_LINE)])
+            raise refusal(rule, fix, "MT010", BATCH, size)
         sizes = [each or size for each in grown]
     points = []
     for one, batch in zip(asked, sizes, strict=True):

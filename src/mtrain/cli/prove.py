@@ -28,9 +28,9 @@ MOST_MASKS = 5
 """Modules with wrong dropout that are printed."""
 
 
-def run(argv: list[str]) -> int:
-    """Prove the layout that `argv` describes, and print every comparison; return the exit code."""
-    loaded = load(argv)
+def run(words: list[str]) -> int:
+    """Prove the layout that `words` describe, and print every comparison; return the exit code."""
+    loaded = load(words)
     say_replaced(loaded)
     proof = api.prove(loaded, before=lambda small: _announce(loaded.run, small), after=_report)
     for module, problem in proof.dropout[:MOST_MASKS]:

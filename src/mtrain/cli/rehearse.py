@@ -26,14 +26,14 @@ STEPS = 6
 SAVED = 3
 
 
-def run(argv: list[str]) -> int:
-    """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit
+def run(words: list[str]) -> int:
+    """Train what `words` describe, shrunk; save, resume, and compare the two ends; returns the exit
     code.
     """
-    loaded = load(argv)
+    loaded = load(words)
     say_replaced(loaded)
     full = loaded.run
-    small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
+    small = shrunk(full, words, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
     asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
     device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
@@ -43,10 +43,10 @@ def run(argv: list[str]) -> int:
         f" {'; '.join(differences(full, small))}"
     )
     with scratch_folder("mtrain-rehearse-") as scratch:
-        whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
+        whole = local.launch(_in(small, scratch, "whole"), words) / CHECKPOINTS
         saved = whole / ckpt_folder.folder_name(SAVED)
         resumed = (
-            local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
+            local.launch(_in(small, scratch, "resumed", resume=str(saved)), words) / CHECKPOINTS
         )
         equal = _ends(whole) == _ends(resumed)
         exported = _export(whole, scratch / "exported")

@@ -21,6 +21,29 @@ from mtrain.world.launchers import Launched
 TAKEN = "MT434"
 
 
+def train(words: list[str], *, multirun: bool, as_json: bool, debug: bool) -> int:
+    """Train one configuration, or with -m every combination."""
+    if multirun:
+        from mtrain.cli import multirun as sweep
+
+        return sweep.train(words, debug=debug, as_json=as_json)
+    return run(words, debug=debug)
+
+
+def resume(words: list[str], *, debug: bool) -> int:
+    """Train on with the configuration in a run folder, under the further words.
+
+    Raises:
+        ConfigError: no folder is given, or it is neither a run nor a checkpoint.
+    """
+    from mtrain.loading.checkpoints import beneath, quoted, relaid, run_file, target_of
+
+    usage = f"{program()} resume runs/<name> [overrides]"
+    target, overrides = target_of(words, "resume", usage)
+    given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
+    return run([*given, *beneath(relaid(overrides), overrides)], debug=debug)
+
+
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes; return the exit code."""
     place = torchrun.here()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.recipe.new import require_new, write_new
+from mtrain.cli.output import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
 from mtrain.config.compose.composer import Rejected
 from mtrain.config.compose.dump import override, spell
@@ -36,15 +36,15 @@ PLAINEST = "single"
 """The choice of `parallel` that layouts are deltas of."""
 
 
-def run(argv: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
-    """Print the best layouts of the configuration that `argv` describes; return the exit code.
+def run(words: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
+    """Print the best layouts of the configuration that `words` describe; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors, nothing fits, too little is known of the devices,
             or the file `out` exists already.
         BadEnvironment: that file cannot be written.
     """
-    words = overrides_of(argv)
+    words = overrides_of(words)
     path: Path | None = None
     if out is not None:
         path = Path(out if out.endswith((".yaml", ".yml")) else f"{out}.yaml")
