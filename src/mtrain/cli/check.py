@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain.api import Loaded, load
-from mtrain.cli.output import say_json
+from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import MANIFEST, user_path
 from mtrain.config.disk.manifest import unwatched
 from mtrain.config.engine import kernels
@@ -15,7 +14,7 @@ from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.resolve.resolution import LOCAL
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import Problem, say_page, visible
+from mtrain.errors import say_page, visible
 from mtrain.processes import without_collecting
 from mtrain.units import MIB, count
 
@@ -54,7 +53,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         if chosen.checkpoint is not None:
             _fits(loaded.run, chosen.checkpoint)
     if as_json:
-        say_json(report(loaded.warnings, loaded.run.digest()))
+        say_json(problem_report(loaded.warnings, loaded.run.digest()))
     else:
         say_page(summary(loaded))
     return 0
@@ -86,30 +85,9 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
 
     saved = manifest["state"]["data"]
     here = digests(run)
-    if "data" in here and (
-        run.data.tokenizer is None or "tokenizer" in here
-    ):  # else they are on another machine
+    # A digest is missing where the files are on another machine.
+    if "data" in here and (run.data.tokenizer is None or "tokenizer" in here):
         same_data(saved, {"fingerprint": here["data"], "tokenizer_sha256": here.get("tokenizer")})
-
-
-def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
-    """Return the JSON report: `ok`, every problem, and the digest of a valid configuration."""
-    keys = ("code", "path", "value", "source", "rule", "fix", "severity")
-    rows: list[dict[str, object]] = []
-    for problem in problems:
-        row = {key: getattr(problem, key) for key in keys}
-        rows.append({**row, "value": _finite(problem.value)})
-        related = [
-            {"path": key.path, "value": _finite(key.value), "source": key.source}
-            for key in problem.related
-        ]
-        rows[-1]["related"] = related
-    return {"ok": digest is not None, "problems": rows, "digest": digest}
-
-
-def _finite(value: object) -> object:
-    """Return a value that strict JSON has."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _device(run: RunConfig) -> str:

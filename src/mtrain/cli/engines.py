@@ -10,10 +10,7 @@ from mtrain.config.engine import release
 from mtrain.config.engine.capabilities import CAPABILITIES, is_here
 from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.fields_page import fed
-from mtrain.devices import registry
 from mtrain.errors import say_page
-from mtrain.mcore.patches.apply import standing
-from mtrain.mcore.patches.known_bugs import known_bugs
 
 
 def run(words: list[str], *, as_json: bool, fixes: bool) -> int:
@@ -24,7 +21,7 @@ def run(words: list[str], *, as_json: bool, fixes: bool) -> int:
     """
     if words:
         raise refusal(f"{words[0]}: engines takes no words", "engines")
-    facts: Any = [asdict(fix) for fix in known_bugs()] if fixes else _facts()
+    facts: Any = _facts_of_fixes() if fixes else _facts()
     if as_json:
         say_json(facts)
     else:
@@ -32,7 +29,17 @@ def run(words: list[str], *, as_json: bool, fixes: bool) -> int:
     return 0
 
 
+def _facts_of_fixes() -> list[dict[str, Any]]:
+    from mtrain.mcore.patches.known_bugs import known_bugs
+
+    return [asdict(fix) for fix in known_bugs()]
+
+
 def _facts() -> dict[str, Any]:
+    # A launcher must not load torch: devices and patches are asked for here only.
+    from mtrain.devices import registry
+    from mtrain.mcore.patches.apply import standing
+
     found = release.release()
     folder = release.folder()
     device = registry.get("auto")

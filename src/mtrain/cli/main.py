@@ -107,7 +107,9 @@ def _refused(error: Exception, arguments: Sequence[str]) -> int:
         _say(f"unexpected {type(known).__name__}: {first}\nuse --debug for the traceback")
         return 1
     if "--json" in arguments and isinstance(known, ConfigError):
-        say_page(_json_report(known))
+        from mtrain.cli.output import problem_report, say_json
+
+        say_json(problem_report(known.problems, None))
     else:
         _say(message(known))
     return known.exit_code
@@ -127,13 +129,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def _json_report(error: ConfigError) -> str:
-    from mtrain import strict_json
-    from mtrain.cli.check import report
-
-    return strict_json.dumps(report(error.problems, None), indent=2)
 
 
 def _say(text: str) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mtrain import strict_json
 from mtrain.cli.main import main
+from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.sweep import Job, jobs
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
@@ -77,7 +77,7 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
     if as_json:
-        say_page(strict_json.dumps([vars(row) for row in rows], indent=2))
+        say_json([vars(row) for row in rows])
     else:
         say_page(_table(rows, len(wanted)))
     if file is not None and file.is_file():
@@ -87,18 +87,16 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate every combination without running any; return the worst exit code."""
-    from mtrain.cli.check import report
-
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
         try:
             loaded = load(job.argv, to_run=False)
-            facts = {**report(loaded.warnings, loaded.run.digest()), "code": 0}
+            facts = {**problem_report(loaded.warnings, loaded.run.digest()), "code": 0}
         except ConfigError as error:
-            facts = {**report(error.problems, None), "code": error.exit_code}
+            facts = {**problem_report(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
-        say_page(strict_json.dumps(out, indent=2))
+        say_json(out)
     else:
         width = max(len(row["differs"]) for row in out)
         for row in out:

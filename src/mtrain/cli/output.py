@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,26 @@ def needed(words: Sequence[str], usage: str) -> str:
 def say_json(data: Any) -> None:
     """Print data as JSON for a machine."""
     say_page(strict_json.dumps(data, indent=2))
+
+
+def problem_report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
+    """Return the JSON report: `ok`, every problem, and the digest of a valid configuration."""
+    keys = ("code", "path", "value", "source", "rule", "fix", "severity")
+    rows: list[dict[str, object]] = []
+    for problem in problems:
+        row = {key: getattr(problem, key) for key in keys}
+        rows.append({**row, "value": _finite(problem.value)})
+        related = [
+            {"path": key.path, "value": _finite(key.value), "source": key.source}
+            for key in problem.related
+        ]
+        rows[-1]["related"] = related
+    return {"ok": digest is not None, "problems": rows, "digest": digest}
+
+
+def _finite(value: object) -> object:
+    """Return a value that strict JSON has."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, ragged: Sequence[int] = ()) -> list[str]:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtrain import strict_json
-from mtrain.cli.output import refusal, table
+from mtrain.cli.output import new_page, refusal, say_json, table, write_page
 from mtrain.config.compose.composer import Composed, Rejected, compose
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.sweep import jobs
@@ -23,9 +22,6 @@ from mtrain.plan.time.accuracy import accuracy_of
 from mtrain.plan.tune.choose import cleared, said_of
 from mtrain.processes import without_collecting
 from mtrain.units import GIB, duration, short
-
-if TYPE_CHECKING:
-    pass
 
 SCALE = "--scale"
 WEAK = "--weak"
@@ -74,20 +70,17 @@ def run(
         raise ConfigError([*problems, *more, *_rejected(argv)])
     to = None
     if html is not None:
-        from mtrain.cli.plan import new_page
-
         to = new_page(Path(html).expanduser())
     with without_collecting():
         found = scaled(words, counts, weak=weak)
     if not any(one.layout for one in found.points):
         _refuse(found)
     if as_json:
-        say_page(strict_json.dumps(report(found), indent=2))
+        say_json(report(found))
     elif to is None:
         lines = [*page(found), *(_bars(found) if draw else ())]
         say_page("\n".join(map(visible, lines)))
     if to is not None:
-        from mtrain.cli.plan import write_page
         from mtrain.cli.scale_page import page_of
 
         write_page(to, page_of(found, title(found), cells(found), report(found)))
