@@ -29,15 +29,15 @@ USAGE = (
     "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU"
     " were measured"
 )
+# Rates that are shares of a data sheet; a measured share outside of the bounds is an error.
 SHARES = ("products", "memory")
 LEAST = 0.02
 MOST = 1.25
-"""Shares of what a data sheet states, and within which bounds they can have been measured."""
+# If half of the steps take so many times longer or shorter than the fitted plan, something else
+# slowed the machine.
 FARTHEST = 3
-"""Times that half of the steps may be longer or shorter than planned with the rates that are found.
-"""
+# Keys that a file of rates does not write, because a measurement knows nothing of them.
 UNSAID = ("price_per_device_hour",)
-"""Keys that no file of rates sets."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:

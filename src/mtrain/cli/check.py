@@ -18,10 +18,10 @@ from mtrain.errors import say_page, visible
 from mtrain.processes import without_collecting
 from mtrain.units import MIB, count
 
+# `check` answers in under a second, so it compares data only with manifests and `.idx` files up
+# to these sizes.
 READ_MANIFEST = 16 * MIB
-"""A manifest up to this size is read in a fraction of a second."""
 READ_INDEXES = 64 * MIB
-"""As are `.idx` files of up to this size together."""
 
 
 def check(words: list[str], *, as_json: bool, multirun: bool, everything: bool) -> int:

@@ -31,11 +31,11 @@ from mtrain.recipes.delta import section
 from mtrain.units import GIB, bytes_
 
 AXES = ("model", "parallel", "precision", "cluster")
+# The reason of a combination whose state exceeds the memory of its devices; rules have codes.
 MEMORY = "memory"
-"""The reason of a combination whose state exceeds the memory of its devices."""
 
+# A code and a sentence; both empty for a combination that can launch.
 Reason = tuple[str, str]
-"""A code and a sentence; both empty where there is nothing to say."""
 FINE: Reason = ("", "")
 
 
@@ -124,8 +124,8 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)
 
 
+# Rules that read one of these depend on the number format or the generation of the device.
 FORMAT = ("precision", "cluster.sm")
-"""What a combination has of a number format and of a generation of devices."""
 _OF_FORMATS = {
     of: [rule for rule in all_rules() if rule.reads_any(*FORMAT) is of] for of in (False, True)
 }
@@ -184,8 +184,8 @@ class _Shaped:
         return MEMORY, rule
 
 
+# Above so many pairs of model and layout a table is a summary: nobody reads a longer one.
 MOST_ROWS = 100
-"""Models times layouts of which each is shown in a row."""
 WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "cluster": "clusters"}
 
 

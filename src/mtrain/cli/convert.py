@@ -33,8 +33,8 @@ from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
 TOKENS = 64
+# Largest difference of logits, as a share of the largest logit: rounding is a thousandth of it.
 MOST_APART = 1e-3
-"""Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
 ENDS = ("bos_token_id", "eos_token_id")
 IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 

@@ -50,10 +50,11 @@ USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
 _CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
 DEFAULT = "default"
 ABSENT = "(not there: its section is null)"
+# Examples are resolved for this machine, not the one at hand, so that a page is the same
+# everywhere.
 SMALL = Machine(cpu_cores=2, memory_bytes=8 << 30)
-"""What examples run on."""
+# A page of one code names at most so many keys.
 MAX_KEYS = 12
-"""Keys that a page shows of one code."""
 
 
 def run(words: list[str], *, as_json: bool) -> int:

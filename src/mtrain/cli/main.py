@@ -20,8 +20,8 @@ from mtrain.errors import (
     say_page,
 )
 
+# Scripts of `completion` call this verb; the pages do not list it.
 COMPLETE = "__complete"
-"""The verb of the scripts of `completion`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

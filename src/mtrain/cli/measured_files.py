@@ -20,15 +20,15 @@ from mtrain.errors import ConfigError
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates
 
+# Bytes of a file of measurements at most: a larger one was not meant.
 LARGEST = 64 << 20
-"""Bytes of a file of measurements."""
 ROWS = '[{"overrides": ["model=llama_tiny"], "step_s": 0.2}]'
+# torch's name of a format -> that in a cluster file.
 FORMATS: dict[str, Format] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Of torch -> of a cluster."""
 KERNELS = '{"dtype": "bfloat16", "ceilings": {"copy_bytes_per_s": 3e12, "gemm_flop_per_s": 7e14}}'
+# Bounds of a measured number: one outside of them was not measured.
 SMALLEST = 1e-12
 MOST = 1e21
-"""Of any number that is measured: what lies outside was not measured."""
 CEILINGS = ("gemm_flop_per_s", "copy_bytes_per_s")
 
 

@@ -28,8 +28,8 @@ from mtrain.loading import initial_weights
 from mtrain.loading.configuration import REPLACED, load, settled
 from mtrain.plan.compare import METRICS, lines_of
 
+# Exit codes from good to bad; any other code is worse.
 ORDER = (0, 75, 2, 3, 4, 5)
-"""Exit codes from good to bad; every other one is worse."""
 
 
 @dataclass

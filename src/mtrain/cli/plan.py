@@ -18,9 +18,10 @@ from mtrain.plan.time.report import no_time
 from mtrain.processes import without_collecting
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
+# Smaller parts of a step are not shown.
 LEAST_SHARE = 0.001
-"""The smallest shown part of a step."""
 
+# Part of the memory -> head of its column.
 HEADS = {
     "weights": "weights",
     "gradients": "grads",
@@ -34,7 +35,6 @@ HEADS = {
     "context": "context",
     "reserve": "reserve",
 }
-"""Part of the memory -> head of its column."""
 
 
 def plan(

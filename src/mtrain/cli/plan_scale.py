@@ -27,11 +27,11 @@ SCALE = "--scale"
 WEAK = "--weak"
 DOTS = "..."
 EXAMPLE = f"plan {SCALE} 96,192,{DOTS},4608"
+# Numbers of devices at most: each is a search.
 MOST = 64
-"""Numbers of devices at most."""
 LARGEST = 1 << 20
+# Cells of a bar on a terminal.
 BAR = 40
-"""Cells of a bar on a terminal."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from mtrain.units import count
 if TYPE_CHECKING:
     pass
 
+# The exit code of a layout that differs: a training fault.
 FAULT = 5
-"""The exit code of a layout that is not equal: a training fault."""
+# Modules with wrong dropout that are printed.
 MOST_MASKS = 5
-"""Modules with wrong dropout that are printed."""
 
 
 def run(words: list[str]) -> int:

@@ -22,8 +22,8 @@ from mtrain.launching.environment import Place, Setting
 from mtrain.loading import initial_weights
 from mtrain.loading.configuration import load, say_replaced
 
+# The source of a choice that is not the default one.
 CHOSEN = "a choice"
-"""The source of a choice that is not the default one."""
 
 
 def run(

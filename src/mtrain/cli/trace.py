@@ -16,8 +16,8 @@ from mtrain.layout.grid import RankGrid
 from mtrain.units import GIB, MIB, bytes_, count, in_unit
 
 RANK = "rank="
+# Rows of a table on the page; --json has all.
 MOST_LINES = 16
-"""Of a table of the page; `--json` has all."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:

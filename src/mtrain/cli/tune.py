@@ -32,8 +32,8 @@ from mtrain.processes import without_collecting
 from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB, devices
 
+# tune prints a layout as changes to this choice of `parallel`.
 PLAINEST = "single"
-"""The choice of `parallel` that layouts are deltas of."""
 
 
 def run(words: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:

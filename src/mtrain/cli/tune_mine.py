@@ -25,10 +25,10 @@ from mtrain.plan.tune.space import changed
 from mtrain.plan.tune.words import reason
 from mtrain.units import bytes_
 
+# The origin of a key that a choice sets begins so; that of a recipe does not.
 SHIPPED = "conf/"
-"""How the place of a key begins that a choice has, and no recipe."""
+# Parts of the memory that an answer names where the memory does not suffice.
 LARGEST = 3
-"""Parts of the memory that are named where it does not suffice."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from mtrain.plan.time.report import time_report
 from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
 
+# A table names up to so many ranges of layers of a stage in full.
 MOST_WORDS = 5
-"""Of a stage's layers that are all printed."""
 
 
 def report(run: RunConfig) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mtrain.config.schema.run import RunConfig
 
+# Whether it is a forward, and the chunk of the rank.
 Turn = tuple[bool, int]
-"""Whether it is a forward, and of which chunk of the rank."""
 
 
 def turns(run: RunConfig, stage: int, microbatches: int) -> Iterator[Turn]:

@@ -25,10 +25,11 @@ from mtrain.plan.weights import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
+# About the size of a gradient's elements in a small model. soap divides by moments: a smaller
+# epsilon would enlarge differences of rounding.
 SMOOTH_EPS = 1e-2
-"""About what an element of a small model's gradient is."""
+# soap renews its bases at least so often, in steps: the run is short and should do so, too.
 BASES_EVERY = 2
-"""Steps between two bases of soap at most."""
 _SIDES = ("optim.soap.max_precond_dim",)
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)

@@ -42,8 +42,8 @@ CONFIG = "config.json"
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
+# The exit code of a recipe with keys to fill in.
 INCOMPLETE = 2
-"""The exit code of a recipe that is left to be filled in."""
 UNFILLED = "MT702"
 USAGE = (
     "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or"

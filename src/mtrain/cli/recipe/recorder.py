@@ -19,8 +19,9 @@ import tempfile
 
 ENCODE = json.JSONEncoder(allow_nan=False).encode
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+# A stand-in of srun or mpirun goes on to the command that it would start, and passes its own
+# words on in this variable: the record of that command begins with them.
 AROUND = "MTRAIN_CAPTURE_AROUND"
-"""Variable with the words of the launchers that a command stands behind."""
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 ALWAYS = ("torchrun", "deepspeed", "accelerate")
 AROUND_OTHERS = ("srun", "mpirun", "mpiexec", "horovodrun")

@@ -41,10 +41,11 @@ PARTS = (
     "optimizer",
     "offload",
 )
+# Two kernels cast an operand to low precision: one for its values, one for its scales.
 CASTS = 2
-"""Kernels that bring an operand to low precision: its values, and their scales."""
+# Exponent of the norm that adds the time of the host to that of the device. At 1 the two would
+# add up; at infinity the slower one would hide the other.
 SHARP = 2.0
-"""How sharply the host shows where it is as slow as the device."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from mtrain.units import GIB, bytes_, devices
 Values = Mapping[str, Any]
 AUTO = "parallel.auto"
 BATCH = "trainer.global_batch_size"
+# Where nothing fits, tune tries so many times the machines, and names the first that suffices.
 MORE = (2, 4, 8, 16)
-"""Times as many machines that are tried where nothing fits."""
 
 
 def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:

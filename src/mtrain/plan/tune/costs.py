@@ -60,15 +60,13 @@ NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
+# Recomputation makes a layer at most half as slow again: it exchanges three times instead of
+# twice.
 MOST_AGAIN = 1.5
-"""Times as long that a layer takes at most which is computed again: it exchanges three times in
-place of twice.
-"""
+# Columns of a part of a stage and a micro-batch: seconds of the device and of the host, bytes
+# that autograd keeps, elements of expert weights, of other weights, of frozen ones. Several
+# parts are rows of one array.
 Piece = npt.NDArray[np.float64]
-"""Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that
-autograd keeps; elements of weights of experts, of others, and of those that are not trained. Or a
-row of that for each of several parts.
-"""
 
 
 def _took(piece: Piece) -> Any:

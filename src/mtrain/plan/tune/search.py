@@ -21,20 +21,17 @@ from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 
+# Families that the page lists.
 BEST = 10
-"""Families that are listed at most."""
+# The search ends where the lower bound of all that is left is so many times the fastest step.
 FAR = 1.5
-"""Times as long as the fastest that a family takes which is not looked for any more."""
+# Layouts of one family cut the model alike. They differ in micro-batch, virtual stages,
+# recomputation and sharding of the state, mostly by less than the error of the planned time.
 FAMILY = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")
-"""What layouts of one family have alike: how the model is cut.
-
-They differ in micro-batch, virtual stages, recomputation and sharding of the state, mostly by less
-than the model of time is off.
-"""
+# Share of a device that stays free, for errors of the planned memory and for the driver.
 SPARE = 0.04
-"""Of a device that stays free: what the plan of memory may be wrong by, and a driver takes."""
+# The full plan of a layout may be so far below the sum of its parts, which bounds it.
 SLACK = 0.995
-"""Of what is counted in pieces: what the whole plan may be below it."""
 STATE = tuple(AXES).index("state")
 Resolve = Callable[[RunConfig], RunConfig]
 

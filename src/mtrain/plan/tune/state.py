@@ -58,10 +58,10 @@ def _copies(run: RunConfig) -> tuple[int, int]:
     return same, p.dp * p.cp
 
 
+# Columns of elements in a piece of `costs`: experts, others, frozen.
 EXPERTS = 3
 OTHERS = 4
 FROZEN = 5
-"""The column of frozen and of trained elements in a piece of `costs`."""
 
 
 def table(run: RunConfig) -> int:
