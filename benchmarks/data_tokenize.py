@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from mtrain.data.store.indexed import write_index
-from mtrain.data.text import bpe
+from mtrain.data.text import tokenizer as bpe
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 VOCAB = 32000
@@ -63,7 +63,7 @@ def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]
     tokenizer = folder / "tokenizer.json"
     source = folder / "docs.jsonl"
     less = folder / "less.jsonl"
-    bpe.train(iter(held), VOCAB).save(str(tokenizer))
+    bpe.train_bpe(iter(held), VOCAB).save(str(tokenizer))
     size = 0
     with open(source, "w") as file, open(less, "w") as few:
         while size < megabytes * 1_000_000:

@@ -3,18 +3,18 @@ out.
 
     python benchmarks/plan_time.py [FILE.csv] [--write]
 
-Prints for each row the published rate and the errors of three fits: on all rows, on the other
-models, on the other devices; then the errors in the median and at the 95th percentile, and how many
-pairs of rows of one model on as many devices are ranked as published. Rows that are no
-configuration are listed with the reason, and so are rows of one configuration that contradict each
-other: those are predicted and not fitted, and errors are printed without and with them. `--write`
-saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With
-a FILE, its rows are predicted by that fit.
+For each row, print the published rate and the errors of three fits: on all rows, on the other
+models, on the other devices. Then print the median and 95th percentile of the errors, and the share
+of pairs of rows (one model, equally many devices) that are ranked as published. Rows that describe
+no valid configuration are listed with the reason. Rows of one configuration that contradict each
+other are predicted but not fitted, and errors are printed without and with them. `--write` saves
+the fit on all other rows and its errors, which `tune` and `plan --scale` print. With a FILE, that
+fit predicts its rows.
 
-Software enters as two named factors for each release, on the speed of everything that the device
-does, and on that of models with experts; both change little from one release to the next. What a
-row of Megatron-Bridge leaves out (graphs, recomputation, dispatcher, overlap) is of the recipe of
-its release, in data/bridge_recipes.csv.
+Software enters as two named factors per release: one on the speed of all device work, and one on
+models with experts. Both change little between releases. If a row of Megatron-Bridge does not
+state graphs, recomputation, dispatcher or overlap, they come from the recipe of its release, in
+data/bridge_recipes.csv.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACCURACY_HEAD = """# Relative errors of predicted throughput on published runs o
 # the fit did not see; measured by benchmarks/plan_time.py.
 """
 PRIORS: dict[str, tuple[float, float]] = {
-    # name: what is expected, and how far off it may be, as a logarithm
+    # name: the expected value, and the standard deviation of its logarithm
     "products.bf16": (0.75, 0.07),
     "products.tensorwise": (0.95, 0.15),
     "products.mxfp8": (0.95, 0.07),
@@ -74,19 +74,19 @@ PRIORS: dict[str, tuple[float, float]] = {
     "exposed.pp": (0.5, 0.25),
 }
 LAYERS = {"attn", "mamba"}
-"""What graphs of layers hold in addition to routers, which are half of the host's work of a
-mixture.
+"""Modules that graphs of layers capture in addition to routers; a router is half of a mixture's
+host work.
 """
 BACKWARD = 0.7
-"""Of attention, against its forward: FlashAttention-3 and cuDNN on an H100."""
+"""Speed of attention's backward relative to its forward: FlashAttention-3 and cuDNN, H100."""
 SPEED = 0.02
 MIXTURES = 0.05
-"""How far releases may be apart, in the speed of kernels and of the host."""
+"""Expected difference between releases, in the speed of kernels and of the host."""
 BASE = "bridge 26.02"
 MEGATRON = "core 0.8"
 CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
 FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
-"""Software whose attention is FlashAttention-2, which is of the generation before Hopper."""
+"""Software that uses FlashAttention-2, which predates Hopper."""
 OTHERS = {"core 0.8": 0.1, "torchtitan 24": 0.05, "torchtitan 25": 0.05, "automodel": 0.1}
 EXPECTED = {"core 0.8": 0.9, "torchtitan 24": 0.75, "torchtitan 25": 0.75, "automodel": 0.9}
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Literal, Self, TextIO
 
 STANDARD_OUTPUT = "standard output"
 """The name of standard output in an error, in the place of a file's."""
@@ -220,6 +220,11 @@ class ConfigError(MtrainError):
                 Problem("MT005", "", None, rule, "correct these first"),
             )
         super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
+
+    @classmethod
+    def of(cls, code: str, path: str, value: object, rule: str, fix: str, source: str = "") -> Self:
+        """Return the error of a single problem."""
+        return cls([Problem(code, path, value, rule, fix, source)])
 
 
 class CorruptInput(ConfigError):

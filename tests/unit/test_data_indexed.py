@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.data.store import index_check
+from mtrain.data.store import indexed
 from mtrain.data.store.indexed import (
     HEADER,
     IndexedDataset,
@@ -240,7 +240,7 @@ def test_indexed_1500_mutations_are_refused_or_harmless(tmp_path: Path) -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index of a few hundred sequences is read in parts."""
     for name, value in (("LARGE", 100), ("PARTS", 3), ("PART", 8), ("STEP", 64)):
-        monkeypatch.setattr(index_check, name, value)
+        monkeypatch.setattr(indexed, name, value)
 
 
 @pytest.mark.usefixtures("large")

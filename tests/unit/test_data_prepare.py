@@ -21,7 +21,7 @@ from mtrain.data import open_splits, prepare, verify
 from mtrain.data.samples.token_stream import entropy_nats
 from mtrain.data.store import cache
 from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.text.files import TextCorpus, cut, open_corpus
+from mtrain.data.text.tokenize import TextCorpus, cut, open_corpus
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
@@ -212,7 +212,7 @@ def test_prepare_verify_finds_flipped_bit(folder: Path) -> None:
 BUILDER = """
 import json, os, sys, time
 import mtrain.data.text.tokenize as t
-from mtrain.data.text import bpe
+from mtrain.data.text import tokenizer as bpe
 from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
@@ -221,7 +221,7 @@ data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
 def hang():
     open(mark, "w").close()
     time.sleep(10_000)
-train, encode, tokenize, build = bpe.train, bpe.encode, t._tokenize, t._build
+train, encode, tokenize, build = bpe.train_bpe, bpe.encode_documents, t._tokenize, t._build
 def slow_train(*a):
     out = train(*a); hang(); return out
 def slow_encode(*a):
@@ -233,8 +233,8 @@ def slow_rename(*a):
 def counted(*a):
     with open(mark, "a") as file: file.write("built\\n")
     return build(*a)
-if where == "train": bpe.train = slow_train
-if where == "encode": bpe.encode = slow_encode
+if where == "train": bpe.train_bpe = slow_train
+if where == "encode": bpe.encode_documents = slow_encode
 if where == "rename": t._tokenize = slow_rename
 if where == "count": t._build = counted
 print(json.dumps(t.prepare(data).meta))
@@ -298,15 +298,15 @@ def test_prepare_forks_work_after_tokenizing(folder: Path) -> None:
 
 
 def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.data.text import bpe
+    from mtrain.data.text import tokenizer as bpe
 
-    train = bpe.train
+    train = bpe.train_bpe
 
     def meddle(*arguments: object) -> object:
         (folder / "d0" / "00.txt").write_text("changed")
         return train(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bpe, "train", meddle)
+    monkeypatch.setattr(bpe, "train_bpe", meddle)
     assert "changed while they were read" in refused(config(folder)).rule
     assert not list((folder.parent / "cache").glob("*/meta.json"))
 

@@ -187,7 +187,7 @@ def test_samples_labels_are_next_tokens(dataset: IndexedDataset) -> None:
             torch.float32,
             torch.int64,
         ]
-        assert all(t.shape == (3, L) and t.is_contiguous() for t in batch.values())
+        assert all(t.shape == (3, L) and t.is_contiguous() for t in batch.values())  # type: ignore[attr-defined]
 
 
 def test_samples_masked_end_of_document_has_no_loss(dataset: IndexedDataset) -> None:

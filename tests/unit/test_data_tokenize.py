@@ -20,11 +20,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, journal
-from mtrain.data.preprocess.encoders import gigatoken
-from mtrain.data.preprocess.encoders.base import OtherIds
-from mtrain.data.preprocess.inputs import units
-from mtrain.data.preprocess.inputs.sentences import splitter
+from mtrain.data.preprocess import build, gigatoken, journal, sources
+from mtrain.data.preprocess.encoder import OtherIds
+from mtrain.data.preprocess.record import splitter
 from tests.support.covering import some
 from tests.support.token_corpora import (
     MAKERS,
@@ -52,7 +50,7 @@ def tokenize(*words: object) -> int:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "UNIT", 1 << 12)
+    monkeypatch.setattr(sources, "UNIT", 1 << 12)
     monkeypatch.setattr(build, "UNIT", 1 << 12)
 
 
@@ -510,7 +508,7 @@ def test_tokenize_unexpected_json_column_ends_without_loss(
     rows[99][key] = value
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert source.stat().st_size > 2 * units.UNIT, "the line is not of the first unit"
+    assert source.stat().st_size > 2 * sources.UNIT, "the line is not of the first unit"
     words = (source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", f"workers={workers}")
     assert tokenize(*words) == 2
     said = capsys.readouterr().err

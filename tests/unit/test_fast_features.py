@@ -184,7 +184,7 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
 
 @pytest.mark.parametrize("said", CHANGES)
 def test_fast_features_names_what_gigatoken_may_differ_in(said: str) -> None:
-    from mtrain.data.preprocess.encoders.gigatoken_features import unsupported
+    from mtrain.data.preprocess.gigatoken import unsupported
 
     kind, change = CHANGES[said]
     body = body_of(kind)
@@ -255,7 +255,7 @@ def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.full)])
 def test_fast_features_gigatoken_equals_tokenizers_where_used(first: int) -> None:
     gigatoken = pytest.importorskip("gigatoken")
-    from mtrain.data.preprocess.encoders.gigatoken_features import unsupported
+    from mtrain.data.preprocess.gigatoken import unsupported
 
     taken = 0
     for seed, body in drawn(400 if first else 40, first):

@@ -15,7 +15,7 @@ from mtrain.plan import count
 from mtrain.plan.weights import stage_weights
 from tests.support.configs import LAPTOP
 
-LLAMA3_8B = ModelConfig(
+LLAMA3_8B = ModelConfig(  # type: ignore[call-arg]
     num_layers=32,
     hidden_size=4096,
     ffn_hidden_size=14336,

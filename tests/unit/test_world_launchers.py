@@ -48,11 +48,24 @@ HYDRA = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "29501",
 }
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f2oPC",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29501",
+}
 POD = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4", "HOSTNAME": "train-2"}
 
 
 @pytest.mark.parametrize(
-    "environment", [TORCHRUN, SRUN, MPIRUN, HYDRA], ids=["torchrun", "srun", "mpirun", "pmi"]
+    "environment",
+    [TORCHRUN, SRUN, MPIRUN, HYDRA, FLUX],
+    ids=["torchrun", "srun", "mpirun", "pmi", "flux"],
 )
 def test_launchers_give_the_same_place(environment: dict[str, str]) -> None:
     found = launched(environment)
@@ -116,6 +129,10 @@ def test_launchers_task_per_node_differs_from_task_per_rank() -> None:
     assert one is not None
     assert not several.one_a_machine
     assert one.one_a_machine
+    flux = launched({**FLUX, "FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1", "FLUX_TASK_LOCAL_ID": ""})
+    assert flux is not None
+    assert flux.launcher == "flux"
+    assert flux.one_a_machine
 
 
 def test_launchers_tasks_of_one_machine_meet_locally() -> None:
@@ -177,6 +194,10 @@ def test_launchers_contradictions_are_refused(environment: dict[str, str], words
         (
             {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "9"},
             "OMPI_COMM_WORLD_LOCAL_SIZE puts 9 processes",
+        ),
+        (
+            {**FLUX, "FLUX_TASK_LOCAL_ID": "4"},
+            "FLUX_TASK_LOCAL_ID is 4 and FLUX_JOB_NNODES puts 4 processes",
         ),
         ({**HYDRA, "PMI_RANK": "8"}, "PMI_RANK is 8 and PMI_SIZE is 8: "),
         ({**HYDRA, "PMIX_RANK": "9", "PMIX_SIZE": "9"}, "PMIX_RANK is 9 and PMIX_SIZE is 9: "),

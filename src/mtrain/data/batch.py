@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NotRequired, Protocol, TypedDict, cast
+from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
 
 from mtrain.data.chats.samples import NOTHING, ChatSamples, Sample
-from mtrain.data.samples.bin_packing import balance_by_work
-from mtrain.data.samples.evaluated import distinct_samples, is_repeated
-from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.samples.megatron_order import MegatronBlend, MegatronSamples
+from mtrain.data.samples.packing import balance_by_work
+from mtrain.data.samples.token_stream import FillInTheMiddle
 from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 
 
 class Source(Protocol):
@@ -69,11 +69,10 @@ class Packing:
     """Documents are padded to a multiple of this many tokens."""
 
 
+# A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
+# and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
+# every rank and a resumed run make the same.
 Collator = Callable[[torch.Tensor, np.ndarray], MicroBatch]
-"""A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
-and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
-every rank and a resumed run make the same.
-"""
 
 
 def next_token_collator(
@@ -140,9 +139,7 @@ class GlobalBatches:
                 f" {stride}"
             )
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
-            raise ConfigError(
-                [Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)]
-            )
+            raise ConfigError.of("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)
         self.samples = samples
         self.form = form or next_token_collator()
         self.limit = limit
@@ -238,10 +235,9 @@ class GlobalBatches:
         return batch if further is None else cast(MicroBatch, {**batch, FURTHER: further})
 
 
+# Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
+# depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
 FURTHER = "further_masks"
-"""Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
-depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
-"""
 
 
 def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
@@ -414,3 +410,41 @@ def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
         cu_seqlens=bounds,
         padding=batch["padding"].view(1, -1),
     )
+
+
+def evaluation_samples(source: Any, wanted: int) -> Any:
+    """Return the samples of a split that an evaluation of `wanted` samples reads.
+
+    Megatron's order shuffles all epochs of a small split that the evaluations of a run need
+    together; there an evaluation reads one epoch. Otherwise it reads the split itself.
+    """
+    if isinstance(source, MegatronSamples):
+        return source.once() if source.shape.epochs > 1 else source
+    return source.once(wanted) if isinstance(source, MegatronBlend) else source
+
+
+def is_repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
+    """Return whether each sample of the numbers int64 [n] also has a smaller number; bool [n].
+
+    In Megatron's order a blend continues after a corpus is exhausted, and repeats its samples.
+    """
+    if isinstance(source, WholeDocuments) and len(numbers) and source.reaches(int(numbers.max())):
+        return np.zeros(len(numbers), np.bool_)  # without `len`, which would pack all parts
+    again = np.asarray(numbers >= len(source))
+    if isinstance(source, MegatronBlend):
+        part, index = source.places(numbers)
+        again |= index >= np.array([len(one) for one in source.parts])[part]
+    return again
+
+
+def distinct_samples(source: Any, wanted: int) -> tuple[int, int]:
+    """Return how many of the first `wanted` samples of a split are distinct, and the number after
+    the last of them.
+    """
+    if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
+        return wanted, wanted
+    most = min(wanted, len(source))
+    if not isinstance(source, MegatronBlend):
+        return most, most
+    kept = np.flatnonzero(~is_repeated(source, np.arange(most, dtype=np.int64)))
+    return len(kept), int(kept[-1]) + 1 if len(kept) else 0

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
+# How long `close` waits for a started read, so that a disk that hangs cannot block a run
 CLOSING_S = 2.0
-"""How long `close` waits for a started read, so that a disk that hangs cannot block a run."""
 
 
 class _Read(Generic[K, V]):

@@ -1,14 +1,10 @@
-"""The splits of a corpus: train, validation and test samples, opened for a run.
-
-A split is a share of one corpus or of a blend, or has corpora of its own; its samples come in the
-keyed order or in Megatron-LM's.
-"""
+"""Preparation of the corpus of a configuration, before ranks start."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,19 +14,15 @@ import numpy as np
 
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.defaults import CHATS
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
+from mtrain.data import image_text
+from mtrain.data.chats import prepare as chats
 from mtrain.data.chats.prepare import REJECTS
 from mtrain.data.chats.samples import ChatSamples, PairSamples, open_chats
-from mtrain.data.image_text.samples import ImageTextSamples, open_image_text
-from mtrain.data.preparation import prepare
+from mtrain.data.image_text import ImageTextSamples, open_image_text
 from mtrain.data.samples import megatron_order, mock
-from mtrain.data.samples.blend import (
-    Blend,
-    Plan,
-    by_sizes,
-    exhausted_problem,
-    unweighted_problem,
-)
+from mtrain.data.samples.blend import Blend, Plan, by_sizes, exhausted_problem, unweighted_problem
 from mtrain.data.samples.megatron_cache import MegatronCache
 from mtrain.data.samples.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples.token_stream import SHARES, Samples, entropy_nats, split_documents
@@ -42,15 +34,67 @@ from mtrain.data.samples.whole_documents import (
 )
 from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedDataset
+from mtrain.data.text import tokenize as text
+from mtrain.data.text.tokenize import say_to_stderr
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+
+def prepare(
+    data: DataConfig, note: Callable[[str], None] = say_to_stderr, tokenizer: Path | None = None
+) -> Corpus:
+    """Make the corpus of a configuration ready.
+
+    See `prepare` of `text.tokenize`, `chats.prepare` and `image_text.samples` for what that does
+    and raises.
+    """
+    data = data.without_excluded()
+    if data.kind == "image_text":
+        return image_text.prepare(data, note, tokenizer)
+    if data.kind in CHATS:
+        return chats.prepare(data, note, tokenizer)
+    return text.prepare(data, note, tokenizer)
+
+
+def prepare_for_model(
+    data: DataConfig,
+    model: Path | None,
+    note: Callable[[str], None] = say_to_stderr,
+    *,
+    accept_changes: bool = False,
+) -> Corpus:
+    """Make a corpus ready for a model whose `tokenizer.json` is `model`, if it has one.
+
+    Text is tokenized with the model's tokenizer. Raises ConfigError if the configuration names
+    another tokenizer, or if another one made the tokens of a corpus, unless `accept_changes`.
+    """
+    if model is None or data.kind == "mock":
+        return prepare(data, note)
+    corpus = prepare(data, note, None if data.tokenizer is not None else model)
+    made_by = corpus.tokenizer_sha256
+    if made_by is None or accept_changes:
+        return corpus
+    own = sha256_of(model)
+    if made_by == own:
+        return corpus
+    if data.tokenizer is not None:
+        key = "data.tokenizer"
+        value = data.tokenizer
+        fix = "data.tokenizer=null"
+    else:
+        key = "data.path"
+        value = corpus.meta.get("source", str(corpus.prefix))
+        fix = f"text that was tokenized with {model}"
+    rule = f"its tokenizer ({made_by[:12]}) is not the one of the model, {model} ({own[:12]})"
+    raise ConfigError.of("MT345", key, value, rule, fix)
+
+
+# What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
+# are shuffled together.
 ORDERED_BY = ("epochs", "together")
-"""What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
-are shuffled together.
-"""
 ENTROPY_TOKENS = 5_000_000
+# Tokens of a split that the launcher checks before ranks start, in a tenth of a second
 CHECKED_TOKENS = 1 << 26
-"""Tokens of a split that the launcher checks before ranks start, in a tenth of a second."""
+# Facts of a corpus that `Splits.describe` copies
 DESCRIBED = (
     "kind",
     "source",
@@ -63,7 +107,6 @@ DESCRIBED = (
     "vocab_size",
     "fingerprint",
 )
-"""Facts of a corpus that `Splits.describe` copies."""
 
 TextSamples = Samples | Blend
 SplitSamples = TextSamples | MockSamples | ImageTextSamples | ChatSamples | PairSamples
@@ -180,7 +223,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f" {str(now.get(key))[:12]}, then {str(saved.get(key))[:12]})"
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
-            raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+            raise ConfigError.of("MT609", "data.path", now.get("source"), rule, fix)
     before = saved.get("train") or {}
     after = now.get("train") or {}
     if before.get("dealt") != after.get("dealt"):
@@ -189,7 +232,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             " another order"
         )
         fix = "checkpoint.accept_changes=true to go on in the new order"
-        raise ConfigError([Problem("MT609", "data.blend", now.get("source"), rule, fix)])
+        raise ConfigError.of("MT609", "data.blend", now.get("source"), rule, fix)
     order_before = [before.get(key) for key in ORDERED_BY]
     order_after = [after.get(key) for key in ORDERED_BY]
     if order_before != order_after:
@@ -201,7 +244,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "trainer.train_iters and trainer.global_batch_size as they were, or"
             " checkpoint.accept_changes=true"
         )
-        raise ConfigError([Problem("MT609", "trainer.train_iters", None, rule, fix)])
+        raise ConfigError.of("MT609", "trainer.train_iters", None, rule, fix)
 
 
 def open_splits(
@@ -291,7 +334,7 @@ def validation_of(
                 f"another tokenizer ({made_by[:12]}) than the model's ({own[:12]}) made its tokens"
             )
             fix = f"data=indexed data.path=PREFIX of text that was tokenized with {tokenizer}"
-            raise ConfigError([Problem("MT609", "data.path", data.path, rule, fix)])
+            raise ConfigError.of("MT609", "data.path", data.path, rule, fix)
     return splits
 
 

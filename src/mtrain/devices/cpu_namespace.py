@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+# Where tensors for the current device are made; the last entry counts
 _where = [_CPU]
-"""Where tensors for the current device are made; the last entry counts."""
 
 # megatron-core tells dtypes apart by these types.
 FloatTensor = torch.FloatTensor
@@ -214,12 +214,11 @@ def get_rng_state_all() -> list[torch.Tensor]:
     return [torch.get_rng_state()]
 
 
+# In the number that a state says it was seeded with (its first eight bytes): the device seeded it,
+# not the host.
 _MARK = 1 << 63
-"""In the number that a state says it was seeded with (its first eight bytes): the device seeded it,
-not the host.
-"""
+# Where the host's own random numbers went on when the device was seeded
 _host: list[torch.Tensor] = []
-"""Where the host's own random numbers went on when the device was seeded."""
 
 
 def _is_hosts() -> bool:

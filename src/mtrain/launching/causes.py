@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, of_the_place, show
 
+# Texts of the errors that a rank gets because another rank has failed or has not arrived
 PEER_LOST = (
     # gloo, and torch's store
     "connection closed by peer",
@@ -39,7 +40,8 @@ PEER_LOST = (
     "received a dump signal due to a collective timeout",
     "possible application crash on rank 0",
 )
-"""Texts of the errors that a rank gets because another rank has failed or has not arrived."""
+# Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the device
+# or disk.
 OWN = (
     "out of memory",
     "cuda error",
@@ -48,9 +50,6 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the
-device or disk.
-"""
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
     r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE

@@ -10,8 +10,9 @@ from mtrain.config.messages.keys import effect_of
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 
+# Key -> its value in the other configuration, and in this one
 Differences = dict[str, tuple[object, object]]
-"""Key -> its value in the other configuration, and in this one."""
+# Section -> its keys with paths of input files
 PATHS = {
     "data": (
         "path",
@@ -25,7 +26,6 @@ PATHS = {
     "peft": ("init_from",),
     "checkpoint": ("init_from",),
 }
-"""Section -> its keys with paths of input files."""
 
 
 def anchored(run: RunConfig) -> RunConfig:

@@ -160,6 +160,7 @@ def _reference_logits(run: RunConfig, folder: str, ids: list[int], out: str) -> 
     hf_reference.save_logits(Path(folder), ids, Path(out), run.model)
 
 
+# Name -> the function that does the work, called with the run and the arguments
 WORK: dict[str, Callable[..., Any]] = {
     "prepare": prepare,
     "import": _import,
@@ -167,7 +168,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "products": matmul.measure,
     "logits of transformers": _reference_logits,
 }
-"""Name -> the function that does the work, called with the run and the arguments."""
+# Name -> the work in words, for messages
 DESCRIPTIONS = {
     "prepare": "preparing the data",
     "import": "importing the weights",
@@ -175,7 +176,6 @@ DESCRIPTIONS = {
     "products": "measuring the matrix products",
     "logits of transformers": "computing the logits of transformers",
 }
-"""Name -> the work in words, for messages."""
 
 
 def main(words: list[str]) -> None:

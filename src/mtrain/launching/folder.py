@@ -23,7 +23,7 @@ from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import matmul, resume
 from mtrain.launching.changes import anchored as anchored
 from mtrain.layout.grid import RankGrid
@@ -44,10 +44,10 @@ PREAMBLE = (
     ERRORS,
     METRICS,
 )
+# Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
-"""Packages whose versions are recorded. megatron-core's is that of the loaded module."""
+# Seconds that a restarted run waits for the processes of its previous start to end
 RESTART_S = 20.0
-"""Seconds that a restarted run waits for the processes of its previous start to end."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def refuse_links(folder: Path) -> None:
     free = f"log.name={_free_name(folder)}"
     if link == folder and os.path.isdir(folder):
         free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
-    raise ConfigError([Problem("MT501", "log.name", folder.name, rule, free)])
+    raise ConfigError.of("MT501", "log.name", folder.name, rule, free)
 
 
 @dataclass(frozen=True)
@@ -361,6 +361,4 @@ def _free_name(folder: Path) -> str:
 
 
 def _occupied(folder: Path, what: str, fix: str) -> ConfigError:
-    return ConfigError(
-        [Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)]
-    )
+    return ConfigError.of("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)

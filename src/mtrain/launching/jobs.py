@@ -66,8 +66,8 @@ def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
     return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
 
 
+# The job that trains one step and writes what `dropout_compare.wrong_masks` reads
 MASKS = Job("observe_masks")
-"""The job that trains one step and writes what `dropout_compare.wrong_masks` reads."""
 
 
 def _train(
@@ -168,6 +168,8 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
+# Name -> the function that a rank runs, called with the run, its folder, the function that ends the
+# process, and the arguments.
 JOBS: dict[str, Callable[..., None]] = {
     "train": _train,
     "observe": _observe,
@@ -177,6 +179,3 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
 }
-"""Name -> the function that a rank runs, called with the run, its folder, the function that ends
-the process, and the arguments.
-"""

@@ -31,12 +31,12 @@ from mtrain.world.stacks import ERRORS
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+# The key of the number of ranks, or of the reason why there are no ranks
 SHARE = "mtrain/share"
-"""The key of the number of ranks, or of the reason why there are no ranks."""
+# The key of the number of machines that have read it
 READ = "mtrain/share read"
-"""The key of the number of machines that have read it."""
+# Seconds that the first machine stays, so that the others can read why it ends
 FAREWELL_S = 5.0
-"""Seconds that the first machine stays, so that the others can read why it ends."""
 
 
 def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:

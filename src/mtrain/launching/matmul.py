@@ -18,8 +18,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
+# Results that this process or a child of it measured, in addition to those of the cache
 _MEASURED: dict[str, Any] = {}
-"""Results that this process or a child of it measured, in addition to those of the cache."""
 
 
 def chosen(

@@ -29,8 +29,8 @@ from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
 from mtrain.plan.shrink import shrink
 
+# The most ranks that `rehearse` starts
 MOST_REHEARSED = 16
-"""The most ranks that `rehearse` starts."""
 
 
 def check(

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 STEPS = 4
 MAX_RANKS = preflight.MOST_REHEARSED
+# Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all
+# else in fp32.
 EIGHT_BITS = "fp8"
-"""Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all
-else in fp32.
-"""
 UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
@@ -54,10 +53,9 @@ TOLERANCES = {
     # Rounding in fp32 tips single elements to the other of two numbers of 8 bits.
     EIGHT_BITS: {"loss": 2e-3, "gradient norm": 1e-3, "gradient": 5e-3, "weight": 5e-2},
 }
+# What a token that passes a module may differ by in the first step, relative to the size of a
+# token.
 MODULE = {"fp32": 3e-5, "bf16": 1e-1, EIGHT_BITS: 1e-1}
-"""What a token that passes a module may differ by in the first step, relative to the size of a
-token.
-"""
 
 
 @dataclass(frozen=True)

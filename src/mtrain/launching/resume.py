@@ -16,8 +16,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import differences_of, without_adapters
 
+# The value of `checkpoint.resume` that starts a run or resumes it, whichever applies
 AUTO = "auto"
-"""The value of `checkpoint.resume` that starts a run or resumes it, whichever applies."""
 
 
 def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
@@ -164,7 +164,7 @@ def weights_of(run: RunConfig) -> Path | None:
     if checkpoint is None:
         rule = f"{path} has no checkpoint yet"
         fix = "wait until it has saved one, or name another run or checkpoint"
-        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, fix)])
+        raise ConfigError.of("MT502", "checkpoint.init_from", start, rule, fix)
     other = read_run_file(checkpoint / RUN_FILE)
     if other.peft.kind is not None and run.peft.kind is None:
         raise _adapters_left_out(checkpoint, start)
@@ -187,18 +187,18 @@ def _adapters_left_out(checkpoint: Path, start: str | None) -> ConfigError:
         f"peft=lora, or {program()} convert export {checkpoint} HF_DIR and"
         " checkpoint.init_from=HF_DIR, which is merged"
     )
-    return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
+    return ConfigError.of("MT503", "checkpoint.init_from", start, rule, fix)
 
 
 def _adapters_without_model(run: RunConfig) -> ConfigError:
     rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
     fix = "checkpoint.init_from=HF_DIR"
-    return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
+    return ConfigError.of("MT521", "peft.init_from", run.peft.init_from, rule, fix)
 
 
 def _nothing(given: str, what: str) -> ConfigError:
     fix = "leave out checkpoint.resume for a new run"
-    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, fix)])
+    return ConfigError.of("MT502", "checkpoint.resume", given, what, fix)
 
 
 def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from mtrain.errors import Preempted
 
+# Ctrl-C, the signal of a scheduler, a closed terminal, and the warnings of SLURM's `--signal`
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Ctrl-C, the signal of a scheduler, a closed terminal, and the warnings of SLURM's `--signal`."""
 
 
 class Stopped(KeyboardInterrupt):

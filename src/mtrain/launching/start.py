@@ -33,10 +33,11 @@ from mtrain.world.stacks import ERRORS
 
 HOST = "127.0.0.1"
 BACKLOG = 2048
+# The file next to `run.yaml` with the job of the ranks, and the digest of its configuration
 START_FILE = "start.json"
-"""The file next to `run.yaml` with the job of the ranks, and the digest of its configuration."""
+# The variable with the process id of the launcher; a rank ends when that process ends
 PARENT = "MTRAIN_LAUNCHER_PID"
-"""The variable with the process id of the launcher; a rank ends when that process ends."""
+# Variables by which a launcher gives a process its rank and the address of the store
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -51,7 +52,6 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
     LISTEN_FD,
 )
-"""Variables by which a launcher gives a process its rank and the address of the store."""
 
 
 def run_ranks(

@@ -19,10 +19,10 @@ from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
+# Seconds that the peers of the first ended rank have to record their errors
 GRACE_S = 0.5
-"""Seconds that the peers of the first ended rank have to record their errors."""
+# Seconds that a rank has between SIGTERM and SIGKILL
 END_S = 3.0
-"""Seconds that a rank has between SIGTERM and SIGKILL."""
 
 
 @dataclass

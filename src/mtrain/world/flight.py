@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from mtrain.world.stall import UNKNOWN, Calls
 
+# The variable with the prefix of the pipes, one per rank, on which a thread of torch waits for a
+# request to dump.
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""The variable with the prefix of the pipes, one per rank, on which a thread of torch waits for a
-request to dump.
-"""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from mtrain.config.schema.run import RunConfig
 
+# The stream of megatron-core's tracker that tensor-parallel ranks share
 DATA_STREAM = "data-parallel-rng"
-"""The stream of megatron-core's tracker that tensor-parallel ranks share."""
 
 
 def tracker_of(run: RunConfig) -> dict[str, bool]:

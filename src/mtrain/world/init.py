@@ -27,8 +27,8 @@ from mtrain.world.groups import check_groups, make_groups
 from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
+# How long after trainer.timeout_s, and thus after the watchdog, process groups time out
 GROUP_SLACK_S = 60.0
-"""How long after trainer.timeout_s, and thus after the watchdog, process groups time out."""
 
 
 @dataclass(frozen=True)

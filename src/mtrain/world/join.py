@@ -46,11 +46,10 @@ from mtrain.world.rendezvous import (
 )
 
 BACKLOG = 2048
+# How long the rank that serves the store stays, so that the others can read why there is no world
 FAREWELL_S = 2.0
-"""How long the rank that serves the store stays, so that the others can read why there is no world.
-"""
+# The share of the join timeout after which a rank that found no rendezvous opens one itself
 PATIENCE = 0.8
-"""The share of the join timeout after which a rank that found no rendezvous opens one itself."""
 
 
 class JoinAttempt:

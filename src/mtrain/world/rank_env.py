@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from mtrain.errors import BadEnvironment, MtrainError
 
+# The variable with the launcher, such as `slurm`, whose variables were translated
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""The variable with the launcher, such as `slurm`, whose variables were translated."""
+# The variable with the descriptor of the socket on which rank 0 serves the rendezvous
 LISTEN_FD = "MTRAIN_LISTEN_FD"
-"""The variable with the descriptor of the socket on which rank 0 serves the rendezvous."""
 
+# Ends the process from any thread; the flag says whether this rank reports the reason
 End = Callable[[MtrainError, bool], None]
-"""Ends the process from any thread; the flag says whether this rank reports the reason."""
 
 
 @dataclass(frozen=True)

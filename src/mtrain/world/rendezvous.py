@@ -18,26 +18,23 @@ from torch.distributed import PrefixStore, Store
 
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 
+# The share of the join timeout in which further ranks may join after a fault, so that one message
+# reports all faults.
 FAULT_GRACE = 0.5
-"""The share of the join timeout in which further ranks may join after a fault, so that one message
-reports all faults.
-"""
+# The share of the join timeout in which the others can answer a rendezvous that replaces rank 0's
 LEAST_GRACE = 0.2
-"""The share of the join timeout in which the others can answer a rendezvous that replaces rank 0's.
-"""
+# How many join timeouts a rank that has joined and still imports gets
 IMPORT_FACTOR = 12
-"""How many join timeouts a rank that has joined and still imports gets."""
 
+# The key of the number of ranks 0 that have reached the store and do not yet have a configuration
 DECIDING = "deciding"
-"""The key of the number of ranks 0 that have reached the store and do not yet have a configuration.
-"""
+# The time between two signs of life of a rank that works for all ranks before it is ready
 BEAT_S = 1.0
-"""The time between two signs of life of a rank that works for all ranks before it is ready."""
+# How long such a rank counts as alive after a sign of life, without its pauses
 LIFE_S = 10.0
-"""How long such a rank counts as alive after a sign of life, without its pauses."""
 
+# A flat configuration, which is sent only where digests differ
 Config = dict[str, Any]
-"""A flat configuration, which is sent only where digests differ."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 MAX_NAMED = 4
+# A number of calls that was not recorded
 UNKNOWN = -1
-"""A number of calls that was not recorded."""
 
 
 @dataclass(frozen=True)

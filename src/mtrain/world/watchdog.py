@@ -32,8 +32,8 @@ from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
+# The largest share of the soft timeout that one tick counts, as after a suspension
 LONGEST_TICK = 0.25
-"""The largest share of the soft timeout that one tick counts, as after a suspension."""
 
 
 @contextmanager

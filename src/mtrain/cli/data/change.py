@@ -151,11 +151,11 @@ def dedup(words: Sequence[str], *, as_json: bool) -> int:
     }
     values, (prefix,) = read_arguments(words, {**OUT, **more}, usage, most=1)
     out = prefix_of(required(values, "out", usage))
-    from mtrain.data.preprocess import dedup as repeated
+    from mtrain.data.preprocess import derive as repeated
     from mtrain.data.preprocess.build import refuse_existing
     from mtrain.data.preprocess.derive import open_prefix, write
-    from mtrain.data.preprocess.inputs.sources import REMOVED
     from mtrain.data.preprocess.journal import disk
+    from mtrain.data.preprocess.sources import REMOVED
 
     refuse_existing(out, values["overwrite"])
     one = open_prefix(prefix)

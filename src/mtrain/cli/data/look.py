@@ -38,7 +38,7 @@ def inspect(words: Sequence[str], *, as_json: bool) -> int:
     known = {**TOKENIZER, "doc": whole(None, 0, 1 << 62, "0")}
     values, (prefix,) = read_arguments(words, known, usage, most=1)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.view import described
+    from mtrain.data.preprocess.inspect import described
 
     one = open_prefix(prefix)
     if values["doc"] is not None:
@@ -72,7 +72,7 @@ def _files(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
-    from mtrain.data.preprocess.view import document, tokens_as_text
+    from mtrain.data.preprocess.inspect import document, tokens_as_text
 
     index = values["doc"]
     sequences = document(one.dataset, index)
@@ -101,7 +101,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
 
 def _loaded(values: Mapping[str, Any]) -> Any:
     """Return the tokenizer that is named; None: none is."""
-    from mtrain.data.preprocess.encoders.loader import load
+    from mtrain.data.preprocess.tokenizers import load
 
     if values["tokenizer"] is None:
         return None
@@ -119,8 +119,8 @@ def verify(words: Sequence[str], *, as_json: bool) -> int:
     values, prefixes = read_arguments(words, known, "verify PREFIX...")
     encoder = _loaded(values)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.scan import verify as verify_
-    from mtrain.data.preprocess.scan import write_manifest
+    from mtrain.data.preprocess.inspect import verify as verify_
+    from mtrain.data.preprocess.inspect import write_manifest
 
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:

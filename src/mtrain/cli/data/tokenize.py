@@ -107,8 +107,8 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
     Raises:
         ConfigError: an input, the template or the tokenizer is invalid.
     """
-    from mtrain.data.preprocess.inputs.sources import find_sources
-    from mtrain.data.preprocess.work import Job
+    from mtrain.data.preprocess.sources import find_sources
+    from mtrain.data.preprocess.workers import Job
 
     if values["keep_newlines"] and values["sentences"] is None:
         rule = "has no effect where documents are not cut into sentences"
@@ -130,7 +130,7 @@ def reading_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: the template is invalid, or a key is named too.
     """
-    from mtrain.data.preprocess.inputs.record import reading
+    from mtrain.data.preprocess.record import reading
 
     if values["template"] is not None and values["key"] != "text":
         rule = "a template names its keys; key= would have no effect"
@@ -150,7 +150,7 @@ def spec_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: no tokenizer is named, or it does not exist.
     """
-    from mtrain.data.preprocess.encoders.spec import find_tokenizer
+    from mtrain.data.preprocess.encoder import find_tokenizer
 
     path = required(values, "tokenizer", USAGE)
     spec = find_tokenizer(
@@ -190,8 +190,8 @@ def prefix_of(path: Path) -> Path:
 
 def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     """Describe a new corpus for a person."""
-    from mtrain.data.preprocess.work import BY
-    from mtrain.data.record_keys import FLAGS
+    from mtrain.data.preprocess.workers import BY
+    from mtrain.data.records import FLAGS
 
     text = sum(one["text_bytes"] for one in made["inputs"])
     size = sum(one["bytes"] for one in made["files"].values())
@@ -304,7 +304,7 @@ def train_tokenizer(words: Sequence[str], *, as_json: bool) -> int:
     if not os.path.isdir(out.parent):
         rule = f"{out.parent} is no folder"
         raise refusal(rule, "out=FILE in an existing folder", "MT002", "out", str(out))
-    from mtrain.data.preprocess.inputs.sources import find_sources
+    from mtrain.data.preprocess.sources import find_sources
     from mtrain.data.preprocess.train import Texts, save, train
 
     sources = find_sources(inputs, values["format"])

@@ -317,7 +317,7 @@ def _digest_of_tokens(run: RunConfig) -> str | None:
 
 
 def _digest_of_text(run: RunConfig) -> str | None:
-    from mtrain.data.text.files import open_corpus
+    from mtrain.data.text.tokenize import open_corpus
 
     try:
         text = open_corpus(run.data)

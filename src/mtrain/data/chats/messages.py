@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.data.chats.template import REASONING
-from mtrain.data.record_keys import FLAGS, Keys, learned, require_learned
+from mtrain.data.records import FLAGS, Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
 MAX_LINE = 64 << 20
+# Nested lists and objects; the JSON writer recurses into each
 MAX_DEPTH = 200
-"""Nested lists and objects; the JSON writer recurses into each."""
 Message = dict[str, Any]
+# `from` of ShareGPT -> role
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -36,8 +37,8 @@ SPEAKERS = {
     "function_call": "function_call",
     "system": "system",
 }
-"""`from` of ShareGPT -> role."""
 ASSISTANT = "assistant"
+# Role -> roles that may follow it
 AFTER: dict[str, tuple[str, ...]] = {
     "": ("system", "developer", "user"),
     "system": ("user",),
@@ -47,7 +48,6 @@ AFTER: dict[str, tuple[str, ...]] = {
     "tool": ("tool", "function", ASSISTANT),
     "function": ("tool", "function", ASSISTANT),
 }
-"""Role -> roles that may follow it."""
 OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
 OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
 OF_A_MESSAGE = (
@@ -62,15 +62,14 @@ OF_A_MESSAGE = (
 )
 OF_A_TURN = ("from", "value")
 OF_A_PART = ("type", "text")
+# Key of a message besides its content -> the keys under which a template may read its value; a
+# template that reads none of them would lose it.
 BESIDES_CONTENT = {
     "tool_calls": ("tool_calls",),
     "function_call": ("function_call",),
     "refusal": ("refusal",),
     **dict.fromkeys(REASONING, REASONING),
 }
-"""Key of a message besides its content -> the keys under which a template may read its value; a
-template that reads none of them would lose it.
-"""
 NO_KEYS = Keys()
 
 

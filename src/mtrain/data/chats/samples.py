@@ -16,7 +16,7 @@ from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, TABLE
-from mtrain.data.samples.bin_packing import first_fit
+from mtrain.data.samples.packing import first_fit
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import SHARES, split_records
 from mtrain.data.store import cache
@@ -25,10 +25,10 @@ from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+# The id of padding
 NOTHING = -1
-"""The id of padding."""
+# Samples that are cached, as those of a micro-batch are read more than once
 KEPT = 256
-"""Samples that are cached, as those of a micro-batch are read more than once."""
 WINDOWS = "windows.bin"
 
 
@@ -266,8 +266,8 @@ def open_chats(
     held = corpus.meta["vocab_size"]
     if held > vocab_size:
         rule = f"the tokenizer of the chats has {held} tokens, the model {vocab_size}"
-        raise ConfigError(
-            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
+        raise ConfigError.of(
+            "MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}"
         )
     chats = Prepared(corpus, 1 if data.kind == "sft" else 2)
     learnable = chats.learnable(data.length)

@@ -14,20 +14,20 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.disk.files import kind_of
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+# Files that may accompany a tokenizer.json
 FILES = (SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json")
-"""Files that may accompany a tokenizer.json."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 LIMIT_BYTES = 16 << 20
+# Older versions of jinja2 have known escapes from the sandbox
 JINJA = (3, 1, 6)
-"""Older versions of jinja2 have known escapes from the sandbox."""
+# Characters that a template may make of a chat
 MAX_TEXT = 16 << 20
-"""Characters that a template may make of a chat."""
+# Keys for the reasoning of a message; a template reads one of them
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys for the reasoning of a message; a template reads one of them."""
 Message = Mapping[str, Any]
 
 
@@ -113,12 +113,12 @@ class ChatFormat:
                 f"prompt=TEXT without a chat, or {SETTINGS_FILE} of the model next to the"
                 " tokenizer.json"
             )
-            raise ConfigError([Problem("MT509", "", None, self.missing, fix)])
+            raise ConfigError.of("MT509", "", None, self.missing, fix)
         try:
             return self.write(messages, prompt=True).text
         except CorruptData as error:
             fix = "messages that the template accepts, such as alternating roles"
-            raise ConfigError([Problem("MT509", "", None, str(error), fix)]) from error
+            raise ConfigError.of("MT509", "", None, str(error), fix) from error
 
     @property
     def missing(self) -> str:
@@ -205,7 +205,7 @@ def _environment() -> Any:
         installed = ()
     if installed < JINJA:
         rule = f"the template of a chat needs jinja2, at least {'.'.join(map(str, JINJA))}"
-        raise ConfigError([Problem("MT510", "", None, rule, "pip install 'mtrain[chat]'")])
+        raise ConfigError.of("MT510", "", None, rule, "pip install 'mtrain[chat]'")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -14,10 +14,7 @@ import numpy as np
 
 from mtrain import durable
 from mtrain.config.disk import manifest
-from mtrain.data.preprocess.encoders.base import OtherIds
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.sources import PARTIAL, REJECTED, REMOVED, Source
-from mtrain.data.preprocess.inputs.units import UNIT, Unit, plan
+from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.journal import (
     BIN,
     LENGTHS,
@@ -28,10 +25,11 @@ from mtrain.data.preprocess.journal import (
     disk,
     finish,
 )
-from mtrain.data.preprocess.pool import Pool
-from mtrain.data.preprocess.work import Job, Result, Worker
+from mtrain.data.preprocess.readers import cut
+from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, UNIT, Source, Unit, plan
+from mtrain.data.preprocess.workers import Job, Pool, Result, Worker
 from mtrain.data.store.indexed import write_index
-from mtrain.errors import ConfigError, CorruptInput, Problem
+from mtrain.errors import ConfigError, CorruptInput
 
 ENDINGS = (".bin", ".idx", manifest.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
@@ -136,7 +134,7 @@ def _facts(worker: Worker) -> Facts:
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
-    return tables.cut(source)
+    return cut(source)
 
 
 def _run(worker: Worker, unit: Unit) -> Result:
@@ -154,7 +152,7 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
     if existing and not overwrite:
         rule = f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'}"
         fix = f"out={prefix}-2, or overwrite=true"
-        raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
+        raise ConfigError.of("MT622", "out", str(prefix), rule, fix, "command line")
 
 
 def remove_beside(prefix: Path) -> None:
@@ -240,8 +238,8 @@ def _refuse_many_rejects(draft: Draft, limit: int) -> None:
         )
         first = "; ".join(line.strip() for line in draft.last_rejects())
         fix = f"correct them, or max_rejects={2 * rejected}"
-        raise CorruptInput(
-            [Problem("MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line")]
+        raise CorruptInput.of(
+            "MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line"
         )
 
 
@@ -252,29 +250,16 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
     if changed := next((source.name for source in job.sources if source.is_changed), None):
         draft.remove()
         rule = "changed while it was read"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601", "input", changed, rule, "run again when it is complete", "command line"
-                )
-            ]
+        raise ConfigError.of(
+            "MT601", "input", changed, rule, "run again when it is complete", "command line"
         )
     if not totals.sum("documents"):
         rule = f"the inputs hold no document; {totals.sum('rejected')} records are left out"
         if first := draft.last_rejects(1):
             rule += f", as {first[0].strip()}"
         draft.remove()
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601",
-                    "input",
-                    None,
-                    rule,
-                    "name files with documents, or key=NAME",
-                    "command line",
-                )
-            ]
+        raise ConfigError.of(
+            "MT601", "input", None, rule, "name files with documents, or key=NAME", "command line"
         )
     with disk(folder):
         draft.sync()

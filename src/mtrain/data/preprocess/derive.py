@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from mtrain import durable
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import split_documents
 from mtrain.data.preprocess.build import refuse_existing, remove_beside
-from mtrain.data.preprocess.inputs.sources import PARTIAL
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.journal import disk, finish
+from mtrain.data.preprocess.sources import PARTIAL
 from mtrain.data.store.indexed import IndexedDataset, write_index
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Manifest fields that a derived corpus inherits
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
-"""Manifest fields that a derived corpus inherits."""
 BLOCK = 1 << 24
 
 
@@ -58,12 +59,8 @@ def open_prefix(prefix: Path) -> OpenCorpus:
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
             rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
-                    )
-                ]
+            raise ConfigError.of(
+                "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
             )
     held = manifest.read_manifest(prefix)
     dataset = IndexedDataset(prefix)
@@ -93,7 +90,7 @@ def write(
         if folder.exists():
             rule = "a killed run left it, or another process works there"
             fix = "finish it, or remove it"
-            raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
+            raise ConfigError.of("MT622", "out", str(folder), rule, fix, "command line")
         folder.mkdir(parents=True)
         try:
             digest, counts, largest, inputs = _tokens(folder, parts)
@@ -136,8 +133,8 @@ def _common(parts: Sequence[tuple[OpenCorpus, np.ndarray]]) -> dict[str, Any]:
         if names:
             rule = f"its {' and '.join(names)} is not that of {first.dataset.prefix}"
             fix = "tokenize both with the same tokenizer, eod= and dtype="
-            raise ConfigError(
-                [Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")]
+            raise ConfigError.of(
+                "MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line"
             )
     return first.common
 
@@ -226,12 +223,8 @@ def documents_of_shares(
     empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
     if empty:
         rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
-                )
-            ]
+        raise ConfigError.of(
+            "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
         )
     return out
 
@@ -268,3 +261,65 @@ def document_lengths(one: OpenCorpus) -> np.ndarray:
         [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
     )
     return np.diff(starts[one.dataset.document_indices])
+
+
+# (document to remove, earlier document that it repeats)
+Duplicates = list[tuple[int, int]]
+
+
+def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
+    """Yield tokens of each document, without the token that ends it."""
+    for i in range(dataset.num_documents):
+        tokens = dataset.tokens[dataset.document_start(i) : dataset.document_start(i + 1)]
+        yield tokens[:-1] if end is not None and len(tokens) and tokens[-1] == end else tokens
+
+
+def exact_duplicates(dataset: IndexedDataset, end: int | None) -> Duplicates:
+    """Return documents with the tokens of an earlier one."""
+    seen = dict[bytes, int]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
+        if first != i:
+            out.append((i, first))
+    return out
+
+
+def near_duplicates(
+    dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
+) -> Duplicates:
+    """Return the documents whose estimated Jaccard similarity of n-grams with an earlier, remaining
+    one is at least `threshold`.
+
+    Raises:
+        BadEnvironment: datasketch is not installed.
+    """
+    sketch = library("datasketch", "dedup", "data dedup method=minhash")
+    index = sketch.MinHashLSH(threshold=threshold, num_perm=permutations)
+    kept = dict[int, object]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        found = sketch.MinHash(num_perm=permutations, seed=1)
+        found.update_batch(_shingles(tokens, ngram))
+        close = [j for j in index.query(found) if found.jaccard(kept[j]) >= threshold]
+        if close:
+            out.append((i, min(close)))
+        else:
+            index.insert(i, found)
+            kept[i] = found
+    return out
+
+
+def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
+    if len(tokens) <= ngram:
+        return [tokens.tobytes()]
+    width = np.lib.stride_tricks.sliding_window_view(tokens, ngram)
+    whole = np.ascontiguousarray(width).view(f"V{ngram * tokens.itemsize}").ravel()
+    return [one.tobytes() for one in np.unique(whole)]
+
+
+def remaining_documents(count: int, twice: Duplicates) -> np.ndarray:
+    """Return the documents that stay."""
+    keep = np.ones(count, bool)
+    keep[list(chain(i for i, _ in twice))] = False
+    return np.flatnonzero(keep)

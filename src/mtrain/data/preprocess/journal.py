@@ -21,21 +21,21 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, locks, strict_json
-from mtrain.data.preprocess.inputs.record import refuse_misread
-from mtrain.data.preprocess.inputs.sources import LOCK
-from mtrain.data.preprocess.work import COUNTED, Result
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.data.preprocess.record import refuse_misread
+from mtrain.data.preprocess.sources import LOCK
+from mtrain.data.preprocess.workers import COUNTED, Result
+from mtrain.errors import BadEnvironment, ConfigError
 
 BIN = "tokens.bin"
 LENGTHS = "lengths"
 SEQUENCES = "sequences"
 REJECTS = "rejects.jsonl"
+# The tokens first
 GROWING = (BIN, LENGTHS, SEQUENCES, REJECTS)
-"""The tokens first."""
 SETTINGS = "settings.json"
 JOURNAL = "journal"
+# Seconds of work that a machine that loses power may lose
 SYNC_S = 2.0
-"""Seconds of work that a machine that loses power may lose."""
 BLOCK = 8 << 20
 
 
@@ -91,12 +91,8 @@ class Draft:
                 rule = "another process makes this corpus now" + (
                     f": {taken.owner}" if taken.owner else ""
                 )
-                raise ConfigError(
-                    [
-                        Problem(
-                            "MT622", "out", str(self.folder), rule, "wait for it, or another out="
-                        )
-                    ]
+                raise ConfigError.of(
+                    "MT622", "out", str(self.folder), rule, "wait for it, or another out="
                 ) from None
             try:
                 self._start()
@@ -154,7 +150,7 @@ class Draft:
             " changed since)"
         )
         fix = "the same command, on the same files; or fresh=true to begin again"
-        raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
+        raise ConfigError.of("MT622", "out", str(self.folder), rule, fix, "command line")
 
     def _resume(self) -> None:
         kept = 0

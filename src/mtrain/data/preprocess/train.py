@@ -12,13 +12,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtrain import durable
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.readers import documents, surrogate_fault
-from mtrain.data.preprocess.inputs.record import Reading, Rejected, refuse_misread
-from mtrain.data.preprocess.inputs.sources import Source
-from mtrain.data.preprocess.inputs.units import Part, plan
 from mtrain.data.preprocess.journal import disk
-from mtrain.errors import ConfigError, CorruptInput, Problem
+from mtrain.data.preprocess.readers import cut, documents, surrogate_fault
+from mtrain.data.preprocess.record import Reading, Rejected, refuse_misread
+from mtrain.data.preprocess.sources import Part, Source, plan
+from mtrain.errors import ConfigError, CorruptInput
 
 KINDS = ("bpe", "wordpiece", "unigram")
 OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -41,7 +39,7 @@ class Texts:
     """By source, those of the parts that are read."""
 
     def __iter__(self) -> Iterator[str]:
-        for unit in plan(self.sources, self.reading, tables.cut):
+        for unit in plan(self.sources, self.reading, cut):
             for part in unit:
                 yield from self._of_part(part)
                 if self.read >= self.limit:
@@ -74,8 +72,8 @@ class Texts:
         if (many := len(self.rejected)) > self.max_rejects:
             rule = f"{many} records are left out so far; the last: {why}"
             fix = f"correct them, or max_rejects={2 * many}"
-            raise CorruptInput(
-                [Problem("MT621", "max_rejects", self.max_rejects, rule, fix, "command line")]
+            raise CorruptInput.of(
+                "MT621", "max_rejects", self.max_rejects, rule, fix, "command line"
             )
 
 
@@ -96,17 +94,8 @@ def train(
     if not texts.read:
         first = f", as {texts.rejected[0]}" if texts.rejected else ""
         rule = f"the inputs hold no text; {len(texts.rejected)} records are left out{first}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601",
-                    "input",
-                    None,
-                    rule,
-                    "name files with documents, or key=NAME",
-                    "command line",
-                )
-            ]
+        raise ConfigError.of(
+            "MT601", "input", None, rule, "name files with documents, or key=NAME", "command line"
         )
     _refuse_small(vocab_size, made.get_vocab_size())
     return made
@@ -115,12 +104,8 @@ def train(
 def _refuse_small(vocab_size: int, least: int) -> None:
     if vocab_size < least:
         rule = f"the letters and special tokens already are {least} tokens"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line"
-                )
-            ]
+        raise ConfigError.of(
+            "MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line"
         )
 
 

@@ -14,12 +14,12 @@ from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
 from mtrain.errors import ConfigError, Problem
 
+# The fewest samples of a block, in which every part has its share
 BLOCK = 1024
-"""The fewest samples of a block, in which every part has its share."""
+# A smaller share would need a block of millions of samples, so `Halves` distributes it instead
 SMALL = 1e-6
-"""A smaller share would need a block of millions of samples, so `Halves` distributes it instead."""
+# (first sample, shares of the parts in any unit) of each stretch; the first starts at 0
 Plan = Sequence[tuple[int, Sequence[float]]]
-"""(first sample, shares of the parts in any unit) of each stretch; the first starts at 0."""
 
 
 class Halves:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.store.cached_arrays import Arrays, load
+from mtrain.data.store.cache import Arrays, load
 from mtrain.errors import CorruptData
 
+# Our splits -> Megatron-LM's names
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
-"""Our splits -> Megatron-LM's names."""
 ENDING = "-description.txt"
 MAX_FILES = 100_000
 MAX_DESCRIPTION = 1 << 20
+# Samples whose beginning is compared with the sum of the sequences before it
 COMPARED = 1024
-"""Samples whose beginning is compared with the sum of the sequences before it."""
 
 
 @dataclass(frozen=True)

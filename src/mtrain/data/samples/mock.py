@@ -11,14 +11,14 @@ from mtrain.data.samples.permutation import keys, mix64
 from mtrain.data.samples.token_stream import SHARES
 from mtrain.data.samples.whole_documents import Fit, WholeDocuments
 
+# The most tokens in use, so few that a small model learns the graph in some hundred steps
 STATES = 256
-"""The most tokens in use, so few that a small model learns the graph in some hundred steps."""
+# Tokens that end a document in packed samples: one in sixteen
 DOCUMENT_ENDS = tuple(range(16))
-"""Tokens that end a document in packed samples: one in sixteen."""
+# The probability of each of the four successors of a token: an entropy of 1.03 nats a token
 LIKELIHOOD = (0.6, 0.25, 0.1, 0.05)
-"""The probability of each of the four successors of a token: an entropy of 1.03 nats a token."""
+# Synthetic documents of a split of whole documents
 DOCUMENTS = 1 << 14
-"""Synthetic documents of a split of whole documents."""
 
 
 class MockSamples:

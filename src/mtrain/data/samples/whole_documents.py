@@ -27,25 +27,24 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.samples import KEPT, NOTHING, Sample
-from mtrain.data.samples.bin_packing import first_fits
 from mtrain.data.samples.blend import Blend
+from mtrain.data.samples.packing import first_fits
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cached_arrays import SMALL, Arrays, build_arrays
+from mtrain.data.store.cache import SMALL, Arrays, build_arrays
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+# The fewest tokens of a document that can be learned, as the first one is not predicted
 LEAST = 2
-"""The fewest tokens of a document that can be learned, as the first one is not predicted."""
+# The approximate number of documents of a part
 PART = 1 << 20
-"""The approximate number of documents of a part."""
+# The fewest documents of a stretch
 STRETCH = 1 << 12
-"""The fewest documents of a stretch."""
 KEPT_PARTS = 4
 THREADS = 8
+# The entries of `counts`: documents that are cut, their pieces, documents left out as too long,
+# documents of fewer than two tokens, and places of samples without a token.
 COUNTED = ("cut", "pieces", "dropped", "short", "padding")
-"""The entries of `counts`: documents that are cut, their pieces, documents left out as too long,
-documents of fewer than two tokens, and places of samples without a token.
-"""
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class FittedDocuments:
                 "data.long_documents=cut, data.long_documents=drop, or"
                 f" data.seq_length={longest - 1}"
             )
-            raise ConfigError([Problem("MT641", "data.long_documents", "refuse", rule, fix)])
+            raise ConfigError.of("MT641", "data.long_documents", "refuse", rule, fix)
 
     def _look(self, array: Any) -> None:
         """Store the count of documents longer than a sample, and length and number of
@@ -228,8 +227,8 @@ def _windows(sizes: np.ndarray, fit: Fit) -> np.ndarray:
     return (found + (int(found.max()) + 1) * np.arange(groups)[:, None]).ravel()[: len(sizes)]
 
 
+# A part, and a sample of it
 Place = tuple[int, int]
-"""A part, and a sample of it."""
 
 
 class WholeDocuments(Samples):

@@ -188,7 +188,7 @@ def manifest_facts(prefixes: list[Path], tokenizer: Path | None) -> dict[str, An
                     f" {manifest.path}"
                 )
                 fix = "data.tokenizer=PATH of the tokenizer.json that made them"
-                raise ConfigError([Problem("MT620", "data.tokenizer", str(tokenizer), rule, fix)])
+                raise ConfigError.of("MT620", "data.tokenizer", str(tokenizer), rule, fix)
     if len(manifests) < len(prefixes):
         return {}
     facts: dict[str, Any] = {

@@ -25,16 +25,16 @@ from mtrain import strict_json, units
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import HEADER, read_header
 from mtrain.data.store import cache as corpora
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 SUFFIX = ".remote.json"
 FOLDER = "remote"
 BLOCK_BYTES = 1 << 20
+# Blocks that a process keeps in memory
 HELD_BLOCKS = 64
-"""Blocks that a process keeps in memory."""
+# Fetched blocks after which a process measures the cache; others may fetch as many meanwhile
 COUNTED_EVERY = 16
-"""Fetched blocks after which a process measures the cache; others may fetch as many meanwhile."""
 T = TypeVar("T")
 
 
@@ -58,9 +58,7 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
         shown = SCHEME.match(name)
         rule = "holds credentials or a query; a path is shown in logs"
         fix = "a path without them: the store's library finds credentials in the environment"
-        raise ConfigError(
-            [Problem("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)]
-        )
+        raise ConfigError.of("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)
     store = Store(name)
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
     facts |= store.manifest_facts()
@@ -98,7 +96,7 @@ def _fetch_index(
     if size > limit_bytes:
         rule = f"{shown} has {units.bytes_(size)}, and the cache takes {units.bytes_(limit_bytes)}"
         fix = "a larger data.remote_cache_gib"
-        raise ConfigError([Problem("MT602", "data.remote_cache_gib", None, rule, fix)])
+        raise ConfigError.of("MT602", "data.remote_cache_gib", None, rule, fix)
     try:
         read_header(idx, store.bytes_of(".idx", 0, min(size, HEADER.size)), size)
     except CorruptData as error:
@@ -156,9 +154,7 @@ class Store:
             info = self._request(lambda: self.files.info(path), path)
         except FileNotFoundError:
             rule = f"no file {path.rpartition('/')[2]} there"
-            raise ConfigError(
-                [Problem("MT602", f"data.{key}", self.name, rule, "another path")]
-            ) from None
+            raise ConfigError.of("MT602", f"data.{key}", self.name, rule, "another path") from None
         version = next(
             (str(info[k]) for k in ("ETag", "etag", "blob_id", "md5Hash", "mtime") if info.get(k)),
             "",

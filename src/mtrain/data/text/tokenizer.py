@@ -6,8 +6,9 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,19 +16,19 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.data.chats.template import ChatFormat
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# The largest token id: tables have an entry for each id, and known vocabularies are ten times
+# smaller.
 MAX_ID = 1 << 24
-"""The largest token id: tables have an entry for each id, and known vocabularies are ten times
-smaller.
-"""
+# Characters that the steps of a tokenizer may make of one
 MAX_GROWTH = 4096
-"""Characters that the steps of a tokenizer may make of one."""
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 _LETTERS = ("content", "prepend", "replacement")
 
@@ -123,9 +124,7 @@ class Tokenizer:
         try:
             if kind := kind_of(self.path):
                 fix = "data.tokenizer=PATH of a tokenizer.json"
-                raise ConfigError(
-                    [Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)]
-                )
+                raise ConfigError.of("MT603", "data.tokenizer", str(path), f"is {kind}", fix)
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
                 raise CorruptData(
@@ -136,7 +135,7 @@ class Tokenizer:
         except OSError as error:
             fix = "data.tokenizer=PATH of a tokenizer.json"
             rule = f"cannot be read: {error.strerror}"
-            raise ConfigError([Problem("MT603", "data.tokenizer", str(path), rule, fix)]) from error
+            raise ConfigError.of("MT603", "data.tokenizer", str(path), rule, fix) from error
         except UnicodeDecodeError as error:
             raise CorruptData(
                 f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
@@ -301,4 +300,80 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
         f" ({', '.join(EOD_NAMES)})"
     )
     fix = f'"eos_token" in a tokenizer_config.json next to {tokenizer.path}'
-    raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
+    raise ConfigError.of("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)
+
+
+EOD_TOKEN = "<|endoftext|>"
+EOD = 0
+# The BPE is trained on the first documents up to this size: a fair sample, as they are shuffled
+TRAIN_BYTES = 64 * units.MIB
+BATCH_CHARS = 4 * units.MIB
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE of at most `vocab_size` tokens; id 0 ends a document.
+
+    A small corpus gives fewer tokens.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_until(texts, TRAIN_BYTES), trainer)
+    return tokenizer
+
+
+def _until(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents end to end, each with its end-of-document token."""
+
+    tokens: np.ndarray
+    """int64 [tokens]"""
+    lengths: np.ndarray
+    """int64 [documents]"""
+
+
+def encode_documents(
+    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD
+) -> Iterator[Encoded]:
+    """Encode documents in batches, each document with `eod` at its end.
+
+    RAYON_NUM_THREADS sets the number of threads. In a document, `<|endoftext|>` is plain text and
+    does not end it.
+    """
+    tokenizer.encode_special_tokens = True
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARS:
+            yield _encode_batch(tokenizer, batch, eod)
+            batch = []
+            size = 0
+    if batch:
+        yield _encode_batch(tokenizer, batch, eod)
+
+
+def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str], eod: int) -> Encoded:
+    ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    lengths = np.array([len(i) + 1 for i in ids], np.int64)
+    tokens = np.full(int(lengths.sum()), eod, np.int64)
+    start = 0
+    for document, length in zip(ids, lengths, strict=True):
+        tokens[start : start + length - 1] = document
+        start += length
+    return Encoded(tokens, lengths)

@@ -13,7 +13,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import ImageTextSamples, Splits
 from mtrain.data.batch import Collator, MicroBatch
-from mtrain.data.image_text.records import IMAGE, NOTHING
+from mtrain.data.image_text import IMAGE, NOTHING
 from mtrain.errors import CorruptData
 from mtrain.models.llava.config import LlavaConfig
 

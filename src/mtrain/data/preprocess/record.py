@@ -5,16 +5,18 @@ A record without the text is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mtrain.data.record_keys import FLAGS, says_learned_or_not, shown
-from mtrain.errors import ConfigError, Problem
+from mtrain.data.preprocess.encoder import library, named_faults
+from mtrain.data.records import FLAGS, says_learned_or_not, shown
+from mtrain.errors import BadEnvironment, ConfigError
 
+# A text, or its sentences
 Text = str | list[str]
-"""A text, or its sentences."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def refuse_misread(one: Rejected, file: str, line: int) -> None:
         " neither"
     )
     fix = f"ignored_keys={key}, where {key} says something else; or 1 or 0 for it"
-    raise ConfigError([Problem("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)])
+    raise ConfigError.of("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)
 
 
 @dataclass(frozen=True)
@@ -190,17 +192,8 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
     else:
         rule = "has no key in braces"
     if not any(name for _, name in parts):
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003",
-                    "template",
-                    template,
-                    rule,
-                    "template='{title}\\n{text}'",
-                    "command line",
-                )
-            ]
+        raise ConfigError.of(
+            "MT003", "template", template, rule, "template='{title}\\n{text}'", "command line"
         )
     return Reading(parts, **options)
 
@@ -219,3 +212,55 @@ def roots(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
         for column in columns
         if any(key == column or key.startswith(f"{column}.") for key in keys)
     ]
+
+
+Splitter = Callable[[str], list[str]]
+# Letters that are cut at once; of a longer text each so many by themselves
+LONGEST = 1_000_000
+
+
+def splitter(language: str, keep_newlines: bool) -> Splitter:
+    """Return the splitter of a language; with `keep_newlines`, a sentence keeps its line ends.
+
+    Raises:
+        BadEnvironment: nltk, or its data of the language, is not installed.
+        ConfigError: the language is no name.
+        CorruptData: nltk cannot read its data.
+    """
+    if not re.fullmatch(r"[a-z_]+", language):
+        rule = "is no name of a language, such as english"
+        raise ConfigError.of(
+            "MT003", "sentences", language, rule, "sentences=english", "command line"
+        )
+    punkt = library("nltk.tokenize.punkt", "sentences", "sentences")
+    data = library("nltk.data", "sentences", "sentences")
+    try:
+        folder = data.find(f"tokenizers/punkt_tab/{language}/")
+    except (LookupError, ValueError) as error:
+        said = (
+            f"sentences={language}: nltk has no data of this language here"
+            f" (tokenizers/punkt_tab/{language})"
+        )
+        raise BadEnvironment(
+            said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it"
+        ) from error
+    with named_faults(f"{folder}", "nltk cannot read this data of Punkt"):
+        tokenizer = punkt.PunktSentenceTokenizer(
+            train_text=punkt.load_punkt_params(folder),
+            lang_vars=_variables(punkt) if keep_newlines else None,
+        )
+
+    def cut(text: str) -> list[str]:
+        return [
+            one
+            for i in range(0, len(text), LONGEST)
+            for one in tokenizer.tokenize(text[i : i + LONGEST])
+        ]
+
+    return cut
+
+
+def _variables(punkt: Any) -> Any:
+    """Return Punkt's rules with white space after a sentence as a part of it, as in Megatron-LM."""
+    form = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
+    return type("KeepNewlines", (punkt.PunktLanguageVars,), {"_period_context_fmt": form})()

@@ -5,15 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import MAX_TOKENIZER
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.data.preprocess.pieces import MANY, Pieces
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
+# Kind, and the files of it that a folder has, in the order in which they are looked for
 IN_A_FOLDER = (
     ("tokenizer.json", ("tokenizer.json",)),
     ("sentencepiece", ("tokenizer.model",)),
@@ -21,7 +28,6 @@ IN_A_FOLDER = (
     ("gpt2", ("vocab.json", "merges.txt")),
     ("bert", ("vocab.txt",)),
 )
-"""Kind, and the files of it that a folder has, in the order in which they are looked for."""
 FIX = (
     "tokenizer=PATH of a tokenizer.json, *.model, *.tiktoken, vocab.json (with merges=), vocab.txt,"
     " or their folder"
@@ -84,8 +90,8 @@ def find_tokenizer(
         readable(file)
     if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
         rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
-        raise ConfigError(
-            [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+        raise ConfigError.of(
+            "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
         )
     digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
@@ -161,4 +167,146 @@ def _kind_of_model(path: Path) -> str:
 
 
 def _wrong(path: Path, rule: str, fix: str = FIX) -> ConfigError:
-    return ConfigError([Problem("MT603", "tokenizer", str(path), rule, fix, "command line")])
+    return ConfigError.of("MT603", "tokenizer", str(path), rule, fix, "command line")
+
+
+CODES = {"uint16": "H", "int32": "i"}
+# Texts for which each process compares the pieces with the whole
+CHECKED = 32
+
+
+@contextmanager
+def named_faults(file: str, what: str) -> Iterator[None]:
+    """Turn errors of a library into CorruptData.
+
+    It raises bare Exception or, from a panic in Rust, a BaseException.
+    """
+    try:
+        yield
+    except (MtrainError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptData(f"{file}: {what}: {' '.join(str(error).split())[:300]}") from None
+
+
+def library(name: str, extra: str, what: str) -> Any:
+    """Return a module of an extra.
+
+    Raises:
+        BadEnvironment: it is not installed.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise BadEnvironment(
+            f"{what} needs {name.partition('.')[0]}, which is not installed",
+            f"  fix: pip install 'mtrain[{extra}]'",
+        ) from error
+
+
+class OtherIds(CorruptData):
+    """An error: a faster library gives other ids than the tokenizer's own."""
+
+
+class Encoder(ABC):
+    """A loaded tokenizer."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    eod: int | None
+    """Id that ends a document, if known."""
+    unk: int | None = None
+    """Id of the unknown token."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self.spec = spec
+        self.file = spec.files[0]
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens around them."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens with their names."""
+
+    @abstractmethod
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token, or None if there is no token of this name."""
+
+    def unknown_bytes(self, text: str) -> int:
+        """Return bytes of a text that the unknown token stands for."""
+        return 0
+
+    def packer(self, code: str) -> Packer:
+        """Return a packer of texts to items of an `array` code."""
+        return Packer(self, code, None)
+
+    def chosen_eod(self, found: int | None) -> int | None:
+        """Return the id of the token that the user chose to end documents, or `found` without one.
+
+        Raises:
+            ConfigError: there is no token of the chosen name.
+        """
+        name = self.spec.eod_token
+        if name is None:
+            return found
+        number = self.id_of(name)
+        if number is None:
+            rule = f"{self.file} has no token of this name"
+            raise ConfigError.of(
+                "MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line"
+            )
+        return number
+
+
+class Packer:
+    """A packer of texts to the bytes of their ids."""
+
+    engine = "tokenizers"
+    """The library that encodes with the tokenizer.json."""
+    passed_over = ""
+    """The reason not to use an installed faster library, or empty."""
+
+    def __init__(self, encoder: Encoder, code: str, pieces: Pieces | None) -> None:
+        self._encoder = encoder
+        self._code = code
+        self._pieces = pieces
+        self._checked = 0
+
+    @property
+    def many(self) -> int:
+        """Return how many characters of texts are best packed at once."""
+        return MANY if self._pieces is None else self._pieces.many
+
+    def pack(self, texts: Sequence[str]) -> list[bytes]:
+        """Return the ids of each text.
+
+        Raises:
+            CorruptData: the tokenizer cannot encode one, or an id does not fit the dtype.
+        """
+        if self._pieces is None:
+            return self._whole(texts)
+        with named_faults(self._encoder.file, "a text cannot be encoded"):
+            packed = self._pieces.pack(texts)
+        if self._checked < CHECKED:
+            self._checked += len(texts[:CHECKED])
+            if packed[:CHECKED] != self._whole(texts[:CHECKED]):
+                self._pieces = None  # this version of the library cuts in another way
+                return self._whole(texts)
+        return packed
+
+    def _whole(self, texts: Sequence[str]) -> list[bytes]:
+        with named_faults(self._encoder.file, "a text cannot be encoded"):
+            found = self._encoder.encode(texts)
+        try:
+            return [array(self._code, ids).tobytes() for ids in found]
+        except OverflowError:
+            worst = max(max(ids, default=0) for ids in found)
+            raise CorruptData(
+                f"{self._encoder.file}: token id {worst} does not fit the dtype of the corpus"
+            ) from None
