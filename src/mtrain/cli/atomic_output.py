@@ -97,6 +97,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
         try:
             yield draft
             for file in draft.rglob("*"):
+                # A rename can reach the disk before the data does.
                 sync(file)
             sync(draft)
             draft.rename(out)
@@ -108,6 +109,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
             held.release()
             os.close(descriptor)
     except OSError as error:
+        # `disk_usage` needs a folder that exists, and this one may be what could not be made.
         there = next(path for path in draft.parents if path.exists())
         free = bytes_(shutil.disk_usage(there).free)
         raise BadEnvironment(f"{out} cannot be written ({free} free): {error}") from None
@@ -123,6 +125,7 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
         held = locks.Lock()
         try:
             held = locks.lock(descriptor, draft)
+            # The path may have been renamed or removed between `open` and the lock.
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
                 for left in draft.iterdir():
                     if left.is_dir() and not left.is_symlink():
@@ -130,7 +133,8 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
                     else:
                         left.unlink()
                 return descriptor, held
-            held.release()  # who had it has renamed or removed it
+            # The process that held the lock has renamed or removed the folder.
+            held.release()
             os.close(descriptor)
         except BaseException as error:
             held.release()

@@ -113,6 +113,7 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     data-parallel rank.
     """
     whole = raw.parallel.model_copy(update={"ranks": ranks})
+    # With fewer micro-batches than stages, some stages would never work.
     batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
     trainer = raw.trainer.model_copy(
         update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP}
@@ -133,6 +134,7 @@ _OF_FORMATS = {
 
 def _first(run: RunConfig, *, of_formats: bool) -> Reason:
     """Return the first error that the rules of formats, or all others, have."""
+    # Rules that ignore formats run once for a model in a layout: the table has thousands of cells.
     for rule in _OF_FORMATS[of_formats]:
         for finding in rule(run):
             if finding.severity == "error":
@@ -162,6 +164,7 @@ class _Shaped:
             facts = self.run.cluster.model_copy(update={"sm": cluster.sm})
             run = self.run.model_copy(update={"precision": precision, "cluster": facts})
             self.by_format[key] = _first(run, of_formats=True)
+            # The size of the state depends on the format of the weights, not on that of products.
             self.state[precision.dtype] = self.state.get(precision.dtype) or state_bytes(run)
         if self.by_format[key] != FINE:
             return self.by_format[key]
@@ -171,6 +174,7 @@ class _Shaped:
         need = state / self.run.parallel.world
         here = (cluster.device_memory_gib or 0) * GIB
         where = "a device"
+        # Ranks on a CPU share the memory of this machine, so all of the state has to fit.
         if facts_of(self.run.cluster.device).on_host:
             need = state
             here = machine.memory_bytes
@@ -220,6 +224,7 @@ def shipped() -> dict[str, list[str]]:
     """
     axes = {axis: choices_of_group(axis) for axis in AXES}
     axes["cluster"] = _distinct(axes["cluster"])
+    # `auto` is one of the other formats, by the device.
     axes["precision"].remove("auto")
     for name in recipe_names():
         recipe, problems = read_recipe(name)
@@ -233,6 +238,7 @@ def shipped() -> dict[str, list[str]]:
 def _distinct(clusters: Sequence[str]) -> list[str]:
     """Clusters that differ in more than their names: of several that do not, the first."""
     facts = {name: section("cluster", name).model_dump_json(exclude={"name"}) for name in clusters}
+    # Reversed, because the last entry of a key stays: the first name of equal clusters.
     first = {said: name for name, said in reversed(facts.items())}
     return [name for name in clusters if first[facts[name]] == name]
 
@@ -320,6 +326,7 @@ def _cell(reports: Sequence[Report]) -> str:
     if not good:
         return reports[0].code
     bad = [v.precision for v in reports if not v.ok]
+    # A cell has the shorter of both: formats that work, or formats that do not.
     words = "+".join(good), "ok but " + "+".join(bad)
     return min(words, key=len)
 

@@ -68,6 +68,7 @@ class Valued(click.Option):
     """A flag that takes a value, at most once."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
+        # click takes the last of several values in silence; the callback sees all of them.
         attributes |= {"multiple": True, "callback": self.value}
         super().__init__(*args, **attributes)
 
@@ -184,9 +185,11 @@ def _shared(own: Sequence[click.Option]) -> list[click.Option]:
     silent: dict[str, Any] = {"is_flag": True, "expose_value": False}
     hidden = {**silent, "hidden": True}
     every = (
+        # Every verb accepts --json, also one without data: with it, errors are JSON.
         click.Option(["--json"], **hidden),
         click.Option(["-m", "--multirun"], callback=_refuse_many, **hidden),
         click.Option(["--debug"], help=DEBUG, **silent),
+        # Eager flags act first: `--help` prints the page whatever else the line has.
         click.Option(["--version"], is_eager=True, callback=_print_version, **hidden),
         click.Option(HELP, is_eager=True, callback=_print_page, help="print this page", **silent),
     )
@@ -212,12 +215,15 @@ class Verb(Paged):
             click.exceptions.Exit: the page or the version was printed instead.
         """
         try:
+            # This parses and runs nothing: `parsing` first checks the words that click leaves
+            # unread.
             context = self.make_context(self.name, list(args))
         except click.UsageError as error:
             self._refuse(error)
         return {**context.params, "words": list(context.params["words"])}
 
     def _refuse(self, error: click.UsageError) -> Never:
+        # click words a usage error in its own way; ours have a code and a fix.
         flag = str(getattr(error, "option_name", ""))
         for param in self.params:
             if flag in param.opts:
@@ -232,4 +238,6 @@ class Subverbs(Paged):
 
     def __init__(self, name: str, page: Page) -> None:
         super().__init__(name, page)
+        # No click.Group: it wants the subverb first, and here flags and settings may stand before
+        # it.
         self.commands = {sub: Verb(sub, Page(**inner)) for sub, inner in page.subverbs.items()}

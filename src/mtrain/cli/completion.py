@@ -49,6 +49,7 @@ def run(words: list[str]) -> int:
 
 def answer(line: str) -> int:
     """Print a candidate a line for the command line up to the cursor; never an error."""
+    # An error would appear in the middle of the line that a user types.
     with suppress(Exception):
         say(*(word for word in candidates(line) if word.isprintable()))
     return 0
@@ -62,6 +63,7 @@ def candidates(line: str) -> list[str]:
     if line[-1:].isspace() or not words:
         words.append("")
     *before, current = words
+    # Choices in folders that this very line names are candidates, too.
     folders = [word for flag, word in pairwise(before) if flag == "--config-dir"]
     with config_dirs(folders):
         offered = {word for word in _offered(before, current) if word.startswith(current)}
@@ -134,6 +136,7 @@ def values_of(key: str, names: Sequence[str], begun: str) -> list[str]:
         return [*(f"{folder}/run.yaml" for folder in _runs()), *_locks()]
     if key == "checkpoint.resume":
         return [*RESUME_WORDS, "null", *_runs(), *_checkpoints()]
+    # Only a value of a key needs the schema, so a verb or a group completes without loading it.
     from mtrain.config.messages.describe import type_of
     from mtrain.config.messages.keys import choices_of
 
@@ -151,6 +154,7 @@ def _explained(current: str) -> list[str]:
     if current[:2].upper() == "MT":
         from mtrain.config.messages.codes import codes
 
+        # A shell compares the case of a candidate with what was typed.
         return [code if current[0] == "M" else code.lower() for code in codes()]
     if "." not in current:
         return [f"{group}{end}" for group in group_names() for end in ("", ".")]
@@ -191,6 +195,7 @@ def _layouts(begun: str) -> list[str]:
         if name not in used and name.startswith(match[2])
         for degree in (2, 4, 8)
     ]
+    # No layout begins with sp: it is a property of the axes before it.
     if complete:
         degrees.append("sp")
     return [f"{complete}{degree}" for degree in degrees]

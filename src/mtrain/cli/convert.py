@@ -71,10 +71,12 @@ def import_(argv: list[str]) -> int:
         rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
         raise refusal(rule, fix, "MT002")
-    open_folder(source)  # fail on a missing file before anything is written
+    # fail on a missing file before anything is written
+    open_folder(source)
     run, said = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
-        begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
+        # the checkpoint has them
+        begun = run.peft.model_copy(update={"init_from": None})
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = import_model(run, source, draft)
         # theirs has no adapters
@@ -245,6 +247,7 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     """
     from mtrain.convert.huggingface.model import KEPT
 
+    # The file that came with the weights may have keys that mtrain does not know.
     kept = home / KEPT / "config.json"
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
@@ -272,7 +275,8 @@ def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, An
         for k, v in as_text(body).items()
         if k not in ("quantization_config", "dtype", "auto_map")
     }
-    if kind != body["model_type"]:  # transformers knows the family only by its own name
+    # transformers knows the family only by its own name
+    if kind != body["model_type"]:
         out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
     return kind, out
 
@@ -308,6 +312,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mtrain.launching import local
     from mtrain.launching.child_process import ChildProcess
 
+    # In fp32, with room for three copies of the weights; half of the memory is left to others.
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
     if not hf_reference.is_installed():
@@ -323,6 +328,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = [
         "parallel=single",
+        # The comparison is of weights, not of layouts or kernels: both sides compute in fp32.
         "precision=fp32",
         "cluster.device=cpu",
         "kernels=reference",
@@ -343,6 +349,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         b = np.fromfile(other, np.float32)
     apart = float(np.abs(a - b).max())
     largest = float(np.abs(b).max())
+    # Written this way round, because a comparison with NaN is false.
     if not apart <= MOST_APART * largest:
         raise CorruptData(
             f"our logits are {apart:.3g} from those of transformers, whose largest is"
@@ -401,15 +408,13 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     if is_folder(path) and not (path / RUN_FILE).is_file():
         folder = open_folder(path)
         reader = Reader(folder)
-        with suppress(
-            ConfigError
-        ):  # of a model that is not known here, names and numbers are compared
+        # Of a model that is not known here, names and numbers are compared as they are.
+        with suppress(ConfigError):
             kind = kind_of(read_json(folder.config, str(path)))
             model = import_config(folder.config).run.model
             for table in tables(kind, model):
-                twice = held_twice(
-                    table, model
-                ).items()  # another table has other names for the same tensors
+                # Another table has other names for the same tensors.
+                twice = held_twice(table, model).items()
                 copies |= {name: of for name, of in twice if of in reader.names}
         return reader
     checkpoint = newest(path, USAGE)
@@ -440,7 +445,8 @@ def export_whole(words: list[str]) -> int:
         raise refusal(rule, f"{out}-2", "MT507")
     from mtrain.launching.local import install_reader
 
-    install_reader()  # checkpoints hold tensors of megatron-core
+    # checkpoints hold tensors of megatron-core
+    install_reader()
     from mtrain.ckpt.export import export as write
     from mtrain.ckpt.store import Checkpoint
 

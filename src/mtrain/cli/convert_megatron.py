@@ -49,6 +49,7 @@ def import_megatron(argv: list[str]) -> int:
         fix = f"{program()} convert import HF_DIR RUN, without --megatron"
         raise refusal(rule, fix, "MT521", "peft.init_from", run.peft.init_from)
     opened = open_weights(source)
+    # Shapes do not show a wrong rotary base or norm: those are compared with the saved arguments.
     wrong = differing(read_arguments(opened.path, opened.common), run)
     if wrong:
         file = kept_in(opened.path, opened.common)

@@ -92,6 +92,7 @@ def _lines_of_fixes(rows: list[dict[str, Any]]) -> list[str]:
             by = f", {row['by']}" if row["by"] else ""
             since = "; 0.19.2 has the change" if row["is_in_0_19"] else ""
             lines.append(f"  {row['number']}: {row['about']}{by}{since}")
+            # Both are optional in the list of bugs.
             reason = ": ".join(filter(None, (row["where"], row["why"])))
             lines += [f"    {reason}"] if reason else []
     return lines

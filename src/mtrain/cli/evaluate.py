@@ -40,6 +40,7 @@ def run(words: list[str], *, as_json: bool = False) -> int:
     own, overrides = read_words(rest, WORDS)
     tasks = tuple(name for name in own["tasks"] if name)
     checkpoint_of(target, USAGE)
+    # Tasks bring their own text, so the data of the run need not be on this machine.
     unused = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0", WITHOUT_START)
     said = [f"run={run_file(target)}", *beneath([*unused, *relaid(overrides)], overrides)]
     composed = load(said)

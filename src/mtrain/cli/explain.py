@@ -164,6 +164,7 @@ def _code(code: str) -> dict[str, Any]:
 
     if code not in codes():
         shipped = [known for known in codes() if known.startswith("MT")]
+        # Codes of one area have neighbouring numbers.
         near = sorted(shipped, key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise refusal(rule, f"explain {near[0]}")
@@ -260,6 +261,7 @@ def _changes(path: str, decided: Sequence[str]) -> str:
     gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)
     changes_weights = own not in (Effect.PARALLELISM, Effect.RUNTIME)
+    # Changing a key may change others that nobody set, and those the result of the run.
     if changes_weights or gravest(through) >= gravest(own):
         return EFFECTS[own]
     return f"{EFFECTS[through]}, by the keys that it decides; where those are set, {EFFECTS[own]}"
@@ -267,6 +269,7 @@ def _changes(path: str, decided: Sequence[str]) -> str:
 
 def _fed(path: str, run: RunConfig) -> list[str]:
     """Return the fields that a key feeds; nothing if another key prevents the model."""
+    # Another key of the configuration may prevent the model.
     with suppress(ValueError):
         found = feeds(_with_section(run, path)).get(path, [])
         return [
@@ -283,9 +286,8 @@ def _chain(
     for setting in composed.history:
         if setting.path == path:
             out.append({"source": setting.source, "value": spell(setting.value)})
-        elif (
-            path.startswith(f"{setting.path}.") and setting.value is None
-        ):  # the section above was taken away
+        elif path.startswith(f"{setting.path}.") and setting.value is None:
+            # The section of the key was set to null.
             out.append({"source": setting.source, "value": ABSENT})
         elif setting.path.startswith(f"{path}."):
             out.append(

@@ -83,6 +83,7 @@ class Svg:
         """Draw a rectangle with a text under the pointer, unless it has no size."""
         if wide <= 0 or high <= 0:
             return
+        # currentColor follows the light or dark scheme of the browser.
         edge = ' stroke="currentColor" stroke-width="1.5"' if outline else ""
         pointed = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
@@ -121,6 +122,7 @@ class Svg:
 
     def markup(self) -> str:
         """Return the element."""
+        # CSS scales every picture to the page; this one keeps its size and scrolls.
         wide = f' style="min-width:{self.width:.0f}px"' if self.width > PAGE else ""
         box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
         inside = "".join(self._parts)

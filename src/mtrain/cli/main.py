@@ -89,7 +89,8 @@ def _answer(arguments: list[str]) -> int:
             return _refused(error, arguments)
         except BrokenPipeError:
             raise
-        except OSError as unwritten:  # the report could not be written
+        except OSError as unwritten:
+            # the report could not be written
             return _refused(unwritten, arguments)
 
 

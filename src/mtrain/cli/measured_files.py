@@ -53,6 +53,7 @@ def found(paths: list[Path]) -> Found:
             every.runs.append((path.name, _of_run(path)))
             continue
         data = _json(path)
+        # Only results of kernels/bench/run.py have this key.
         if isinstance(data, dict) and "ceilings" in data:
             every.kernels.append(_of_kernels(data, str(path)))
         else:

@@ -67,6 +67,7 @@ def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
             break
         say(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}")
         rest = [word for word in job.argv if not word.startswith("log.name=")]
+        # Two runs would share a folder if each had the name that the command line gives to all.
         words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
         run = _composed(words)
         if file is None and run is not None:
@@ -150,20 +151,24 @@ class _Sweep:
         if run is not None and self.device is None:
             from mtrain.launching.local import import_for
 
-            with suppress(MtrainError):  # the run says for itself what is missing
+            # The run itself reports what is missing.
+            with suppress(MtrainError):
                 import_for(run)
                 self.device = run.cluster.device
         fresh = run is not None and run.cluster.device != self.device
+        # A fork copies unwritten output, and the child would print it again.
         sys.stdout.flush()
         sys.stderr.flush()
         self.child = start.fork(lambda: _command(argv, fresh))
-        if self.stopped:  # a stop that came before the run was forked has not reached it
+        # A stop that came before the fork has not reached the run.
+        if self.stopped:
             self._forward_stop()
         while True:
             try:
                 _, status = os.waitpid(self.child, 0)
                 break
-            except KeyboardInterrupt:  # the terminal has told the run as well: it saves and ends
+            except KeyboardInterrupt:
+                # The terminal interrupts the run as well: it saves and ends.
                 self.stopped = 130
         self.child = 0
         code = os.waitstatus_to_exitcode(status)
@@ -178,6 +183,8 @@ def _command(argv: Sequence[str], fresh: bool) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fresh:
         command = start.python("mtrain", *argv)
+        # megatron-core was imported for another device here and cannot change: a new interpreter
+        # can.
         os.execve(command[0], command, start.importable(os.environ))
     return main(argv)
 
@@ -245,6 +252,7 @@ def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
     row.validation = next(
         (line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None
     )
+    # The first rate has the start of the run in it, unless it is the only one.
     row.tokens_per_s = statistics.median(rates[1:] or rates) if rates else None
     return row
 

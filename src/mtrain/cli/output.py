@@ -82,6 +82,7 @@ def write_new(path: Path, text: str) -> None:
         ConfigError: it exists.
         BadEnvironment: it cannot be written.
     """
+    # Mode x creates the file or fails: another process may create it after a check.
     with _refusals(path), path.open("x", encoding="utf-8") as file:
         file.write(text)
 
@@ -95,8 +96,10 @@ def require_new(path: Path) -> None:
     """
     with _refusals(path):
         with suppress(FileNotFoundError):
+            # A dangling link is in the way as well, and `exists` follows it.
             path.lstat()
             raise FileExistsError
+        # Permissions do not show a full disk, a quota or a mount that is read-only.
         TemporaryFile(dir=path.parent).close()
 
 
@@ -109,6 +112,7 @@ def _refusals(path: Path) -> Iterator[None]:
         rule = f"{path} is there already; nothing is written over"
         raise refusal(rule, fix, "MT704") from None
     except (OSError, ValueError) as error:
+        # A path with a null byte is a ValueError without an error of the system.
         why = getattr(error, "strerror", None) or error
         raise BadEnvironment(f"{path} cannot be written: {why}") from None
 

@@ -104,6 +104,8 @@ def parse(arguments: Sequence[str]) -> Call:
         ConfigError: a word that is no verb, or flags that do not exist or lack a value.
         click.exceptions.Exit: a page or the version was printed instead.
     """
+    # Words after `--` are the command line of another program: nothing in them is a verb or a flag
+    # of ours.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own = list(arguments[:end])
     verb, place = _verb_in(own)
@@ -114,6 +116,7 @@ def parse(arguments: Sequence[str]) -> Call:
         return parse([*after, "--help"])
     if verb == "help" or (not verb and any(word in HELP for word in own)):
         _print_overview()
+    # Without a verb a bare word is a misspelt one, unless it is the value of a flag.
     strays = [] if verb else [word for word in _without_values(own) if _is_bare(word)]
     command = command_of(verb or "train")
     rest = _arranged(command, own[:place] if verb else [], after)
@@ -126,11 +129,13 @@ def parse(arguments: Sequence[str]) -> Call:
         if name != "recipe import":
             raise refusal(f"--: {name} takes no words after it", "leave it out")
         call.arguments["command"] = list(arguments[end + 1 :])
+    # `data` takes `--name VALUE` for any of its words, so it reports unknown flags itself.
     if verb != READS_FLAGS:
         problems = _flag_problems(name, command, call.words)
         problems += map(_unknown_verb, strays[:1])
         if problems:
             raise ConfigError(problems)
+        # Verbs expect their paths first. The sort is stable: settings keep their order.
         call.words.sort(key=lambda word: not _is_bare(word))
     return call
 
@@ -138,6 +143,7 @@ def parse(arguments: Sequence[str]) -> Call:
 def _verb_in(words: Sequence[str]) -> tuple[str, int]:
     """Return the first word that is a verb, and its place; empty: there is no verb."""
     for place, word in enumerate(words):
+        # The value of a flag may have the name of a verb, as in `--out plan`.
         if word in NAMES and not (place and _takes_value(words[place - 1])):
             return word, place
         if word in WORDS and not any(_is_bare(earlier) for earlier in words[:place]):
@@ -176,7 +182,8 @@ def _without_values(words: Sequence[str]) -> list[str]:
 
 def _near(word: str, known: Iterable[str], cutoff: float, most: int = 1) -> list[str]:
     """Return the known words that are nearest to a word."""
-    import difflib  # only a mistyped word needs it
+    # only a mistyped word needs it
+    import difflib
 
     return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
 
@@ -200,6 +207,7 @@ def _arranged(command: Paged, before: Sequence[str], after: Sequence[str]) -> li
     if bare:
         places = [place for place, word in enumerate(words, 1) if _is_bare(word)]
         at = command.declared.path_at
+        # Only what exists counts as a path: any other bare word here is a misspelt verb.
         is_a_path = len(bare) == 1 and os.path.exists(os.path.expanduser(bare[0]))
         if at is None or len(places) < at or not is_a_path:
             raise ConfigError([_unknown_verb(bare[0])])
@@ -218,6 +226,7 @@ def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Verb, list[str
     """
     place = next((place for place, word in enumerate(words) if _is_bare(word)), None)
     if place is None:
+        # A verb without a subverb has no function, so its flags are not parsed.
         if "--version" in words:
             command_of("train").make_context("train", ["--version"])
         say_page(group.page())
@@ -256,6 +265,8 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
     """Return a problem for each word that begins as a flag."""
     problems: list[Problem] = []
     place = 0
+    # A pasted command line of another system has hundreds of flags, and suggesting a setting for
+    # each takes time; a report shows no more than these.
     while place < len(words) and len(problems) <= MAX_PROBLEMS:
         word = words[place]
         place += 1
@@ -265,6 +276,7 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
         if _is_known(word):
             problems.append(_flag_of_another(name, word, following))
             continue
+        # A flag of another system may have no value, and the next word may be a setting of ours.
         value = following if "=" not in following and not following.startswith("--") else ""
         setting = _setting_of(word, value)
         if setting and value:
@@ -292,6 +304,7 @@ def _setting_of(flag: str, value: str) -> str:
     from mtrain.config.messages.suggestions import NOTHING, suggestions
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
+    # A misspelt flag of our own is no flag of another system.
     if not (near or why) or _near_flags(flag, cutoff=0.8):
         return ""
     with suppress(ValueError):

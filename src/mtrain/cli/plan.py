@@ -65,6 +65,7 @@ def plan(
     if scale is not None or weak:
         from mtrain.cli import plan_scale
 
+        # --scale draws itself, on the terminal or as a page; all other flags exclude it.
         others = [flag for flag in wanted if flag not in ("--html", "--draw")]
         return plan_scale.run(
             words, scale, weak=weak, others=others, as_json=as_json, draw=draw, html=html
@@ -193,6 +194,7 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     stages = alike(memory["stages"])
     parts = [part for part in HEADS if any(stage["parts"][part] for stage in stages)]
     holds = memory["device"]
+    # Small models in GiB would show only zeros.
     unit = GIB if peak_bytes(memory) >= 4 * GIB else MIB
     rows = [
         [

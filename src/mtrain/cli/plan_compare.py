@@ -25,6 +25,7 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
         CorruptData: a file of the run cannot be read.
     """
     home = Path(expanduser(folder))
+    # Settings would describe another run than the one that was measured.
     if argv:
         rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
         raise refusal(rule, f"{program()} plan --compare {folder}")

@@ -126,6 +126,7 @@ def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
     last = parts[place + 1] if place + 2 == len(parts) else ""
     if len(counts) < 2 or not last.isdigit() or not 0 < int(last) <= LARGEST:
         return [_bad(rule, EXAMPLE)]
+    # `...` continues a ratio, not a difference: the axes of the page are logarithmic.
     times, rest = divmod(counts[-1], counts[-2])
     if rest or times < 2:
         return [_bad(f"{rule}; {counts[-1]} is no multiple of {counts[-2]}", EXAMPLE)]
@@ -221,6 +222,7 @@ def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Ask
         except Rejected as error:
             problems |= {problem.render(): problem for problem in error.problems}
             continue
+        # Without swept keys all counts have the same words: they are composed once.
         known[tuple(row)] = composed
         if why := misfit(composed.run, devices):
             problems[why] = _bad(f"{SCALE}: {why}", f"{SCALE} with one of these in its place")
@@ -260,6 +262,7 @@ def title(found: Scale) -> str:
     run = first.layout.run
     several = any(one.differs for one in found.points)
     name = "" if several else f"{run.model.name}, {run.precision.words}, "
+    # The name of a cluster ends with its devices, of which there are several here.
     kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", run.cluster.name)
     sizes = {one.batch for one in found.points}
     if len(sizes) == 1:

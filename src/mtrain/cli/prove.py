@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mtrain import api
 from mtrain.api import load
 from mtrain.config.engine.kernels import summary
@@ -14,13 +12,8 @@ from mtrain.launching.prove import Comparison, in_words, one_at_a_time, table
 from mtrain.layout.grid import RankGrid
 from mtrain.loading.configuration import say_replaced
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import (
-    differences,
-)
+from mtrain.plan.shrink import differences
 from mtrain.units import count
-
-if TYPE_CHECKING:
-    pass
 
 # The exit code of a layout that differs: a training fault.
 FAULT = 5

@@ -49,6 +49,7 @@ def run(words: list[str]) -> int:
             local.launch(_in(small, scratch, "resumed", resume=str(saved)), words) / CHECKPOINTS
         )
         equal = _ends(whole) == _ends(resumed)
+        # An export reads the checkpoint as a user of the weights would, tensor by tensor.
         exported = _export(whole, scratch / "exported")
     missing = parameters(small.model) - exported
     say(f"exported {count(exported)} parameters as whole tensors")
@@ -78,6 +79,7 @@ def _export(checkpoints: Path, out: Path) -> int:
     return sum(
         tensor.numel()
         for key, tensor in read(out)
+        # A router also has buffers, such as the bias of balancing: they are no parameters.
         if ".router." not in key or key.endswith(".weight")
     )
 
@@ -108,5 +110,6 @@ def _ends(root: Path) -> dict[str, str]:
     return {
         name: facts["header_sha256"]
         for name, facts in manifest["files"].items()
+        # The file of the run names its own folder, which differs.
         if name != ckpt_folder.RUN_FILE
     }

@@ -55,6 +55,7 @@ def _write(path: Path, text: str) -> None:
         if path.exists() and not _is_ours(path):
             rule = f"{path} exists, and is no schema from `{program()} schema`"
             raise refusal(rule, "-o another folder", "MT704")
+        # An editor that watches the file never sees half of it.
         draft = path.with_name(f".{path.name}")
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

@@ -57,6 +57,7 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     from mtrain import mcore
     from mtrain.devices import registry
 
+    # Tensors without data need no device, so any machine traces any cluster.
     mcore.install(registry.get(CPU.name))
     from mtrain.train.trace.report import trace_report
     from mtrain.train.trace.trace import trace
@@ -67,6 +68,7 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         if not _asks_for_values(error):
             raise
+        # torch appends a page about its dispatcher to the first line.
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         rule = f"its step does not run on shapes only: {first}"
         raise refusal(

@@ -184,13 +184,8 @@ def lines_of_run(home: Path) -> list[dict[str, Any]]:
     try:
         resumed = json.loads(read_bytes(home / PLAN, PLAN, MOST_BYTES))["resumed_from"]
         begun = int(Path(resumed).name.rpartition("_")[2])
-    except (
-        ConfigError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):  # it was not, or nothing says so
+    except (ConfigError, ValueError, TypeError, KeyError, RecursionError):
+        # The run was not resumed, or its plan is missing or damaged.
         begun = 0
     return [line for line in lines_of(home / METRICS) if line["step"] > begun]
 

@@ -52,7 +52,8 @@ def _worst(run: RunConfig) -> Over | None:
         return None
     try:
         worst = worst_stage(run)
-    except ValueError:  # stages that do not fit the model, of which the rules have said so
+    except ValueError:
+        # The stages do not fit the model, which a rule reports.
         return None
     return Over(worst.stage, worst.peak, worst.parts)
 

@@ -91,7 +91,8 @@ def _kept(run: RunConfig) -> list[int]:
         return [0]
     try:
         stages = held_stages(run)
-    except ValueError:  # the rules have said why
+    except ValueError:
+        # A rule reports why.
         return [0]
     rank = Rank.of(run)
     return [sum(kept(family.stage(rank, stage)) for stage in held) for held in stages]
@@ -125,7 +126,8 @@ def _here(run: RunConfig, machine: Machine) -> _Memory:
     state = bytes_here(run)
     holds = machine.memory_bytes
     ranks = run.parallel.world
-    if state > holds:  # meant for other machines, which are not named
+    # The run is for other machines, which it does not name.
+    if state > holds:
         return _Memory("the largest machine", MOST_BYTES, 1, -(-_largest(run) // ranks), 0)
     return _Memory("this machine", holds, ranks, _largest(run), state)
 

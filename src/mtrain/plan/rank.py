@@ -230,7 +230,8 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
-        sizes: dict[tuple[int, str], int] = {}  # all experts of a layer are quantised at once
+        # All experts of a layer are quantised at once.
+        sizes: dict[tuple[int, str], int] = {}
         for chunk, held in enumerate(self.held):
             for w in stage_weights(self.run, held):
                 if _is_quantized(w) and not self._stays_wide(w, held):
@@ -346,7 +347,8 @@ def _loss_work(r: Rank, op: Op) -> int:
     m = r.model
     columns = r.model.padded_vocab_size // r.layout.tp
     tokens = max((p.m for p in op.products), default=r.tokens)
-    if r.words["loss"] == "megatron":  # logits as they come, before they are widened
+    # megatron-core keeps the logits in their own format until it widens them.
+    if r.words["loss"] == "megatron":
         return tokens * (columns + m.hidden_size) * r.element
     rows = _rows_of_logits(r, tokens, columns)
     gathered = 1 + bool(r.layout.sequence_parallel)

@@ -49,7 +49,8 @@ def most_in_flight(
         number = min(p.pp - stage, microbatches)
         return number * kept[0], [number]
     group = p.microbatch_group_size_per_vp_stage or p.pp
-    enough = 4 * max(group, p.pp)  # later ones repeat
+    # Later micro-batches repeat what these do.
+    enough = 4 * max(group, p.pp)
     held = [0] * p.vpp
     now = 0
     most = 0

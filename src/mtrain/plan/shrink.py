@@ -60,11 +60,13 @@ def shrink(
     run = run.on_any_device()
     p = _fitting(run.parallel, max_ranks)
     deep = stages(run)
-    if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
+    # Stages that were written by hand belong to the larger pipeline.
+    if p.pp * p.vpp < len(deep):
         p = p.model_copy(update=EQUAL_STAGES)
         deep = []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
-    if p.hybrid_context_parallel:  # room for documents of different lengths
+    # Documents of different lengths need room in a sample.
+    if p.hybrid_context_parallel:
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)

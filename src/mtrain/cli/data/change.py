@@ -64,6 +64,7 @@ def split(words: Sequence[str], *, as_json: bool) -> int:
     one = open_prefix(prefix)
     names = NAMES if len(wanted) <= len(NAMES) else range(len(wanted))
     places = [out.with_name(f"{out.name}-{name}") for name in names[: len(wanted)]]
+    # All names are checked first: a corpus in the way must not show after hours of writing.
     for place in places:
         refuse_existing(place, values["overwrite"])
     how = {"by": "split", "shares": list(wanted), "seed": values["seed"]}
@@ -92,6 +93,7 @@ def sample(words: Sequence[str], *, as_json: bool) -> int:
     one = open_prefix(prefix)
     many = _how_many(values)
     name, wanted = next(iter(many.items()))
+    # A share is of tokens, not of documents.
     if name == "share":
         many = {"tokens": int(wanted * one.dataset.num_tokens)}
     documents = draw_documents(one, values["seed"], many.get("documents"), many.get("tokens"))
@@ -159,6 +161,7 @@ def dedup(words: Sequence[str], *, as_json: bool) -> int:
 
     refuse_existing(out, values["overwrite"])
     one = open_prefix(prefix)
+    # Every document ends with this token: documents are compared without it.
     end = one.held.eod if one.held is not None else None
     how: dict[str, Any] = {"by": "dedup", "method": values["method"]}
     if values["method"] == "exact":

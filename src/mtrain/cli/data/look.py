@@ -78,6 +78,7 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
     sequences = document(one.dataset, index)
     encoder = _loaded(values)
     theirs = one.held.body["tokenizer"]["sha256"] if one.held is not None else ""
+    # Another tokenizer would show readable text that the corpus never had.
     if encoder is not None and theirs not in ("", encoder.spec.sha256):
         rule = f"tokens were made with {theirs[:12]}, and this is {encoder.spec.sha256[:12]}"
         fix = f"tokenizer=PATH of {_files(one.held.body['tokenizer'])}"
@@ -122,11 +123,14 @@ def verify(words: Sequence[str], *, as_json: bool) -> int:
     from mtrain.data.preprocess.inspect import verify as verify_
     from mtrain.data.preprocess.inspect import write_manifest
 
+    # A tokenizer of the command line bounds the ids where no number is given.
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:
         one = open_prefix(prefix)
         dataset = one.dataset
         held = one.held
+        # There is nothing to compare with yet: the scan makes the hashes that the new manifest
+        # gets.
         bare = held is None and values["write"]
         scanned = verify_(dataset, held, limit, hashed=values["manifest"] and not bare)
         if bare:

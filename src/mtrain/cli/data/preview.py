@@ -16,7 +16,8 @@ from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.errors import Styled, in_a_line, say_page, say_styled
 
-if TYPE_CHECKING:  # it imports torch
+# Loading this module must not load torch, which `previewed` does.
+if TYPE_CHECKING:
     from mtrain.train.preview import Shown, Token
 
 SPLITS = ("train", "validation", "test")

@@ -83,6 +83,7 @@ def tokenize(words: Sequence[str], *, as_json: bool) -> int:
     """Make `.bin/.idx` of documents; return the exit code."""
     values, inputs = read_arguments(words, WORDS, USAGE)
     prefix = prefix_of(required(values, "out", USAGE))
+    # Workers are processes: threads of tokenizers in each of them would compete for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from mtrain.data.preprocess.build import Limits
     from mtrain.data.preprocess.build import tokenize as build
@@ -166,6 +167,7 @@ def spec_of(values: Mapping[str, Any]) -> Any:
         num_special_tokens=values["num_special_tokens"],
         vocab_size=values["vocab_size"],
     )
+    # A word without effect would look as if it had one.
     for name, kind in OF_KIND.items():
         if spec.kind != kind and values[name] != WORDS[name].default:
             rule = f"has no effect: it is of {kind}, and this tokenizer is {spec.kind}"
@@ -235,6 +237,7 @@ class Shown:
         self._began = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
+        # A log file must not fill with the frames of a bar.
         self._live = speaks and sys.stderr.isatty()
 
     @property
@@ -262,6 +265,8 @@ class Shown:
         """Count a finished unit."""
         for part in unit:
             while self._last < part.source:
+                # Units come in the order of their files. Units of a packed file do not add up to
+                # its size on disk: a finished file counts as whole.
                 self._done += self._sizes[self._last] - self._seen[self._last]
                 self._last += 1
             step = min(part.size, self._sizes[part.source] - self._seen[part.source])
@@ -312,6 +317,7 @@ def train_tokenizer(words: Sequence[str], *, as_json: bool) -> int:
     if not all(one and one.isprintable() for one in values["special"]):
         rule = "a special token has letters, and each can be printed"
         raise refusal(rule, f"special='{END}'", "MT003", "special", values["special"])
+    # train() adds BERT's own special tokens to a wordpiece.
     special = list(values["special"]) or ([] if values["kind"] == "wordpiece" else [END])
     made = train(found, values["kind"], values["vocab_size"], special, values["lower_case"])
     save(made, out)

@@ -68,6 +68,7 @@ def import_(
     extra = [word for word in words if "=" in word]
     if capture:
         found = _captured(files, extra, command, timeout)
+        # The recipe names its sources: of a command, the words that are files.
         named = [word for word in command or () if Path(word).is_file()]
     else:
         found = _read(files, extra, command)
@@ -122,6 +123,7 @@ def _captured(
 ) -> Imported:
     """Run a command with recorders in place of launchers, and import what it would start."""
     if files or not command:
+        # Words before `--` were likely meant as the command; a bare script needs its shell.
         script = [] if files and not os.path.isfile(files[0]) else ["bash"]
         words = shlex.join([*script, *(files or ["pretrain.sh"])])
         rule = f"{CAPTURE} runs the command after --"

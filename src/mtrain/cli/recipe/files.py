@@ -82,7 +82,8 @@ def show(words: Sequence[str], *, resolved: bool, as_json: bool) -> int:
         return show_verb.run(overrides_of(words), resolved=resolved, as_json=as_json)
     path = find_recipe(name)
     text = read_text(path, display(path))
-    parse(text, display(path))  # refuse what cannot be read as data before a terminal gets it
+    # refuse what cannot be read as data before a terminal gets it
+    parse(text, display(path))
     say_page(text)
     return 0
 
@@ -124,6 +125,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     chosen, why = settled(composed, machine, world_size)
     run = resolve(chosen.run, machine, world_size, why=why)
     problems = validate(chosen, run, resolved_origins(chosen, run, why), machine, world_size)
+    # A recipe for a cluster is written on a laptop that has neither its data nor its checkpoints.
     if any(p.code not in NOT_HERE and p.severity == "error" for p in problems):
         raise ConfigError(problems)
     for problem in problems:
@@ -155,7 +157,8 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
     ranks = p.ranks or p.model_ranks
     try:
         layout = str(RankGrid.of(run))
-    except ValueError:  # an imported script may ask for fewer ranks than its layout has
+    except ValueError:
+        # An imported script may set fewer ranks than its layout has.
         layout = f"tp{p.tp} cp{p.cp} pp{p.pp} on {ranks} ranks"
     return {
         "title": f"{run.model.name} with {layout}",
@@ -272,6 +275,7 @@ def _places(names: Iterable[str], lock: Path) -> dict[str, Path]:
     for name in names:
         first, _, rest = name.partition("/")
         places = [shipped[first] / rest] if first in shipped else []
+        # A lock may be sent with its files, or be run where they were.
         places += [Path(name), lock.parent / name]
         out[name] = next((place for place in places if place.is_file()), places[0])
     return out
@@ -312,6 +316,7 @@ def _digest_of_tokens(run: RunConfig) -> str | None:
 
     try:
         return joint_fingerprint([IndexedDataset(prefix) for prefix in prefixes])
+    # A damaged corpus differs from the locked one: the lock must fail, not the command.
     except (CorruptData, OSError):
         return "unreadable"
 

@@ -88,9 +88,8 @@ def device_of(cluster: ClusterConfig) -> Device:
     domain = cluster.fast_link_devices or 1
     generation = (cluster.sm or 0) // 10
     power = dict[str, float]()
-    if (
-        cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89)
-    ):  # not for servers
+    # FIRST is of devices for servers, which those of 86 and 89 are not.
+    if cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89):
         watts, first = FIRST[generation]
         more = cluster.power_watts / watts
         power = {

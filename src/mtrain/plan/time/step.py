@@ -234,7 +234,8 @@ def micro_batch(
     )
     host = every * reached.graphed * MICRO
     computes = sum(parts.values())
-    if device.on_host:  # which starts an operation when the one before it is done
+    # A host starts an operation when the one before it is done, so launches hide nothing.
+    if device.on_host:
         return parts | {"host": host}
     return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
 

@@ -129,7 +129,8 @@ def chosen(
     marked = {key: why for key, value in change.items() if value is not None} | {
         AUTO: "answered by tune"
     }
-    if raw.trainer.global_batch_size is None:  # for which the layouts were searched
+    # The layouts were searched for this batch.
+    if raw.trainer.global_batch_size is None:
         change[BATCH] = task.raw.trainer.global_batch_size
         marked |= {key: reason for key, reason in reasons.items() if key == BATCH}
     return changed(plain, {**change, AUTO: False}), marked

@@ -182,9 +182,8 @@ class Search:
         """Return the fastest layouts that fit, one of each family; where every key of a family is
         set, all that differ in more than recomputation.
         """
-        if (
-            not self.space.wrong
-        ):  # bounds are those of the largest micro-batch, which computes the most in a second
+        if not self.space.wrong:
+            # Bounds are those of the largest micro-batch, whose products are the fastest.
             micro = next(iter(self.space.options("micro", self.space.run)), {})
             self._push(0.0, _Node(changed(self.space.run, micro), {}, {}, 0))
         best: list[Layout] = []
@@ -204,7 +203,8 @@ class Search:
         nearest = None
         if not best and self.least is not None:
             nearest = self.task.planned(self.least[1])
-        best.sort(key=lambda layout: layout.seconds)  # bounds may be off by a little
+        # Bounds may be slightly off, so the order may be, too.
+        best.sort(key=lambda layout: layout.seconds)
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
 
     def _family(self, run: RunConfig) -> tuple[Any, ...]:
@@ -265,7 +265,8 @@ class Search:
         if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
             (p.etp or p.tp) * p.ep * p.pp
         ):
-            return inf  # there is no such grid, as the rules will say
+            # There is no such grid, which a rule reports.
+            return inf
         key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
         if key not in self._standing:
             self._standing[key] = [state for state, _ in self._fitting(run, flow)]
@@ -304,7 +305,8 @@ class Search:
         enough = set[object]()
         for state in self.space.options("state", node.run):
             kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
-            if kind in enough:  # without an offload it fits
+            # It fits without an offload, which would only be slower.
+            if kind in enough:
                 continue
             child = _Node(node.run, node.change, state, len(AXES), ways=ways)
             if not self._fits(self.costs.bytes(child.run, most)):

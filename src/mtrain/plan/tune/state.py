@@ -40,7 +40,8 @@ def state_of(run: RunConfig) -> State:
     weights = bytes_of(precision.format) + bytes_of(
         "fp32" if precision.grad_reduce_in_fp32 else precision.format
     )
-    main = main_weight_bytes(run)  # of what is offloaded the moments are in host memory
+    # Offloaded moments are in host memory; main weights stay on the device.
+    main = main_weight_bytes(run)
     state = main + (update_bytes(run) - main) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
