@@ -14,7 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from mtrain.cli.combinations import part_of
+from mtrain.cli.check_all import part_of
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.interpolate import leaves

@@ -29,8 +29,8 @@ from mtrain.plan.time.report import time_report
 from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
 
+# A table names up to so many ranges of layers of a stage in full.
 MOST_WORDS = 5
-"""Of a stage's layers that are all printed."""
 
 
 def report(run: RunConfig) -> dict[str, Any]:
@@ -104,9 +104,8 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 def whole(run: RunConfig, weight: Weight) -> int:
     """Return the elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
-    if (
-        weight.kind == "experts" or weight.expert
-    ):  # their biases have an expert-tensor parallelism of 1
+    if weight.kind == "experts" or weight.expert:
+        # Biases of experts count in the same way: their own expert-tensor parallelism is 1.
         return weight.numel * p.ep * expert_tensors(p)
     return weight.numel * (1 if weight.whole else p.tp)
 

@@ -26,8 +26,8 @@ from mtrain.units import GIB, bytes_, devices
 Values = Mapping[str, Any]
 AUTO = "parallel.auto"
 BATCH = "trainer.global_batch_size"
+# Where nothing fits, tune tries so many times the machines, and names the first that suffices.
 MORE = (2, 4, 8, 16)
-"""Times as many machines that are tried where nothing fits."""
 
 
 def said_of(
@@ -131,7 +131,8 @@ def chosen(
     marked = {key: why for key, value in change.items() if value is not None} | {
         AUTO: "answered by tune"
     }
-    if raw.trainer.global_batch_size is None:  # for which the layouts were searched
+    # The layouts were searched for this batch.
+    if raw.trainer.global_batch_size is None:
         change[BATCH] = task.raw.trainer.global_batch_size
         marked |= {key: reason for key, reason in reasons.items() if key == BATCH}
     return changed(plain, {**change, AUTO: False}), marked
