@@ -154,6 +154,7 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
     """Return the words of a new recipe about itself."""
     p = run.parallel
     cluster = run.cluster
+    per_node = p.ranks // cluster.nodes
     try:
         layout = str(RankGrid.of(run))
     except ValueError:
@@ -162,7 +163,7 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
     return {
         "title": f"{run.model.name} with {layout}",
         "purpose": "Say here when to pick it.",
-        "hardware": f"{cluster.nodes} x {p.ranks // cluster.nodes} {cluster.device} ({cluster.name})",
+        "hardware": f"{cluster.nodes} x {per_node} {cluster.device} ({cluster.name})",
         "source": source,
         "verified": "composes and passes every rule; not trained",
     }
