@@ -55,6 +55,7 @@ def test_plan_count_llama3_8b_flops_at_8192_tokens(causal: bool, gflops: float) 
         "model=gpt_oss_tiny model.mtp_num_layers=2",
         "model=glm45_tiny",
         "model=deepseek_tiny",
+        "model=nemotron_h_tiny",
         "model=t5_tiny model.t5.decoder_layers=5",
         "model=t5_tiny",
     ],

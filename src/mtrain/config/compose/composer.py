@@ -119,7 +119,7 @@ class _Composition:
         """The recipe or run file, without the parts that choices on the command line replace."""
 
     def finish(self) -> Composed:
-        # Every step below records its problems and continues: a user sees all of them in one pass.
+        # A step records its problems and continues where it can: a user sees all in one pass.
         recipe = self._recipe()
         base = self._run_file()
         self._choose(recipe)

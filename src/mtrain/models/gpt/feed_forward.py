@@ -146,6 +146,7 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
     gathered = moe.token_dispatcher_type == "allgather"
     if ep == 1 or not r.by_lists or not (moe.padded or gathered):
         return rows
+    # An all-gather brings all tokens, so there is room for all of them.
     factor = None if gathered else moe.alltoall_capacity_factor
     return etp * ep * room_of(r.split_tokens, moe.router_topk, moe.num_experts // ep, ep, factor)
 

@@ -89,6 +89,7 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     size = r.tokens * heads
     a = r.element
     name = "self_attention.rule"
+    # The last chunk of a sample is filled up.
     each = r.samples * -(-r.length // CHUNK) * heads  # chunks
     inputs = [mixed, Tensor(size * FP32), Tensor(size * a)]
     if r.run.data.packed:

@@ -23,7 +23,7 @@ from mtrain.models.hybrid.config import (
     HybridConfig,
 )
 from mtrain.models.hybrid.graph import stage
-from mtrain.models.hybrid.weights import apart, buffers, saved_as, stage_weights
+from mtrain.models.hybrid.weights import alike, apart, buffers, saved_as, stage_weights
 
 STATE = 16
 CHUNK = 8
@@ -40,7 +40,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
     """
     h = HybridConfig.of(model)
-    weights = counted(stage_weights, model).active_parameters
+    weights = counted(stage_weights, model, alike).active_parameters
     if not model.tie_word_embeddings:
         weights -= model.padded_vocab_size * model.hidden_size
     if model.position_embedding_type == "learned_absolute":
@@ -72,6 +72,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     each = 2 if hybrid.num_heads > hybrid.num_groups else 1
     update = {
         "pattern": pattern(hybrid.pattern, layers),
+        # tp and cp both split heads, in whole groups.
         "num_heads": each * p.tp * lcm(own_groups, p.cp),
         "head_dim": HEAD,
         "state_dim": STATE,
@@ -104,6 +105,7 @@ FAMILY = Family(
     shrink=shrink,
     fewest_layers=lambda model: max(2, len(set(HybridConfig.of(model).pattern))),
     weights=stage_weights,
+    alike=alike,
     buffers=buffers,
     saved_as=saved_as,
     apart=apart,

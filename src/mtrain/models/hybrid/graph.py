@@ -79,6 +79,7 @@ def _mixer(g: Graph, r: Rank, x: Tensor) -> Tensor:
     if cp == 1:
         y = _scanned(g, r, fused, width, mixed, heads)
     else:  # some heads of all tokens
+        # A scan goes through a whole sequence, so ranks exchange tokens for heads and back.
         inside = replace(r, length=r.whole)
         # With fewer groups than context-parallel ranks, each has one, and several have the same.
         shared = lcm(h.num_groups // tp, cp) // cp

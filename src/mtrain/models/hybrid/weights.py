@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -62,6 +63,12 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield from norm(m, "decoder.final_norm", h)
         if not (m.tie_word_embeddings and held.embedding):
             yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
+
+
+def alike(m: ModelConfig) -> dict[int, int]:
+    """Return a layer of each kind, and how many there are; none after the end of the pattern."""
+    pattern = HybridConfig.of(m).pattern[: m.num_layers]
+    return {pattern.index(kind): number for kind, number in Counter(pattern).items()}
 
 
 def buffers(m: ModelConfig) -> Iterator[Weight]:

@@ -75,6 +75,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     attention = 4 * hidden * inner
     mlp = (3 if model.gated else 2) * hidden * model.ffn_hidden_size
     encoder = model.num_layers * (attention + mlp) * read
+    # Keys and values of cross attention, half of its weights, are made of the encoder's tokens.
     crossed = layers * (attention // 2) * read
     decoder = layers * (attention + attention // 2 + mlp) * written
     output = model.padded_vocab_size * hidden * written
