@@ -193,7 +193,7 @@ def test_tokenize_folder_is_ordered_and_ignores_readme(tmp_path: Path, tokenizer
 
 
 BAD = {
-    3: (b'{"text": "cut', "no JSON"),
+    3: (b'{"text": "cut', "not JSON"),
     5: (b'{"other": 1}', "no key text"),
     9: (b'{"text": "\xff\xfe"}', "0xff at offset 10"),
     12: (b'{"text": 7}', "a number"),
