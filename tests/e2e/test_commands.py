@@ -108,13 +108,13 @@ MEETS: dict[str, Met] = {
     "24: a range that counts the wrong way": Met(
         "-m trainer.seed=range(10,1)", (r"range\(10,1,-1\)",), 2
     ),
-    "24: a comma with nothing behind it": Met("-m optim.lr=1e-3,", (r"fix: optim\.lr=1e-3\n",), 2),
+    "24: a comma with nothing behind it": Met("-m optim.lr=1e-3,", (r"Use optim\.lr=1e-3\.\n",), 2),
     "24: a stage of fewer layers than none": Met(
         "check model=llama_tiny parallel=pp2 parallel.layers_per_stage=[5,-1]",
-        (r"MT142", "-1 layers", r"fix: parallel\.layers_per_stage=\[3,1\]"),
+        (r"MT142", "-1 layers", r"Use parallel\.layers_per_stage=\[3,1\]"),
     ),
     "27: the smallest model of a name is first": Met(
-        "check model=llama3", ("fix: model=llama3_8b",), 2
+        "check model=llama3", ("Use model=llama3_8b",), 2
     ),
     "27: what was changed": Met(
         "show --changed optim.lr=0.5", (r"^optim\.lr=0\.5  # command line$",), 0
@@ -126,7 +126,7 @@ MEETS: dict[str, Met] = {
         files={"theirs/config.json": json.dumps(MIXTRAL)},
     ),
     "27: a name on the hub": Met(
-        "convert import Org/Model runs/x", ("fix: hf download Org/Model",), 2
+        "convert import Org/Model runs/x", ("Use hf download Org/Model",), 2
     ),
     "30: Nemotron-4 has the parameters of its report": Met(
         "plan model=nemotron4_340b --json", (r"34\d{10}\b",), 0

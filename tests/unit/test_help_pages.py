@@ -104,7 +104,7 @@ def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
     assert all(about(group, choice) for choice in choices_of_group(group)), "a file says what it is"
     assert main(["choices", f"{group}s"]) == 2
-    assert f"fix: choices {group}" in capsys.readouterr().err
+    assert f"Use choices {group}" in capsys.readouterr().err
 
 
 def test_help_own_word_verbs_refuse_non_flags() -> None:

@@ -50,6 +50,6 @@ def _unknown(name: str) -> Problem:
         code="MT040",
         path="cluster.device",
         value=name,
-        rule=f"no such device; {hint}all: auto, {', '.join(known)}",
+        detail=f"no such device; {hint}all: auto, {', '.join(known)}",
         fix=f"cluster.device={near[0] if near else 'auto'}",
     )

@@ -49,7 +49,7 @@ def schema(words: list[str], output: str | None) -> int:
             mtrain made.
         BadEnvironment: the folder cannot be written.
     """
-    from mtrain.config.messages.codes_page import codes_page
+    from mtrain.config.messages.codes import codes_page
     from mtrain.config.messages.fields_page import page
     from mtrain.config.messages.json_schema import KINDS, json_schema
     from mtrain.config.messages.suggestions import near_choice

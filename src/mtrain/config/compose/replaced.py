@@ -132,5 +132,5 @@ class Replaced:
                 for key, value in values.items()
                 if not is_set(key) and key not in other
             ]
-            fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
+            fix = f"repeat what must stay, such as {lost[0]}" if lost else ""
             yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

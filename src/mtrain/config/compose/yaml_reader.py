@@ -209,7 +209,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
             "MT003",
             "",
             None,
-            f"not YAML: {_explained(said, '')}",
+            f"it is not YAML: {_explained(said, '')}",
             "delete what is not YAML",
             source,
         )
@@ -220,7 +220,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
         lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
     )
     fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
-    rule = f"not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
+    rule = f"it is not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
     return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
 
 

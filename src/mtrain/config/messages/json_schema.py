@@ -87,6 +87,7 @@ def _lowered(node: Any, *, named: bool = False) -> Any:
             out[key] = value
         else:
             out[key] = _lowered(value, named=key in ("properties", "$defs"))
+    # draft-07 ignores everything next to a $ref.
     if "$ref" in out and len(out) > 1:
         out = {"allOf": [{"$ref": out.pop("$ref")}], **out}
     return out
@@ -129,6 +130,7 @@ def _or_reference(part: Json) -> Json:
     they are.
     """
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
+    # Text already accepts `${...}`, and a mapping cannot be a reference.
     if any(
         "$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner
     ):

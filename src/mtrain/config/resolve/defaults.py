@@ -383,12 +383,11 @@ def micro_batch(run: RunConfig) -> Filled:
 def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
     """Yield a warning if a resolved run trains on synthetic tokens that the user did not choose."""
     if raw.data.kind is None and run.data.kind == "mock":
-        rule = "trains on synthetic tokens; set data.path for a real run"
         named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
         if run.model.family == "llava":
             named = "data=image_text data.path=FOLDER"
-        fix = f"{named}, or data=mock where they are meant"
-        yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
+        fix = f"{named}, or data=mock if synthetic tokens are meant"
+        yield Problem("MT322", "data.kind", "mock", "", fix, source, "warning")
 
 
 def logits_at_once(run: RunConfig) -> Filled:
