@@ -197,7 +197,9 @@ def _put(text: str, stream: TextIO) -> None:
     """
     encoding = stream.encoding or "utf-8"
     try:
+        # Flush here: an error at the end of the process would have no message.
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    # A reader that closed the pipe, such as `head`, is no fault of this machine.
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -209,6 +211,7 @@ def show(value: object) -> str:
     """Return a configuration value as YAML would spell it, in one line."""
     if value is None:
         return "null"
+    # Before other types: True is an int, too.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -280,6 +283,7 @@ def of_the_place(error: BaseException) -> BadEnvironment | None:
 
     Every error of writing standard output counts as one; None: the cause is elsewhere.
     """
+    # Python raises it without a number of the system.
     if isinstance(error, MemoryError):
         return BadEnvironment(
             "this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}"

@@ -33,8 +33,10 @@ def special_token_ids(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
         if token is None:
             continue
         path = f"model.bert.{name}"
+        # The last ids are the least likely to be words of a trained tokenizer.
         last_ids = range(vocab - 1, max(-1, vocab - 6), -1)
         instead = each(path, [i for i in last_ids if i not in b.special_ids][:1])
+        # BERT cannot train without a mask; the other tokens are optional.
         none = each(path, [None] if name != "mask_token_id" else [])
         if token >= vocab:
             fixes = [*instead, *none, {"model.vocab_size": token + 1}]
@@ -53,6 +55,7 @@ def special_token_ids(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
 )
 def sample_room(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
     """Cannot fit text into a sample because its special tokens leave too little room."""
+    # Two sentences need two tokens of text each, so that one can be masked.
     least = b.added() + (4 if b.next_sentence else 2)
     if run.data.length < least:
         detail = f"{run.data.length} tokens, {b.added()} special ones; at least {least}"
@@ -85,6 +88,7 @@ def special_tokens_in_text(run: RunConfig, b: BertConfig) -> Iterator[Finding]:
     size = d.tokenizer_vocab_size
     if d.kind != "text" or d.tokenizer is not None:
         return
+    # The trained tokenizer takes the ids from 0 up, so fewer of them may free the special ones.
     lowest = min(b.special_ids)
     for last, name in enumerate(IDS, 1):
         token = getattr(b, name)

@@ -21,6 +21,7 @@ from mtrain.models.gpt.config import BUILDER
 )
 def hybrid_builder_limits(run: RunConfig) -> Iterator[Finding]:
     """Cannot use this value because megatron-core's hybrid model does not have it."""
+    # megatron-core builds a decoder in two ways, and its HybridModel has fewer options.
     if run.model.family == "gpt" and run.model.builder == "hybrid":
         for limit, fixes in beyond(run, BUILDER):
             changes = [{"model.builder": "gpt"}, *fixes]

@@ -47,6 +47,7 @@ def pattern_letters(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
         return
     known = ", ".join(f"{letter} {words}" for letter, words in KINDS.items())
     why = "; ".join(f"{letter}: {ABSENT.get(letter, 'no layer')}" for letter in wrong[:4])
+    # A pattern without the unknown letters is shorter, so the number of layers must follow.
     without = "".join(kind for kind in h.pattern if kind in KINDS)
     fixes = each(PATTERN, [without] if without else [])
     fixes += [{**fix, LAYERS: len(without)} for fix in fixes]
@@ -88,6 +89,7 @@ def attention_sections(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
     for kind, paths in SECTIONS_OF.items():
         missing = [path for path in paths if not described[path]]
         if missing and kind in h.pattern:
+            # `*` is attention with key/value heads, which no section describes.
             others = {PATTERN: h.pattern.replace(kind, ATTENTION)}
             fixes: list[Change] = [others, {path: {} for path in missing}]
             detail = f"{kind} is {KINDS[kind]}: {' and '.join(missing)}"
@@ -99,6 +101,7 @@ def attention_sections(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
             yield Finding("MT270", path, detail, [{path: None}])
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
+        # The last kind of the user's pattern comes first: the one that was added to `*`.
         fixes = [_with_one(h.pattern, several, kind) for kind in reversed(several)]
         yield Finding("MT259", PATTERN, " and ".join(several), fixes)
 
@@ -140,6 +143,7 @@ def expert_layers(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
         yield Finding("MT287", PATTERN, "E", [{PATTERN: h.pattern.replace(EXPERTS, "-")}])
     if moe is not None and not has:
         yield Finding("MT288", "model.moe", f"{PATTERN} {h.pattern}", [{"model.moe": None}])
+    # Both keys would say which layers have experts, and the pattern is the exact one.
     if moe is not None and moe.first_dense_layers:
         yield Finding("MT289", DENSE, f"{PATTERN} {h.pattern}", [{DENSE: 0}])
 
@@ -165,6 +169,7 @@ def mixer_tensor_parallelism(run: RunConfig, h: HybridConfig) -> Iterator[Findin
     with their heads.
     """
     tp = run.parallel.tp
+    # The norm of a mixer runs over each group, and a group on two ranks would need a reduction.
     if not (h.num_groups % tp or h.num_heads % tp):
         return
     legal = divisors(math.gcd(h.num_groups, h.num_heads))
@@ -188,10 +193,12 @@ def mixer_context_parallelism(run: RunConfig, h: HybridConfig) -> Iterator[Findi
     whole groups or from one.
     """
     p = run.parallel
+    # Groups that tp does not divide are reported by MT299.
     if p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:
         return
     heads = h.num_heads // p.tp
     groups = h.num_groups // p.tp
+    # A rank scans heads of whole groups, or a part of the heads of one.
     if heads % math.lcm(groups, p.cp):
         legal = [degree for degree in divisors(heads) if heads % math.lcm(groups, degree) == 0]
         near = [degree for degree in nearest(p.cp, legal) if degree > 1]
@@ -211,6 +218,7 @@ def hybrid_fp8_layers(run: RunConfig) -> Iterator[Finding]:
     k = run.kernels
     if run.model.family != "hybrid" or run.precision.fp8 is None:
         return
+    # A null kernel follows kernels.default, as everywhere.
     word = k.linear or ("reference" if k.default == "reference" else "auto")
     if word in ("te", "auto") and facts_of(run.cluster.device).cuda_kernels:
         fixes = [{"kernels.linear": "triton"}]

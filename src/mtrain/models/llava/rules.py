@@ -42,6 +42,7 @@ def tower_shape(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """Cannot cut an image into patches because a patch is larger."""
     if own.patch_size > own.image_size:
         key = f"{OWN}.patch_size"
+        # The two largest smaller patches: the number of tokens grows with the square of the factor.
         sizes = [n for n in divisors(own.image_size) if n < own.image_size][-2:]
         detail = f"an image of {own.image_size} pixels, patches of {own.patch_size}"
         yield Finding("MT271", key, detail, each(key, sizes))
@@ -52,6 +53,7 @@ def tower_shape(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
         near = nearest(heads, divisors(width))[:2]
         yield Finding("MT272", key, f"{heads} heads, {width} wide", each(key, near))
     most = own.vision_layers
+    # Negative numbers count from the last layer, as in Hugging Face's config.json.
     if not 1 <= own.used_layers <= most:
         key = f"{OWN}.feature_layer"
         detail = f"it has {most} layers: 1 to {most}, or -1 to -{most}"
@@ -128,6 +130,7 @@ def image_data(run: RunConfig) -> Iterator[Finding]:
     """Cannot train on images because the model does not read them."""
     family = run.model.family
     kind = run.data.kind
+    # A plug-in family may read images.
     if kind == "image_text" and family != "llava" and ships(family):
         hint = f"{TINY}, or another model that does"
         yield Finding("MT323", "data.kind", f"model.family is {family}", hint=hint)
@@ -144,6 +147,7 @@ def image_data(run: RunConfig) -> Iterator[Finding]:
 def image_room(run: RunConfig, own: LlavaConfig) -> Iterator[Finding]:
     """Cannot fit an image with text into a sample because it has too few tokens."""
     if run.data.length < own.image_tokens + 2:
+        # Room for some text, in whole multiples of 64.
         length = -(-(own.image_tokens + 64) // 64) * 64
         detail = f"{run.data.length} tokens, an image of {own.image_tokens} patches"
         fixes = each("data.seq_length", [length, 2 * length])
@@ -182,6 +186,7 @@ def image_folder(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.kind != "image_text":
         return
+    # The folder may be named where the run starts, so `check` only warns.
     if d.path is None:
         yield Finding("MT327", "data.path", "null", hint="data.path=FOLDER", lacks="input")
         return

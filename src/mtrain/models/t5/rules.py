@@ -34,6 +34,7 @@ def span_lengths(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """
     tokens = run.data.length
     p = run.parallel
+    # Sequence parallelism splits both sequences over the tp ranks.
     part = p.tp if p.sequence_parallel else 1
     given = (t.encoder_length, t.decoder_length)
     for key, length, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
@@ -61,6 +62,7 @@ def sentinel_ids(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """
     words = run.model.vocab_size
     tokens = run.data.length
+    # Sentinels count down from the last id, as in the published T5.
     first = words - 1 if t.first_sentinel is None else t.first_sentinel
     last = first - t.sentinels + 1
     for path, value in (("model.t5.start_id", t.start_id), ("model.t5.end_id", t.end_id)):
@@ -89,6 +91,7 @@ def distance_groups(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     """Cannot group the longer distances because half of the groups are single distances and reach
     that far.
     """
+    # T5 gives half of the groups to short distances, one each; the others grow with the logarithm.
     single = t.relative_attention_buckets // 2
     if t.relative_attention_distance <= single:
         detail = f"distances up to {single} have a group each"
