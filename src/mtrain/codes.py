@@ -71,9 +71,10 @@ def sentence(code: str, detail: str) -> str:
         return text
     if " because " in text:
         return f"{text} ({detail})"
-    # An argument that could not be read comes before its cause, and a predicate needs a subject.
+    # `ARGUMENT: cause` of a command line, and causes that are predicates, become a sentence.
     named, colon, cause = detail.partition(": ")
-    if colon and " " not in named:
-        return f"{text} {named} because {cause}"
-    subject = "it " if detail.partition(" ")[0] in PREDICATES else ""
-    return f"{text} because {subject}{detail}"
+    if not colon or " " in named:
+        named = ""
+        cause = detail
+    subject = "it" if cause.partition(" ")[0] in PREDICATES else ""
+    return " ".join(filter(None, (text, named, "because", subject, cause)))

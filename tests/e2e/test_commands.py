@@ -136,28 +136,28 @@ MEETS: dict[str, Met] = {
     ),
     "import_arithmetic_commands": Met(
         "recipe import t.sh",
-        (r"parallel\.tp = \?\?\?", r"\(\(TP\*=2\)\)"),
+        (r"parallel\.tp=\?\?\?", r"\(\(TP\*=2\)\)"),
         2,
         (r"verified: composes",),
         script("TP=1", "((TP*=2))", f"{START} {MOCK} --tensor-model-parallel-size $TP"),
     ),
     "import_command_in_a_word": Met(
         "recipe import t.sh",
-        (r"data\.path = \?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
+        (r"data\.path=\?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
         2,
         ("[\ue000-\uf8ff]", "blend:", r"\$\(python3$"),
         script(f"{START} --data-path $(python3 blend.py --split train) --split 90,5,5"),
     ),
     "import_command_in_a_word, inside of bash -c": Met(
         "recipe import t.sh",
-        (r"data\.path = \?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
+        (r"data\.path=\?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
         2,
         ("[\ue000-\uf8ff]", "blend:"),
         script(f'bash -c "{START} --data-path \\$(python3 blend.py --split train) --split 90,5,5"'),
     ),
     "import_unreadable_architecture": Met(
         "recipe import t.sh",
-        (r"model\.moe\.first_dense_layers = \?\?\?", "--moe-layer-freq"),
+        (r"model\.moe\.first_dense_layers=\?\?\?", "--moe-layer-freq"),
         2,
         ("verified: composes",),
         script(
@@ -168,7 +168,7 @@ MEETS: dict[str, Met] = {
     ),
     "import_words_that_vanish": Met(
         "recipe import t.sh",
-        (r"optim\.weight_decay = \?\?\?", r"precision\.dtype = \?\?\?", r"\$\{ALL\[@\]:0:4\}"),
+        (r"optim\.weight_decay=\?\?\?", r"precision\.dtype=\?\?\?", r"\$\{ALL\[@\]:0:4\}"),
         2,
         ("verified: composes", "MT011"),
         script(
@@ -221,7 +221,7 @@ def test_command_small_blend_share_is_accepted(order: str, corpora: Path) -> Non
     done = mtrain("check", *words, "data.blend_weights=[1,0]", cwd=corpora)
     assert done.returncode == 0
     assert "MT319" in done.stdout
-    assert "b has a weight of 0 and is not read" in done.stdout
+    assert "because its weight is 0 (b)" in done.stdout
 
 
 def test_command_sample_has_requested_tokens(corpora: Path) -> None:

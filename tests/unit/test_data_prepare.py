@@ -314,7 +314,7 @@ def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.Mo
 def test_prepare_missing_path_names_nearest(folder: Path) -> None:
     problem = refused(config(folder.parent / "texs"))
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
-    assert problem.rule.endswith("No such file or directory")
+    assert problem.detail.endswith("No such file or directory")
     assert problem.fix == f"data.path={folder}"
     assert (
         f"of this one {folder.parent} does"
@@ -340,8 +340,8 @@ def test_prepare_corpus_without_text_is_refused_in_numbers(folder: Path) -> None
 
 
 def test_prepare_irregular_path_is_refused(folder: Path) -> None:
-    assert refused(config(folder, path="")).rule == "an empty path"
-    assert refused(config(Path("/dev/null"))).rule == "neither a file nor a folder"
+    assert refused(config(folder, path="")).detail == "an empty path"
+    assert refused(config(Path("/dev/null"))).detail == "neither a file nor a folder"
     assert "no path" in refused(config(folder).model_copy(update={"path": "a\0b"})).rule
 
 

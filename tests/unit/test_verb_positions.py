@@ -139,4 +139,4 @@ def test_verb_generate_knows_foreign_names(
 ) -> None:
     (tmp_path / "run.yaml").write_text("")
     assert main(["generate", str(tmp_path), f"{word}=5"]) == 2
-    assert "  fix: tokens=5\n" in capsys.readouterr().err
+    assert " Use tokens=5.\n" in capsys.readouterr().err

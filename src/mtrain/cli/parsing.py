@@ -305,7 +305,7 @@ def _flag_of_another(name: str, flag: str, following: str) -> Problem:
         if isinstance(param, Valued) and following:
             words.append(following)
         fixes.append(" ".join(words))
-    rule = f"{flag}: a flag of {' and '.join(owners)}, not of {name}"
+    rule = f"{flag}: it is a flag of {' and '.join(owners)}, not of {name}"
     return Problem("MT010", "", None, rule, " or ".join(fixes), "command line")
 
 

@@ -218,7 +218,7 @@ def _unfilled(key: str, why: str) -> Problem:
     fix = f"write its value there, or import again with {key}=VALUE"
     if key == WHOLE:
         fix = "correct what is named here, and write at recipe.verified what the recipe is"
-    return Problem(UNFILLED, key, MISSING, f"is left to fill in: {why}", fix, "recipe")
+    return Problem(UNFILLED, key, MISSING, why, fix, "recipe")
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:

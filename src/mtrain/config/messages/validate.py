@@ -379,7 +379,7 @@ def whole(path: str) -> str:
 def unfilled(path: str, source: str) -> Problem:
     """Return the problem of a key that an import left open."""
     rule, fix = OPEN[path]
-    return Problem("MT702", path, None, f"fill in {rule}", fix, source)
+    return Problem("MT702", path, None, rule, fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:

@@ -536,6 +536,9 @@ def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
             held = None if "://" in name else read_manifest(user_path(name), READ_BYTES)
             theirs = None if held is None else held.tokenizer_sha256
             if theirs not in (None, ours):
-                detail = f"{name} was made by {str(theirs)[:12]}, the model has {own} {ours[:12]}"
+                detail = (
+                    f"{name} was made by another tokenizer, {str(theirs)[:12]}; the model has"
+                    f" {own}, {ours[:12]}"
+                )
                 yield Finding("MT345", key, detail, hint=f"text that was tokenized with {own}")
                 return
