@@ -154,7 +154,7 @@ def warmup_length(run: RunConfig) -> Iterator[Finding]:
     warmup = o.warmup_iters or 0
     if warmup >= decay:
         key = "optim.decay_iters" if o.decay_iters else "trainer.train_iters"
-        detail = f"{warmup} steps of warmup, the decay ends at step {decay}, {key}"
+        detail = f"{warmup} steps of warmup, the decay ends at step {decay} of {key}"
         yield Finding(
             "MT422", "optim.warmup_iters", detail, each("optim.warmup_iters", [decay // 10, 0])
         )

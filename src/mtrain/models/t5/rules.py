@@ -78,7 +78,7 @@ def sentinel_ids(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     parts = spans(t, tokens)[1]
     if parts > t.sentinels:
         fixes = [{SENTINELS: parts}, {"data.seq_length": tokens * t.sentinels // parts}]
-        detail = f"{parts} spans in a sample of {tokens} tokens (data.seq_length)"
+        detail = f"{parts} spans in a sample of {tokens} tokens, data.seq_length"
         yield Finding("MT281", SENTINELS, detail, fixes)
     d = run.data
     if d.kind == "text" and d.tokenizer is None and d.tokenizer_vocab_size > last:
