@@ -267,7 +267,7 @@ def test_bert_foreign_section_is_reported(
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem["value"] == BertConfig().model_dump()
     assert main(["check", "model.bert={}"]) == 2
-    assert "model.bert = {type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
+    assert "model.bert={type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
 
 
 def test_bert_writes_no_sample_text() -> None:

@@ -309,9 +309,9 @@ def test_resolve_unusable_named_kernel_states_fix() -> None:
         list(problems(resolve(tiny(kernels__default="triton"), INTERPRETED), INTERPRETED, {})) == []
     )
     (problem,) = problems(resolve(tiny(kernels__rope="triton"), LAPTOP), LAPTOP, {})
-    assert (problem.path, problem.rule) == ("kernels.rope", "Triton is not installed")
+    assert (problem.path, problem.detail) == ("kernels.rope", "Triton is not installed")
     (problem,) = problems(resolve(tiny(kernels__norm="te"), TRITON), TRITON, {})
-    assert (problem.path, problem.rule) == ("kernels.norm", "TransformerEngine is not installed")
+    assert (problem.path, problem.detail) == ("kernels.norm", "TransformerEngine is not installed")
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPUS])

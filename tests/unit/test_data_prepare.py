@@ -318,7 +318,7 @@ def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.Mo
 def test_prepare_missing_path_names_nearest(folder: Path) -> None:
     problem = refused(config(folder.parent / "texs"))
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
-    assert problem.rule.endswith("No such file or directory")
+    assert problem.detail.endswith("No such file or directory")
     assert problem.fix == f"data.path={folder}"
     assert (
         f"of this one {folder.parent} does"

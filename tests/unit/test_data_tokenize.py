@@ -512,9 +512,10 @@ def test_tokenize_unexpected_json_column_ends_without_loss(
     words = (source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", f"workers={workers}")
     assert tokenize(*words) == 2
     said = capsys.readouterr().err
-    assert f"{source}:100: {key} = " in said
+    assert f"origin: {source}:100" in said
+    assert f" {key}=" in said
     assert str(value)[:3] in said
-    assert f"fix: ignored_keys={key}" in said
+    assert f"Use ignored_keys={key}" in said
     assert tokenize(*words, f"ignored_keys={key}") == 0, "nothing is left of what was begun"
     held = read_manifest(tmp_path / "o")
     assert held is not None

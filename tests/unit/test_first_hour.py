@@ -56,7 +56,7 @@ def test_first_hour_hub_name_suggests_download(
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert "nothing is downloaded here" in said
-    assert "fix: hf download Org/Model-1B " in said
+    assert "Use hf download Org/Model-1B " in said
     assert "--local-dir Model-1B, then " in said
     for placeholder in ("PATH", " A B"):
         assert placeholder not in said

@@ -118,7 +118,7 @@ def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
     assert all(about(group, choice) for choice in choices_of_group(group)), "a file says what it is"
     assert main(["choices", f"{group}s"]) == 2
-    assert f"fix: choices {group}" in capsys.readouterr().err
+    assert f"Use choices {group}" in capsys.readouterr().err
 
 
 def test_help_own_word_verbs_refuse_non_flags() -> None:
@@ -131,14 +131,26 @@ def test_help_own_word_verbs_refuse_non_flags() -> None:
     [
         (
             "--compare runs/one",
-            "--compare: a flag of plan, not of train",
+            "--compare because it is a flag of plan, not of train",
             "plan --compare runs/one",
         ),
-        ("--calibrate", "--calibrate: a flag of plan, not of train", "plan --calibrate"),
-        ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
-        ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
-        ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
-        ("--resolved choices", "--resolved: a flag of show and recipe show", "show --resolved"),
+        (
+            "--calibrate",
+            "--calibrate because it is a flag of plan, not of train",
+            "plan --calibrate",
+        ),
+        (
+            "check --html x.html",
+            "--html because it is a flag of plan, not of check",
+            "plan --html x.html",
+        ),
+        ("show --draw", "--draw because it is a flag of plan, not of show", "plan --draw"),
+        ("rehearse --all", "--all because it is a flag of check, not of rehearse", "check --all"),
+        (
+            "--resolved choices",
+            "--resolved because it is a flag of show and recipe show",
+            "show --resolved",
+        ),
         ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
         (
             "plan --compare runs/one --draw",

@@ -9,11 +9,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli.command import WIDTH
 from mtrain.cli.output import refusal, say_json
+from mtrain.codes import Code, sentence
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import choices_of_group, find_config, group_names, program
@@ -42,9 +43,6 @@ from mtrain.errors import ConfigError, Problem, say, say_page, visible
 from mtrain.loading import initial_weights
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.megatron.table import flags_of
-
-if TYPE_CHECKING:
-    from mtrain.config.rules.rule import Code
 
 USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
 _CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
@@ -175,11 +173,11 @@ def _code(code: str) -> dict[str, Any]:
     )
     change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
     found = _raised(known)
-    says = [f"{p.path}: {p.rule}".removeprefix(": ") for p in found] or [known.says]
+    says = [p.message() for p in found] or [sentence(code, known.says)]
     return {
         "code": code,
         "about": family(code),
-        "means": known.summary,
+        "means": known.text,
         "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
         "example": known.example,

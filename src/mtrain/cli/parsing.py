@@ -330,6 +330,6 @@ def _unknown_verb(word: str) -> Problem:
     from mtrain.config.messages.suggestions import bare_word
 
     verbs = _near(plain(word).lower(), [*NAMES, *WORDS], 0.6)
-    near = verbs or bare_word(word) or [f"{program()} --help lists the verbs"]
+    near = verbs or bare_word(word) or [f"{program()} --help, which lists the verbs"]
     rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(NAMES)}"
     return Problem("MT010", "", None, rule, " or ".join(near), COMMAND_LINE)

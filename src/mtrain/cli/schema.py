@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.paths import program
-from mtrain.config.messages.codes_page import codes_page
+from mtrain.config.messages.codes import codes_page
 from mtrain.config.messages.fields_page import page as fields_page
 from mtrain.config.messages.json_schema import COMMENT, KINDS, json_schema
 from mtrain.config.messages.suggestions import near_choice

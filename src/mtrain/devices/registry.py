@@ -53,6 +53,6 @@ def _unknown(name: str) -> Problem:
         code="MT040",
         path="cluster.device",
         value=name,
-        rule=f"no such device; {hint}all: auto, {', '.join(known)}",
+        detail=f"no such device; {hint}all: auto, {', '.join(known)}",
         fix=f"cluster.device={similar[0] if similar else 'auto'}",
     )

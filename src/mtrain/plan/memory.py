@@ -231,8 +231,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
         return []
     rule = (
         f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need"
-        f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}; the machines that"
-        " it is meant for have a name, as in cluster=h100x64"
+        f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}"
     )
     related = ("cluster.device", "cluster.nodes", "parallel.ranks")
     return [
@@ -242,7 +241,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
             "MT140",
             "model.name",
             rule,
-            "model=llama_tiny",
+            "model=llama_tiny, or name the machines to plan for, such as cluster=h100x64",
             severity="warning",
             related=related,
         )

@@ -206,8 +206,8 @@ def _unfilled(key: str, why: str) -> Problem:
         return unfilled(key, "recipe")
     fix = f"write its value there, or import again with {key}=VALUE"
     if key == WHOLE:
-        fix = "see to what is named here, and write at recipe.verified what the recipe is"
-    return Problem(UNFILLED, key, MISSING, f"is left to fill in: {why}", fix, "recipe")
+        fix = "correct what is named here, and write at recipe.verified what the recipe is"
+    return Problem(UNFILLED, key, MISSING, why, fix, "recipe")
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
