@@ -12,7 +12,6 @@ from mtrain.config.disk.manifest import unwatched
 from mtrain.config.engine import kernels
 from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.resolve.resolution import LOCAL
-from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible
 from mtrain.processes import without_collecting
@@ -109,7 +108,7 @@ def summary(loaded: Loaded) -> str:
     adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
     p = run.parallel
     t = run.trainer
-    dp = dp_of(run)
+    dp = p.dp
     formats = run.precision.words
     axes = {
         "tp": p.tp,

@@ -158,7 +158,7 @@ def profile_range(run: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "MT134", "trainer.profile_step", detail, each("trainer.profile_step", [t.steps])
         )
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.ranks
     last = max(t.profile_ranks, default=0)
     if last >= ranks:
         # Ranks of a profile count from 0.

@@ -241,7 +241,7 @@ def expert_grid(run: RunConfig) -> Iterator[Finding]:
     etp = p.etp or p.tp
     # Experts form a grid of their own over the same ranks of a stage: ep * etp of them, repeated.
     inner = p.dp * p.cp * p.tp
-    ranks = p.ranks or 0
+    ranks = p.ranks
     if run.model.moe is None or ranks % p.model_ranks or inner % (p.ep * etp) == 0:
         return
     shared = divisors(math.gcd(inner, run.model.moe.num_experts))

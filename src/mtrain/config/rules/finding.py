@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mtrain.codes import Severity, sentence
-from mtrain.config.schema.run import RunConfig
 
 Change = Mapping[str, Any]
 """Dotted key -> new value, applied together."""
@@ -46,11 +45,6 @@ class Finding:
 
 DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
 """Keys that `ParallelConfig.dp` reads."""
-
-
-def dp_of(run: RunConfig) -> int:
-    """Return `run.parallel.dp`."""
-    return run.parallel.dp
 
 
 def each(key: str, values: Iterable[Any]) -> list[Change]:

@@ -207,7 +207,7 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
     """Cannot place the ranks because they must fill every device of the cluster."""
     c = run.cluster
     p = run.parallel
-    ranks = p.ranks or 0
+    ranks = p.ranks
     # A machine takes any number of CPU processes, so only the machines must divide them.
     if c.devices_per_node is None and facts_of(c.device).on_host:
         if ranks % c.nodes:
