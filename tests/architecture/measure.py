@@ -10,12 +10,13 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.architecture.sources import ROOT, comments_of, nodes_of, text_of
+
 FOLDERS = ("src/mtrain", "kernels/mtrain_kernels", "tests", "kernels/tests")
 COMMENTED = (
     "src/mtrain/mcore",
@@ -81,9 +82,9 @@ def is_swap(node: ast.Assign) -> bool:
     return {ast.unparse(e) for e in target.elts} == {ast.unparse(e) for e in node.value.elts}
 
 
-def parallel_assignments(tree: ast.AST) -> Iterator[int]:
+def parallel_assignments(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yield the lines of `a, b = x, y`, apart from swaps."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         if not isinstance(node.targets[0], ast.Tuple) or not isinstance(node.value, ast.Tuple):
@@ -92,18 +93,18 @@ def parallel_assignments(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def conditionals(tree: ast.AST) -> Iterator[tuple[int, bool, bool]]:
+def conditionals(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, bool, bool]]:
     """Yield (line, contains another, takes several lines) of each conditional expression."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.IfExp):
             parts = (node.test, node.body, node.orelse)
             nested = any(isinstance(n, ast.IfExp) for part in parts for n in ast.walk(part))
             yield node.lineno, nested, node.end_lineno != node.lineno
 
 
-def packed_literals(tree: ast.AST) -> Iterator[int]:
+def packed_literals(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yield the lines of literals that are unpacked where they are written."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
             yield node.lineno
         elif (
@@ -112,37 +113,38 @@ def packed_literals(tree: ast.AST) -> Iterator[int]:
             yield node.value.lineno
 
 
-def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
+def docstrings(nodes: Iterable[ast.AST]) -> set[tuple[int, int]]:
     """Return the places of all strings that are statements."""
     return {
         (node.value.lineno, node.value.col_offset)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     }
 
 
+def count_tokens(path: Path) -> int:
+    """Return the number of tokens of a file, without comments, docstrings and line ends."""
+    documented = docstrings(nodes_of(path))
+    tokens = tokenize.generate_tokens(io.StringIO(text_of(path)).readline)
+    return sum(token.type not in LAYOUT and token.start not in documented for token in tokens)
+
+
 @cache
 def measure_file(path: Path) -> Figures:
-    """Return the figures of one Python file."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    documented = docstrings(tree)
-    lines = text.splitlines()
+    """Return the figures of one Python file, apart from its tokens."""
+    nodes = nodes_of(path)
+    lines = text_of(path).splitlines()
     figures = Figures(files=1, lines=len(lines), longest_file=len(lines))
     figures.short_files = int(len(lines) < SHORT and path.name != "__init__.py")
     figures.long_lines = sum(len(line) > 100 for line in lines)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(PRAGMAS):
-            figures.comments += 1
-        if token.type not in LAYOUT and token.start not in documented:
-            figures.tokens += 1
+    figures.comments = sum(not text.startswith(PRAGMAS) for _, text in comments_of(path))
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    for line in parallel_assignments(tree):
+    for line in parallel_assignments(nodes):
         figures.parallel_assignments += 1
         figures.places.append(f"{name}:{line}: parallel assignment")
-    for line, nested, long in conditionals(tree):
+    for line, nested, long in conditionals(nodes):
         figures.conditional_expressions += 1
         figures.nested_conditionals += nested
         figures.long_conditionals += long
@@ -150,7 +152,7 @@ def measure_file(path: Path) -> Figures:
             figures.places.append(f"{name}:{line}: conditional expression in another one")
         if long:
             figures.places.append(f"{name}:{line}: conditional expression of several lines")
-    for line in packed_literals(tree):
+    for line in packed_literals(nodes):
         figures.packed_literals += 1
         figures.places.append(f"{name}:{line}: literal that is unpacked where it is written")
     return figures
@@ -189,6 +191,7 @@ def main(arguments: list[str]) -> int:
         if not (ROOT / folder).is_dir():
             continue
         figures = measure_folder(ROOT / folder)
+        figures.tokens = sum(map(count_tokens, (ROOT / folder).rglob("*.py")))
         print(page(folder, figures))
         if places:
             print("\n".join(figures.places))

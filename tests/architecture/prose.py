@@ -7,14 +7,13 @@ a noun. Docstrings, comments, messages and pages name who does what, in the fiel
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.architecture.sources import ROOT, comments_of, nodes_of
+
 FOLDERS = ("src/mtrain", "kernels/mtrain_kernels", "kernels/bench", "benchmarks", "tests/support")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 OPENINGS = """
@@ -47,6 +46,7 @@ PHRASES = {
     r"\blearnt\b": "learned",
 }
 """Phrases that no text of the project has -> what to write."""
+ANY_PHRASE = re.compile("|".join(PHRASES), re.IGNORECASE)
 THIRD = re.compile(
     r"^(Returns|Yields|Raises|Writes|Reads|Makes|Prints|Adds|Runs|Takes|Gives|Says|Puts|Keeps|Sets|"
     r"Refuses|Launches|Checks|Opens|Builds|Computes|Passes|Notes|Turns|Looks|Begins|Ends|Loads)\b"
@@ -58,9 +58,9 @@ def first_word(text: str) -> str:
     return text.split()[0].rstrip(".,:;") if text.split() else ""
 
 
-def docstring_findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstring_findings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, finding) of each docstring whose first word breaks a rule."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             continue
         text = ast.get_docstring(node)
@@ -83,6 +83,8 @@ def docstring_findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def phrase_findings(text: str) -> Iterator[str]:
     """Yield what to write in the place of each phrase that a text should not have."""
     plain = re.sub(r"`[^`]*`", "", text)
+    if not ANY_PHRASE.search(plain):
+        return
     for pattern, better in PHRASES.items():
         for found in re.finditer(pattern, plain, re.IGNORECASE):
             yield f"`{found[0]}`: {better}"
@@ -95,14 +97,11 @@ def is_prose(text: str) -> bool:
 
 def file_findings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line, finding) of the docstrings, comments and messages of a Python file."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    yield from docstring_findings(tree)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            for finding in phrase_findings(token.string):
-                yield token.start[0], finding
-    for node in ast.walk(tree):
+    yield from docstring_findings(nodes_of(path))
+    for line, text in comments_of(path):
+        for finding in phrase_findings(text):
+            yield line, finding
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_prose(node.value):
             for finding in phrase_findings(node.value):
                 yield node.lineno, finding

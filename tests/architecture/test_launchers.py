@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.test_laws import SOURCE, tree_of
+from tests.architecture.sources import tree_of
+from tests.architecture.test_laws import SOURCE
 
 BEFORE_RANKS = ("launching", "cli", "config")
 KNOW_TORCH = (

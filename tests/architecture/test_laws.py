@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel
 
 from mtrain.config.messages.docs import documented
+from tests.architecture.sources import ROOT, nodes_of, text_of, tree_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src/mtrain"
 KERNELS = ROOT / "kernels/mtrain_kernels"
 
@@ -101,18 +101,6 @@ KNOWS_DEVICES = ("devices/", "config/machine/devices.py", "mcore/adapter/hook.py
 @cache
 def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """A file, parsed once for all laws."""
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes of a file's tree, walked once for all laws."""
-    return list(ast.walk(tree_of(path)))
 
 
 @cache
@@ -538,7 +526,7 @@ def test_law_errors_take_one_argument_per_line() -> None:
 
 def test_law_lengths_of_files_and_functions() -> None:
     for path in modules():
-        lines = len(path.read_text().splitlines())
+        lines = len(text_of(path).splitlines())
         assert lines <= 600, f"{path} has {lines} lines: cut it where its ideas part"
         for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
@@ -643,7 +631,7 @@ def test_law_tests_name_unit_condition_and_result() -> None:
     for path in (path for folder in folders for path in sorted(folder.rglob("test_*.py"))):
         names = [
             node.name
-            for node in ast.parse(path.read_text()).body
+            for node in tree_of(path).body
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         ]
         assert not misnamed(path.stem, names), (

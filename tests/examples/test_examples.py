@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support import launched
 from tests.support.commands import ROOT, command, environment, metrics
 
 EXAMPLES = ROOT / "examples"
@@ -63,7 +64,8 @@ def test_examples_have_a_listed_page_each() -> None:
 def test_examples_config_folder_trains_its_recipe(tmp_path: Path) -> None:
     folder = str(EXAMPLES / "config_folder/conf")
     words = ("--config-dir", folder, "recipe=go", "+experiment=fast", "log.name=run")
-    run(*words, cwd=tmp_path, env=environment())
+    done = launched.mtrain(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     steps = metrics(tmp_path / "runs/run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
 

@@ -24,6 +24,9 @@ from mtrain.config.engine import release
 from mtrain.devices import registry
 from mtrain.mcore.adapter import code_cache, hook
 from mtrain.mcore.patches.apply import apply_patches
+from tests.support.tables import tables
+
+TABLES = tables("adapter_hook")
 
 CPU = registry.get("cpu")
 ELSEWHERE = dataclasses.replace(
@@ -42,49 +45,7 @@ def _rewritten(source: str, device: Any = CPU) -> str:
 
 @pytest.mark.parametrize(
     ("source", "on_cpu", "on_musa"),
-    [
-        (
-            "torch.cuda.synchronize()",
-            "__device_namespace__.synchronize()",
-            "__device_namespace__.synchronize()",
-        ),
-        ("a.cuda(1)", "__device_adapter__.move(a, 1)", "__device_adapter__.move(a, 1)"),
-        ("a.is_cuda", "a.is_cpu", "a.is_musa"),
-        ("f(device='cuda')", "f(device='cpu')", "f(device='musa')"),
-        ("x = 'cuda:1'", "x = 'cpu'", "x = 'musa:1'"),
-        ("f'cuda:{i}'", "__device_adapter__.indexed(i)", "__device_adapter__.indexed(i)"),
-        ("x = 'torch.cuda.HalfTensor'", "x = 'torch.HalfTensor'", "x = 'torch.musa.HalfTensor'"),
-        ("f(pin_memory=True)", "f(pin_memory=False)", "f(pin_memory=True)"),
-        ("a.cpu().pin_memory()", "__device_adapter__.to_host(a)", "a.cpu().pin_memory()"),
-        ("a.pin_memory()", "__device_adapter__.to_host(a)", "a.pin_memory()"),
-        (
-            "a.to('cpu', non_blocking=b)",
-            "__device_adapter__.to_host(a, 'cpu', non_blocking=b)",
-            "a.to('cpu', non_blocking=b)",
-        ),
-        (
-            "a.b.to(torch.device('cpu'))",
-            "__device_adapter__.to_host(a.b, torch.device('cpu'))",
-            "a.b.to(torch.device('cpu'))",
-        ),
-        ("a.to(device='cpu')", "__device_adapter__.to_host(a, device='cpu')", "a.to(device='cpu')"),
-        ("a.to('cuda')", "a.to('cpu')", "a.to('musa')"),
-        (
-            "from torch.cuda import A as B",
-            "B = __device_adapter__.pick('A')",
-            "B = __device_adapter__.pick('A')",
-        ),
-        (
-            "from torch.cuda.nvtx import a, b",
-            "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
-            "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
-        ),
-        (
-            "import torch.cuda.nvtx as n",
-            "n = __device_adapter__.pick('nvtx')",
-            "n = __device_adapter__.pick('nvtx')",
-        ),
-    ],
+    TABLES["spellings"],
 )
 def test_adapter_hook_rewrites_each_cuda_spelling(source: str, on_cpu: str, on_musa: str) -> None:
     assert _rewritten(source) == on_cpu

@@ -24,6 +24,9 @@ from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
+from tests.support.tables import tables
+
+TABLES = tables("bert")
 
 MASK = 397
 CLS = 398
@@ -214,42 +217,7 @@ def test_bert_unsupported_is_refused(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code", "fix"),
-    [
-        ("model=bert_tiny model.window_size=16", "MT248", "model.window_size=null"),
-        (
-            "model=bert_tiny model.norm_placement=post",
-            "MT248",
-            "model.norm_placement=post_residual or",
-        ),
-        ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
-        ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
-        (
-            "model.norm_placement=post_residual",
-            "MT248",
-            "model.norm_placement=pre or model.norm_placement=post",
-        ),
-        (
-            "model=llava_tiny model.norm_placement=post_residual",
-            "MT248",
-            "model.norm_placement=pre or",
-        ),
-        ("model.bert={}", "MT249", "model.bert=null"),
-        ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
-        ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
-        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=4097"),
-        ("model=bert_tiny data.seq_length=6", "MT251", "data.seq_length=32"),
-        (
-            "model=bert_base data=stdlib model.bert.next_sentence=false",
-            "MT253",
-            "model.bert.mask_token_id=30521",
-        ),
-        (
-            "model=bert_tiny data.tokenizer_vocab_size=4098",
-            "MT253",
-            "data.tokenizer_vocab_size=4096",
-        ),
-        ("model=bert_tiny model.bert.type_vocab_size=1", "MT252", "model.bert.type_vocab_size=2"),
-    ],
+    TABLES["refusals"],
 )
 def test_bert_refusal_offers_a_fix(words: str, code: str, fix: str) -> None:
     try:

@@ -19,8 +19,7 @@ from mtrain.config.messages.keys import is_content
 from mtrain.config.messages.suggestions import NOTHING, SWEPT
 from mtrain.config.messages.validate import whole
 from mtrain.errors import Problem
-from tests.support.catalogue import ROWS, Row, validated
-from tests.support.catalogue_own import HARMLESS, OWN_ROWS
+from tests.support.catalogue import HARMLESS, OWN_ROWS, ROWS, Row, validated
 from tests.support.patience import patient
 from tests.unit.test_catalogue_before_ranks import BEFORE_RANKS
 

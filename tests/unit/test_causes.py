@@ -20,6 +20,9 @@ import pytest
 from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching import worker
 from mtrain.launching.supervise import Supervisor
+from tests.support.tables import tables
+
+TABLES = tables("causes")
 
 REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process"
@@ -40,58 +43,8 @@ TIMED_OUT = (
     " OpType=ALLGATHER, NumelIn=1, NumelOut=4, Timeout(ms)=1800000) ran for 1803169 milliseconds"
     " before timing out."
 )
-CONSEQUENCES = {
-    "gloo": (
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
-        " [127.0.0.1]:4711"
-    ),
-    "the store": (
-        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
-    ),
-    "a key of the store": "wait timeout after 60000ms, keys: /default_pg/0//cpu//1",
-    "ncclRemoteError": REMOTE,
-    "an internal error": f"{INTERNAL}Net : Connection closed by remote peer node1<50260>",
-    "InfiniBand": (
-        f"{INTERNAL}NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0"
-    ),
-    "a system error": (
-        f"{SYSTEM}socketProgress: Connection closed by remote peer node1.cluster<43236>"
-    ),
-    "a reset": (
-        f"{SYSTEM}socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset"
-        " by peer"
-    ),
-    "a timeout": (
-        f"[PG ID 0 Rank 3] Process group watchdog thread terminated with exception: {TIMED_OUT}"
-    ),
-    "an abort": (
-        f"NCCL communicator was aborted on rank 3. Original reason for failure was: {TIMED_OUT}"
-    ),
-    "blocking": "[Rank 0] Work WorkNCCL(SeqNum=5, OpType=ALLREDUCE) timed out in blocking wait.",
-    "the first connection": (
-        "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d"
-        " key-value store by key '0', but store->get('0') got error: Socket Timeout. This may"
-        " indicate a possible application crash on rank 0 or a network set up issue."
-    ),
-}
-CAUSES = {
-    "a device": "CUDA error: an illegal memory access was encountered",
-    "a device that NCCL asks": (
-        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO"
-        " for details), NCCL version 2.27.7\nncclUnhandledCudaError: Call to CUDA function"
-        " failed.\nLast error:\nCuda failure 2 'out of memory'"
-    ),
-    "a device behind an abort": (
-        "NCCL communicator was aborted on rank 1. Original reason for failure was: CUDA "
-        "error: device-side assert triggered"
-    ),
-    "memory": (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
-    ),
-    "a bug": (
-        "The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0"
-    ),
-}
+CONSEQUENCES = TABLES["consequences"]
+CAUSES = TABLES["causes"]
 
 
 @pytest.mark.parametrize("name", CONSEQUENCES)

@@ -15,6 +15,9 @@ from mtrain.data.chats.template import ChatFormat
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import CorruptData
 from tests.support.chats import TEMPLATES, folder_of, template_of, turns
+from tests.support.tables import tables
+
+TABLES = tables("chat_templates")
 
 CHATS = {
     "turns of one line": turns("What is it?", "It is a cat.", " and 12?", "42  ", "naïve", "no"),
@@ -139,47 +142,7 @@ def test_chat_template_sharegpt_equals_messages(folders: dict[tuple[str, bool], 
     assert ours(folders["chatml", True], one).learned.any()
 
 
-NO_PROOF = {
-    "tools before the last question": (
-        (
-            "{% for m in messages %}{% if loop.last %}[TOOLS]{% endif %}{{ m.role }}: {{ m.content"
-            " }}{{ eos_token }}{% endfor %}"
-        ),
-        "writes the first 2 messages differently",
-    ),
-    "thoughts that are left out of earlier turns": (
-        (
-            "{% for m in messages %}{{ m.role }}:{% if loop.last and m.role == 'assistant'"
-            " %}<think></think>{% endif %}{{ m.content }}\n{% endfor %}"
-        ),
-        "writes the first 2 messages differently",
-    ),
-    "an answer that begins otherwise than it is asked for": (
-        (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
-        ),
-        "writes the beginning of message 2 differently",
-    ),
-    "a template that refuses a part of a chat": (
-        (
-            "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}"
-            "{% for m in messages %}{{ m.content }}{% endfor %}"
-        ),
-        "too short",
-    ),
-    "nothing is marked": (
-        "{% generation %}{% endgeneration %}{{ messages[0].content }}",
-        "no token of it is learned",
-    ),
-    "marks inside of a block that is kept": (
-        (
-            "{% set x %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
-            "{{ messages[0].content }}{{ x }}"
-        ),
-        "inside a macro or a set block",
-    ),
-}
+NO_PROOF = TABLES["no_proof"]
 
 
 @pytest.mark.parametrize("name", NO_PROOF)

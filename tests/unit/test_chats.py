@@ -26,6 +26,9 @@ from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import errors, tiny
 from tests.support.covering import some
 from tests.support.forked import run_alone
+from tests.support.tables import tables
+
+TABLES = tables("chats")
 
 VOCAB = 400
 LENGTH = 96
@@ -68,74 +71,7 @@ def said(line: Any) -> Any:
     return parse_chat(parse_line(json.dumps(line).encode()))
 
 
-REFUSED = {
-    "no chat": ({"text": "a"}, "either messages"),
-    "both forms": ({"messages": turns("a", "b"), "conversations": []}, "either messages"),
-    "no messages": ({"messages": []}, "not a list of messages"),
-    "a list of texts": ({"messages": ["a", "b"]}, "message 1 of messages is not an object"),
-    "no role": (
-        {"messages": [{"content": "a"}]},
-        "the role of message 1 of messages is not one of",
-    ),
-    "a strange role": ({"messages": [{"role": "root", "content": "a"}]}, "is not one of system"),
-    "no content": (
-        {"messages": [{"role": "user"}, *turns("a", "b")[1:]]},
-        "message 1 .*content is not a text",
-    ),
-    "a number": ({"messages": [{"role": "user", "content": 3}]}, "content is not a text"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "'image_url'",
-    ),
-    "an unknown speaker": (
-        {"conversations": [{"from": "me", "value": "a"}]},
-        "its from is not one of",
-    ),
-    "no value": ({"conversations": [{"from": "human"}]}, "no value"),
-    "no answer": ({"messages": turns("a")}, "the assistant says nothing"),
-    "the assistant first": (
-        {"messages": turns("a", "b")[1:]},
-        "message 1 is of assistant; .*out of order",
-    ),
-    "two questions": (
-        {"messages": [*turns("a"), *turns("b", "c")]},
-        "message 2 is of user; after user",
-    ),
-    "two answers": (
-        {"messages": [*turns("a", "b"), *turns("b", "c")[1:]]},
-        "message 3 is of assistant",
-    ),
-    "a system later": (
-        {"messages": [*turns("a", "b"), {"role": "system", "content": "s"}]},
-        "message 3 is of system",
-    ),
-    "a tool that nobody called": (
-        {"messages": [*turns("a"), {"role": "tool", "content": "3"}]},
-        "message 2 is of tool",
-    ),
-    "tools that are none": (
-        {"messages": turns("a", "b"), "tools": {"a": 1}},
-        "tools is not a list",
-    ),
-    "tools that are not JSON": (
-        {"messages": turns("a", "b"), "tools": "["},
-        "tools is a text that is not JSON",
-    ),
-    "a system that is none": ({"messages": turns("a", "b"), "system": 5}, "system is not a text"),
-    "two systems": (
-        {"messages": turns("a", "b", system="x"), "system": "y"},
-        "one of them would be lost",
-    ),
-    "a call that is none": (
-        {
-            "conversations": [
-                {"from": "human", "value": "a"},
-                {"from": "function_call", "value": "b"},
-            ]
-        },
-        "JSON of a name",
-    ),
-}
+REFUSED = TABLES["refused"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -21,6 +21,9 @@ from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.run import GROUPS
 from tests.support.commands import ROOT, command, environment
 from tests.support.patience import patient
+from tests.support.tables import tables
+
+TABLES = tables("completion")
 
 SCRIPTS = {shell: (completion.SCRIPTS / f"mtrain.{shell}").read_text() for shell in SHELLS}
 
@@ -46,33 +49,7 @@ def test_completion_group_offers_choices_and_keys(group: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "found"),
-    [
-        ("mtrain check precision.dt", ["precision.dtype="]),
-        (
-            "mtrain check precision.dtype=",
-            [f"precision.dtype={word}" for word in ("bf16", "fp16", "fp32", "null")],
-        ),
-        ("mtrain parallel.sequence_parallel=t", ["parallel.sequence_parallel=true"]),
-        ("mtrain optim.min_lr=", ["optim.min_lr=null"]),
-        ("mtrain optim.lr=", ["optim.lr=null"]),
-        ("mtrain show recipe=llama3/70b_b", ["recipe=llama3/70b_b200x64"]),
-        ("mtrain recipe ver", ["verify"]),
-        ("mtrain recipe show llama/", ["llama/tiny_cpu", "llama/tiny_cpu_lora"]),
-        ("mtrain recipe diff llama/tiny_cpu mixtral/8x7", ["mixtral/8x7b_h100x64"]),
-        ("mtrain recipe new x.yaml model=mixtral_t", ["model=mixtral_tiny"]),
-        (
-            "mtrain explain model.moe.router_top",
-            ["model.moe.router_topk", "model.moe.router_topk_scaling_factor"],
-        ),
-        ("mtrain explain kern", ["kernels", "kernels."]),
-        ("mtrain explain mt101", ["mt101"]),
-        ("mtrain completion ", sorted(SHELLS)),
-        ("mtrain schema rec", ["recipe"]),
-        ("mtrain check --js", ["--json"]),
-        ("mtrain nothing.at.all", []),
-        ("mtrain check x=y=z", []),
-        ("", candidates("mtrain ")),
-    ],
+    TABLES["by_position"],
 )
 def test_completion_offers_by_position(line: str, found: list[str]) -> None:
     assert candidates(line) == found

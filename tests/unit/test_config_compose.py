@@ -16,6 +16,9 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.messages.keys import field_of, foreign, schema_keys
 from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem
 from tests.support.configs import within_a_second
+from tests.support.tables import tables
+
+TABLES = tables("config_compose")
 
 
 def problems(*argv: str) -> list[Problem]:
@@ -222,34 +225,7 @@ def test_compose_reports_every_problem() -> None:
     assert all(p.source == "command line" for p in found)
 
 
-@pytest.mark.parametrize(
-    ("argument", "word"),
-    [
-        ("+model.num_layers=2", "without the + it is replaced"),
-        ("+model=llama_tiny", "without the + it is replaced"),
-        ("++model=llama_tiny", "without the ++ it is replaced"),
-        ("~model.moe.num_experts", "nothing to delete"),
-        ("~hydra.run.dir", "no such key"),
-        ("+++optim.lr=1", "begins with"),
-        ("hydra.run.dir=/tmp/x", "Hydra"),
-        ("hydra/launcher=basic", "Hydra"),
-        ("hydra.searchpath=[/tmp]", "Hydra"),
-        ("model=[llama_tiny,llama3_8b]", "one"),
-        ("model=llama_tiny,llama3_8b", "sweep"),
-        ("optim.lr=1e-3,1e-4", "sweep"),
-        ("optim.lr=range(1,4)", "sweep"),
-        ("optim.lr=choice(1,4)", "sweep"),
-        ("model=/etc/passwd", "ends in .yaml"),
-        ("model=.hidden", "path"),
-        ("model={a:1}", "choice"),
-        ("model/llama=x", "part of the choice's name"),
-        ("model@optim=llama_tiny", "packages"),
-        ("model.num_layers", "key=value"),
-        ("trainer.sample_prompt=a=(b", "read"),
-        ("optim.lr=[[[", "read"),
-        ("--tensor-model-parallel-size=2", "parallel.tp"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "word"), TABLES["refused_forms"])
 def test_compose_unsupported_hydra_forms_are_refused(argument: str, word: str) -> None:
     problem = only(argument)
     assert problem.code == "MT010"
@@ -308,32 +284,7 @@ def test_compose_foreign_names_lead_to_existing_keys() -> None:
     assert foreign()["n_embd"] == foreign()["d_model"] == "model.hidden_size"
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "fix"),
-    [
-        ("model.num_layers='2'", "MT013", "model.num_layers=2"),
-        ("model.hidden_size=64.0", "MT013", "model.hidden_size=64"),
-        ("model.num_layers=true", "MT013", ""),
-        ("model.num_layers=-2", "MT014", "model.num_layers=1"),
-        ("model.attention_dropout=1.5", "MT014", "model.attention_dropout=0.0"),
-        ("model.attention_dropout=-0.1", "MT014", "model.attention_dropout=0.0"),
-        ("model.layernorm_epsilon=-1", "MT014", "model.layernorm_epsilon=0.0"),
-        ("model.rotary_base=0", "MT014", "model.rotary_base=10000.0"),
-        ("model.rotary_percent=1.7", "MT014", "model.rotary_percent=1.0"),
-        ("model.normalization=RMSnorm", "MT014", "model.normalization=RMSNorm"),
-        ("model.position_embedding_type=rop", "MT014", "model.position_embedding_type=rope"),
-        ("optim.lr=nan", "MT013", "optim.lr=null"),
-        ("optim.beta1=1", "MT014", "optim.beta1=0.9"),
-        ("precision.grad_reduce_in_fp32=yes", "MT013", "precision.grad_reduce_in_fp32=true"),
-        ("log.name=123", "MT013", "'log.name=\"123\"'"),
-        ("log.name=a/b", "MT014", "log.name=a-b"),
-        ("data.split=[1,2]", "MT014", "data.split=[1,2,0]"),
-        ("data.split=[1,2,x]", "MT013", ""),
-        ("data.split=5", "MT013", ""),
-        ("cluster.peak_tflops.bf61=3", "MT012", ""),
-        ("optim.clip_grad=0", "MT014", "optim.clip_grad=1.0"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "code", "fix"), TABLES["accepted_values"])
 def test_compose_refused_value_lists_accepted(argument: str, code: str, fix: str) -> None:
     problem = only(argument)
     assert (problem.code, problem.fix) == (code, fix)
@@ -351,12 +302,6 @@ def test_compose_mapping_merges_into_section() -> None:
     ).run
     assert run.model.moe is not None
     assert (run.model.moe.num_experts, run.model.moe.router_topk) == (4, 1)
-
-
-def test_compose_key_below_plain_value_is_unknown() -> None:
-    assert [(p.code, p.path) for p in problems("model.num_layers.x=3")] == [
-        ("MT012", "model.num_layers.x")
-    ]
 
 
 def test_compose_reference_is_followed() -> None:

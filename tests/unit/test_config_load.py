@@ -62,12 +62,6 @@ def test_load_keys_and_items_have_lines() -> None:
     assert document.where("a.c.zzz") == "f.yaml:5"
 
 
-def test_load_duplicate_key_names_both_lines() -> None:
-    problem = refusal("a:\n  b: 1\n  c: 2\n  b: 3\n")
-    assert (problem.code, problem.path, problem.source) == ("MT004", "a.b", "f.yaml:4")
-    assert "2 and 4" in problem.rule
-
-
 @pytest.mark.parametrize(
     "tagged",
     [

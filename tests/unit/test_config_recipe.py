@@ -13,6 +13,9 @@ from mtrain.config.compose.paths import recipes_dir
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from tests.support.patience import patient
+from tests.support.tables import tables
+
+TABLES = tables("config_recipe")
 
 
 def validated(tmp_path: Path, text: str) -> list[Problem]:
@@ -25,43 +28,7 @@ def validated(tmp_path: Path, text: str) -> list[Problem]:
 
 @pytest.mark.parametrize(
     ("text", "code", "path"),
-    [
-        ("model:\n  _target_: os.system\n", "MT006", "model._target_"),
-        (
-            "model: {moe: {_partial_: true, num_experts: 2, ffn_hidden_size: 2}}\n",
-            "MT006",
-            "model.moe._partial_",
-        ),
-        ("optim: {_args_: [touch x]}\n", "MT006", "optim._args_"),
-        ("hydra: {run: {dir: /tmp/x}}\n", "MT006", "hydra"),
-        ("hydra: {searchpath: ['file:///tmp']}\n", "MT006", "hydra"),
-        ("_self_: 1\n", "MT006", "_self_"),
-        ("data:\n  suffixes: [{_target_: os.system}]\n", "MT006", "data.suffixes._target_"),
-        ("run: /tmp/run.yaml\n", "MT017", "run"),
-        ("recipe: other\n", "MT017", "recipe"),
-        ("defaults: [{override /model: ../../x}]\n", "MT010", "model"),
-        ("defaults: ['/model: x']\n", "MT017", "defaults"),
-        ("defaults: [_self_]\n", "MT017", "defaults"),
-        ("defaults: [{override hydra/launcher: basic}]\n", "MT017", "defaults"),
-        ("defaults: [{override /hydra/launcher: basic}]\n", "MT017", "defaults"),
-        ("defaults: [{/model: llama_tiny}]\n", "MT017", "defaults"),
-        ("defaults: [{optional /model: llama_tiny}]\n", "MT017", "defaults"),
-        ("defaults: [{override /model@optim: llama_tiny}]\n", "MT017", "defaults"),
-        ("defaults: [{override /model: [llama_tiny, llama3_8b]}]\n", "MT010", "model"),
-        ("defaults: {override /model: llama_tiny}\n", "MT017", "defaults"),
-        ("defaults: [{override /model: nope}]\n", "MT011", "model"),
-        ("data: {path: '${oc.env:HOME}'}\n", "MT007", "data.path"),
-        ("data: {path: '${oc.env:HOME,${x}}'}\n", "MT007", "data.path"),
-        ("data: {path: '${oc.decode:x}'}\n", "MT007", "data.path"),
-        ("data: {path: '${..x}'}\n", "MT007", "data.path"),
-        ("data: {suffixes: ['${oc.env:HOME}']}\n", "MT007", "data.suffixes"),
-        ("optim: !!python/name:os.system x\n", "MT006", ""),
-        ("optim: {lr: 1}\noptim: {lr: 2}\n", "MT004", "optim"),
-        ("model: llama3_8b\n", "MT013", "model"),
-        ("model: {hiden_size: 2}\n", "MT012", "model.hiden_size"),
-        ("optim: {lr: '3e-4'}\n", "MT013", "optim.lr"),
-        ("recipe: {tilte: x}\n", "MT012", "recipe.tilte"),
-    ],
+    TABLES["beyond_data"],
 )
 def test_recipe_beyond_data_is_refused_with_key_and_line(
     tmp_path: Path, text: str, code: str, path: str

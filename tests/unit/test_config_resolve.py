@@ -27,6 +27,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, MOE, tiny
+from tests.support.tables import tables
+
+TABLES = tables("config_resolve")
 
 GPUS = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
 
@@ -119,12 +122,6 @@ def test_resolve_launcher_sets_unset_ranks() -> None:
     assert got.parallel.ranks == 2, "check, never correct"
     (problem,) = machine_problems(asked, got, LAPTOP, 4, {})
     assert (problem.code, problem.fix, problem.severity) == ("MT110", "parallel.ranks=4", "error")
-
-
-def test_resolve_more_ranks_than_cores_warns() -> None:
-    raw = tiny(parallel__ranks=64)
-    (problem,) = machine_problems(raw, resolve(raw, LAPTOP), LAPTOP, None, {})
-    assert problem.severity == "warning"
 
 
 @pytest.mark.parametrize(
@@ -341,24 +338,7 @@ def files(root: Path, texts: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("texts", "cores", "gib"),
-    [
-        ({}, 64, None),
-        ({"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
-        ({"cpu.max": "400000 100000", "memory.max": str(2 << 30)}, 4, 2),
-        ({"cpu.max": "250000 100000"}, 3, None),
-        ({"cpu.max": "20000 100000"}, 1, None),
-        (
-            {
-                "a/cpu.max": "200000 100000",
-                "cpu.max": "800000 100000",
-                "a/b/memory.max": str(1 << 30),
-            },
-            2,
-            1,
-        ),
-        ({"memory.max": str(1 << 30), "a/b/memory.max": str(3 << 30)}, 64, 1),
-        ({"a/b/cpuset.cpus.effective": "0-2,9\n"}, 4, None),
-    ],
+    TABLES["cgroup_limits"],
 )
 def test_resolve_cgroup_limits_count(
     texts: dict[str, str],

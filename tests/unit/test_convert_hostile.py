@@ -22,6 +22,9 @@ from mtrain.convert.huggingface.folder import INDEX, WEIGHTS, open_folder
 from mtrain.convert.inspect import held, totals
 from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import CorruptData
+from tests.support.tables import tables
+
+TABLES = tables("convert_hostile")
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -190,28 +193,7 @@ def test_convert_hostile_pickle_is_never_read(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-CONFIGS: dict[str, Any] = {
-    "no object": [],
-    "no type": {},
-    "a type of code": {"model_type": "llama", "auto_map": {"AutoModel": "x--y.Z"}},
-    "a type that is not known": {"model_type": "../../x"},
-    "a list for a number": {"model_type": "llama", "hidden_size": [1], "num_hidden_layers": 2},
-    "a size of many digits": {
-        "model_type": "llama",
-        "hidden_size": 10**30,
-        "num_hidden_layers": 10**30,
-    },
-    "a negative size": {"model_type": "llama", "hidden_size": -64, "num_hidden_layers": 2},
-    "a petabyte": {
-        **{
-            "model_type": "llama",
-            "hidden_size": 10**6,
-            "num_hidden_layers": 10**5,
-            "intermediate_size": 10**6,
-        },
-        **{"num_attention_heads": 10**4, "vocab_size": 10**6},
-    },
-}
+CONFIGS: dict[str, Any] = TABLES["configs"]
 
 
 @pytest.mark.full

@@ -11,49 +11,16 @@ from mtrain.cli.check import summary
 from mtrain.plan.rank import worst_stage
 from mtrain.units import GIB
 from tests.support.configs import LAPTOP
+from tests.support.tables import tables
+
+TABLES = tables("device_memory")
 
 BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
 
 
 @pytest.mark.parametrize(
     ("words", "fix"),
-    [
-        (
-            (
-                "model=llama3_8b parallel=single cluster=h100x8 precision=bf16"
-                " parallel.distributed_optimizer=false data.seq_length=2048"
-            ),
-            "parallel.distributed_optimizer=true",
-        ),
-        (
-            "model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16",
-            "a cluster of more devices",
-        ),
-        (
-            (
-                "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16 data.seq_length=2048 "
-                "trainer.micro_batch_size=1"
-            ),
-            "",
-        ),
-        (
-            "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16",
-            "parallel.recompute.granularity=selective",
-        ),
-        (
-            (
-                "model=llama3_8b parallel=single cluster=h100x8 precision=bf16"
-                " parallel.distributed_optimizer=false data.seq_length=2048"
-                " trainer.micro_batch_size=1 optim.cpu_offload=1.0"
-                " precision.grad_reduce_in_fp32=false"
-            ),
-            "",
-        ),
-        (
-            "model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16 optim.cpu_offload=1.0",
-            "parallel.recompute.granularity=full",
-        ),
-    ],
+    TABLES["remedies"],
 )
 def test_device_memory_unfitting_state_warns_with_remedies(words: str, fix: str) -> None:
     found = [p for p in load([*BASE, *words.split()], LAPTOP, {}).warnings if p.code == "MT146"]

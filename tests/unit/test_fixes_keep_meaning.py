@@ -20,6 +20,9 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.launching.resume import weights_of
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
+from tests.support.tables import tables
+
+TABLES = tables("fixes_keep_meaning")
 
 NOT_KEPT = re.compile(r"=(null|\[1\.0,0\.0\]|\[1,1\]|assistant|0\.9)( |$)")
 """Values that were taken for what somebody wrote: null, a default, another number."""
@@ -50,50 +53,7 @@ def _first(*words: str) -> Problem:
 
 @pytest.mark.parametrize(
     ("words", "fix"),
-    [
-        ("log.name=1.10", """'log.name="1.10"'"""),
-        ("log.name=1e5", """'log.name="1e5"'"""),
-        ("log.name=1_000", """'log.name="1_000"'"""),
-        ("log.name=true", """'log.name="true"'"""),
-        ("log.name='my run'", "log.name=my-run"),
-        ("checkpoint.init_from=/c/epoch=3", """'checkpoint.init_from="/c/epoch=3"'"""),
-        ("data=indexed data.blend=[1.10,b]", """'data.blend=["1.10",b]'"""),
-        ("data.path=corpuz/wiki.txt", "data.path=corpus/wiki.txt"),
-        ("data=sft data.path=chatz.jsonl", "data.path=chats.jsonl"),
-        ("model=./smal.yaml", "model=small.yaml"),
-        ("data.split=[1,1]", "data.split=[1,1,0]"),
-        ("data.blend=[a,b]", "data=indexed"),
-        ("data=indexed data.blend=[a,b] data.blend_weights=[1]", "a weight for each corpus"),
-        ("data=indexed data.blend_weights=[1,2]", "leave it out"),
-        (
-            "data=indexed data.path=x data.blend=[a,b]",
-            "leave out data.path or leave out data.blend",
-        ),
-        (
-            "data=indexed data.blend=[a,b] data.blend_weights=[1,1e-13]",
-            "give b a larger weight, or 0",
-        ),
-        ("data=indexed data.blend=[a,b] data.blend_weights=[1,-1]", ""),
-        ("recipe=sft/llama_tiny_cpu data.path=chats.jsonl", "data=sft"),
-        ("data=mock data.path=corpus/wiki.txt", "data=text"),
-        ("data=mock data.path=c_text_document.bin", "data=indexed data.path=c_text_document"),
-        ("data=mock data.tokenizer=tok.json", "data=text"),
-        ("data=mock data.limit_mib=2", "leave it out"),
-        ("peft.init_from=adapters", "peft=lora"),
-        ("peft.r=32", "peft=lora"),
-        ("data.loss_on=last", "data=sft"),
-        ("optim.momentum=0.8", "optim=sgd"),
-        ("optim=sgd optim.beta1=0.8", "optim=adamw"),
-        ("parallel.cp_comm_type=p2p", "leave it out"),
-        ("recipe=recipes/r9.yaml", "recipe=recipes/r1.yaml"),
-        ("recipe=nothing/like/it", "recipe list"),
-        ("data=sft data.path=/nowhere/chats.jsonl", ""),
-        ("checkpoint.init_from=/nowhere/weights", ""),
-        ("checkpoint.resume=runs/nope", ""),
-        ("data=zzz", "choices data"),
-        ("optim.learning_rate=fast", "explain optim.lr"),
-        ("parallel=pp2 parallel.pipeline_layout=Et|tt", """'parallel.pipeline_layout="Ett|ttL"'"""),
-    ],
+    TABLES["kept"],
 )
 def test_fixes_keep_meaning_or_are_absent(words: str, fix: str) -> None:
     problem = _first(*shlex.split(words))
@@ -111,26 +71,7 @@ def test_fixes_keep_quoting_of_names_in_files(name: str, fix: str) -> None:
     assert compose(["recipe=mine.yaml", *shlex.split(problem.fix)]).run.log.name == name
 
 
-HOSTILE = (
-    "data=sft data.path=/no/c.jsonl data.tokenizer=/no/t.json data.chat_template=/no/x.jinja",
-    "data=preference data.path=p.jsonl data.tokenizer=/no/t.json",
-    "data=indexed data.path=/no/corpus data.tokenizer=/no/t.json",
-    "data=indexed data.blend=[/no/a,/no/b] data.blend_weights=[0.5,0.25,0.25]",
-    "data=indexed data.blend=[/no/a,/no/b] data.blend_sizes=[5]",
-    "data=indexed data.blend=[/no/a] data.validation_blend=[/no/v] data.validation_weights=[1,2]",
-    "data=text data.path=/no/text data.suffixes=[.zzz]",
-    "model=llava_tiny data=image_text data.path=/no/images data.tokenizer=/no/t.json",
-    "model=bert_tiny data=sft data.path=c.jsonl data.tokenizer=t.json",
-    "model=llama_tiny data=image_text data.path=images",
-    "checkpoint.init_from=/no/weights checkpoint.resume=/no/run",
-    "peft=lora peft.init_from=/no/adapters checkpoint.init_from=/no/hf",
-    "log.runs_dir=/dev/null/runs",
-    "data.path=corpus/wiki.txt data.cache_dir=/dev/null/cache",
-    "parallel=pp2 parallel.layers_per_stage=[9,9]",
-    "parallel=pp2 parallel.pipeline_layout=xyz",
-    "trainer.profile_step=2 trainer.profile_ranks=[7,8]",
-    "trainer.rampup_batch_size=[3,2,100]",
-)
+HOSTILE = TABLES["hostile"]
 
 
 @pytest.mark.full
@@ -188,4 +129,4 @@ def test_fixes_keep_missing_checkpoint_is_not_random(folder: Path) -> None:
     (problem,) = caught.value.problems
     assert problem.code == "MT502"
     assert "null" not in problem.fix
-    assert "wait until it has saved one" in problem.fix
+    assert "has saved a checkpoint" in problem.fix

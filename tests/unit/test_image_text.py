@@ -33,6 +33,9 @@ from mtrain.errors import ConfigError, CorruptData, MtrainError
 from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.llava.data import _batch, _of_records, spread
 from tests.support.shapes import folder_of_shapes
+from tests.support.tables import tables
+
+TABLES = tables("image_text")
 
 
 @pytest.fixture(scope="module")
@@ -191,22 +194,7 @@ def test_image_text_bad_image_has_line_and_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [
-        (
-            '{"image": "nowhere.png", "text": "a"}',
-            r"shapes\.jsonl:21: 'nowhere.png': there is no such image",
-        ),
-        ('{"image": "../x.png", "text": "a"}', r":21: .*inside its folder"),
-        ("nonsense", r":21: not JSON"),
-        (
-            json.dumps({"image": "a" * 300, "text": "a"}),
-            r":21: 'aaa.*' cannot be read: File name too long",
-        ),
-        (
-            '{"image": "round.png", "text": "a"}',
-            r":21: 'round.png' cannot be resolved: Symlink loop",
-        ),
-    ],
+    TABLES["records"],
 )
 def test_image_text_records_are_verified_before_training(
     line: str, said: str, tmp_path: Path

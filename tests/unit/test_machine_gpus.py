@@ -20,6 +20,9 @@ from mtrain.errors import BadEnvironment
 from mtrain.launching import preflight
 from tests.support.configs import LAPTOP, tiny
 from tests.support.nvml import Library
+from tests.support.tables import tables
+
+TABLES = tables("machine_gpus")
 
 MIB = 1 << 20
 H200 = "NVIDIA H200"
@@ -79,24 +82,7 @@ def test_machine_gpus_any_number_of_processes_is_read(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("visible", "numbers", "said"),
-    [
-        (None, [0, 1, 2, 3], ""),
-        ("2,0", [2, 0], ""),
-        ("GPU-33aa,GPU-1", [3, 1], ""),
-        ("", [], "is empty: every GPU is hidden"),
-        ("-1", [], "begins with no GPU"),
-        ("0,1,0", [], "names 0 twice, and CUDA then shows no GPU"),
-        ("GPU-2,2", [], "names 2 twice"),
-        (
-            "0,9,1",
-            [0],
-            "9 is no GPU of this machine, which has numbers 0 to 3: the list ends there",
-        ),
-        ("1,-1,2", [1], "-1 is no GPU"),
-        ("GPU-7", [], "GPU-7 is no GPU"),
-        ("GPU-", [], "GPU- is no GPU"),
-        ("0,,1", [0], "an empty entry is no GPU"),
-    ],
+    TABLES["visible"],
 )
 def test_machine_gpus_visible_list_reads_as_cuda(
     visible: str | None, numbers: list[int], said: str
@@ -150,27 +136,7 @@ def test_machine_gpus_partitioned_shows_one_instance(visible: str | None, names:
 
 @pytest.mark.parametrize(
     ("environment", "gpus"),
-    [
-        (
-            {
-                "SLURM_GPUS_PER_TASK": "1",
-                "SLURM_LOCALID": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-            },
-            4,
-        ),
-        (
-            {
-                "SLURM_NTASKS_PER_GPU": "1",
-                "SLURM_LOCALID": "0",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-                "SLURM_NODEID": "2",
-            },
-            3,
-        ),
-        ({"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
-        ({"SLURM_GPUS_PER_TASK": "1"}, 1),
-    ],
+    TABLES["per_task"],
 )
 def test_machine_gpus_one_per_task_adds_up_to_machine(
     environment: dict[str, str], gpus: int

@@ -21,6 +21,9 @@ from mtrain.recipes.megatron.flags_unmapped import OTHERS
 from mtrain.recipes.megatron.reading import read_flags
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
+from tests.support.tables import tables
+
+TABLES = tables("megatron_arguments")
 
 
 @cache
@@ -210,31 +213,7 @@ def test_megatron_arguments_harmless_change_is_no_difference(changed: dict[str, 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain rope": ({"position_embedding_type": "rope"}, {"model.rope_scaling": None}),
-    "factor": ({"rotary_scaling_factor": 32.0}, {"model.rope_scaling.factor": 32.0}),
-    "factor of a fork": ({"yarn_rotary_scaling_factor": 32.0}, {"model.rope_scaling.factor": 32.0}),
-    "length": (
-        {"yarn_original_max_position_embeddings": 4096},
-        {"model.rope_scaling.original_max_position_embeddings": 4096},
-    ),
-    "fast": ({"yarn_beta_fast": 16.0}, {"model.rope_scaling.beta_fast": 16.0}),
-    "slow": ({"yarn_beta_slow": 2.0}, {"model.rope_scaling.beta_slow": 2.0}),
-    "rounding": (
-        {"yarn_correction_range_round_to_int": True},
-        {"model.rope_scaling.truncate": True},
-    ),
-    "weights": (
-        {"yarn_mscale": 0.7, "yarn_mscale_all_dim": 1.0},
-        {"model.rope_scaling.mscale": 0.7, "model.rope_scaling.mscale_all_dim": 1.0},
-    ),
-    "no number": ({"yarn_beta_fast": "fast"}, {"yarn_beta_fast": None}),
-    "the same": (
-        {"yarn_rotary_scaling_factor": 8, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
-        {},
-    ),
-    "base": ({"rotary_base": 10000}, {"model.rotary_base": 10000.0}),
-}
+IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = TABLES["in_yarn"]
 
 
 @pytest.mark.parametrize("name", IN_YARN)

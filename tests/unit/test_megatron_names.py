@@ -12,58 +12,17 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
 from mtrain.models.gpt import torch_dist
+from tests.support.tables import tables
 
-ONE = {
-    "decoder.layers.mlp.linear_fc2.weight": ((3,), "decoder.layers.3.mlp.linear_fc2.weight"),
-    "decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
-    "model.decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
-    "model.module.decoder.layers.3.mlp.linear_fc2.weight": (
-        (),
-        "decoder.layers.3.mlp.linear_fc2.weight",
-    ),
-    "decoder.layers.mlp.experts.experts.linear_fc1.weight": (
-        (3, 5),
-        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
-    ),
-    "decoder.layers.3.mlp.experts.experts.linear_fc1.bias": (
-        (5,),
-        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.bias",
-    ),
-    "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w": (
-        (),
-        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w",
-    ),
-    "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight": (
-        (),
-        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
-    ),
-    "decoder.layers.3.mlp.experts.linear_fc1.weight5_v": (
-        (),
-        "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v",
-    ),
-    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (
-        (0,),
-        "decoder.layers.0.input_layernorm.weight",
-    ),
-    "decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
-        (),
-        "decoder.layers.0.pre_mlp_layernorm.bias",
-    ),
-    "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
-        (),
-        "decoder.layers.0.self_attention.q_layernorm.weight",
-    ),
-    "mtp.layers.0.transformer_layer.mlp.linear_fc1.layer_norm_weight": (
-        (),
-        "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
-    ),
-    "embedding.word_embeddings.weight": ((), "embedding.word_embeddings.weight"),
-}
+TABLES = tables("megatron_names")
+
+ONE = TABLES["one"]
 
 
 @pytest.mark.parametrize("name", ONE)
 def test_megatron_names_weight_has_one_name(name: str) -> None:
     numbers, one = ONE[name]
+    numbers = tuple(numbers)
     assert torch_dist.counted_axes(name) == len(numbers)
     assert torch_dist.one_name(name, numbers) == one
     assert torch_dist.is_weight(name)

@@ -18,6 +18,9 @@ from mtrain.config.compose import paths
 from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
+from tests.support.tables import tables
+
+TABLES = tables("offered_fixes")
 
 COMMANDS = {
     "parallel=TP2": "parallel=tp2",
@@ -107,32 +110,7 @@ COMMANDS = {
     "+optim.beta1=0.8": "optim.beta1=0.8",
 }
 """Argument -> what is offered for it."""
-FILES = {
-    "optim:\n lr:1e-3\n": "write `lr: 1e-3` under `optim:`",
-    "optim:\n lr=1e-3\n name:adamw\n": "write `lr: 1e-3` and `name: adamw` under `optim:`",
-    "optim: muon\n": "- override /optim: muon",
-    "model:\n": "write the keys of model, or delete the line",
-    "trainer: []\n": "write the keys of trainer, or delete the line",
-    "checkpoint: {resume: /}\n": "checkpoint.resume=null",
-    "log: {runs_dir: /proc/runs}\n": "log.runs_dir=runs",
-    "optim: zzz\n": "write the keys of optim, or delete the line",
-    "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 1e300}\n": (
-        "model.hidden_size=256"
-    ),
-    "model: {hidden_size: 1e300}\n": "model=llama_tiny",
-    'parallel: {sequence_parallel: "True"}\n': "parallel.sequence_parallel=true",
-    "trainer: {train_iters: 10k}\n": "trainer.train_iters=10000",
-    "optim: {lr: 3e-4f}\n": "optim.lr=0.0003",
-    "optim: {<<: {lr: 2e-3}}\n": "optim.lr=0.002",
-    "<<: {optim: {lr: 2e-3}}\n": "optim.lr=0.002",
-    "Optim: {LR: 2e-3}\n": "optim.lr=0.002",
-    "оptim: {lr: 2e-3}\n": "optim.lr=0.002",
-    "optim: {weight-decay: 0.2}\n": "optim.weight_decay=0.2",
-    "trainer: {seq_length: 128}\n": "data.seq_length=128",
-    "trainer: {train_iters: 1,000}\n": "write numbers without commas",
-    "data: {path: '${oc.env:HOME}'}\n": "write the value itself, or delete the line",
-    "recipe: {title: 3}\n": "'recipe.title=\"3\"'",
-}
+FILES = TABLES["files"]
 """A recipe -> what is offered for its first problem."""
 
 
@@ -224,29 +202,7 @@ THEIRS = re.compile(
 )
 WORDS = "(( )) [1 {a {a:1 a] 'x \"x ${ ${} $x a(b) range( x=y a,b) ! ^ ` \\ # a;b &"
 TORN = [f"optim.lr={text}" for text in WORDS.split()]
-BROKEN = [
-    "a: [1",
-    "a: &\n",
-    "a: 'x",
-    'a: "\\q"',
-    "\ta: 1",
-    "a: @x",
-    "a\nb: 1",
-    "a: b: c",
-    "{a: 1}}",
-    "%YAML 3.0\n---\na: 1",
-    "? ? a: 1",
-    "a: >x",
-    "%FOO\na: 1",
-    "a: |x\n b",
-    "- a\nb: 1",
-    "a: !<x y",
-    "a: &x &y 1",
-    "a: *",
-    "a: ]",
-    '"a" "b": 1',
-    "a: \x01",
-]
+BROKEN = TABLES["broken"]
 
 
 @pytest.mark.parametrize("text", [*TORN, *BROKEN])

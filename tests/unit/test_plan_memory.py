@@ -14,6 +14,9 @@ from mtrain.plan.memory import activation_bytes
 from mtrain.plan.rank import worst_stage
 from tests.support.catalogue import validated
 from tests.support.configs import LAPTOP
+from tests.support.tables import tables
+
+TABLES = tables("plan_memory")
 
 LONG = "data=mock model.max_position_embeddings={0} data.seq_length={0}"
 
@@ -24,58 +27,7 @@ def errors(words: str) -> list[Problem]:
 
 @pytest.mark.parametrize(
     ("words", "code", "path"),
-    [
-        (LONG.format(10**12), "MT147", "data.seq_length"),
-        (LONG.format(10**9), "MT147", "data.seq_length"),
-        (LONG.format(10**15), "MT014", "data.seq_length"),
-        (f"{LONG.format(10**8)} cluster=h100x8 parallel=tp2", "MT147", "data.seq_length"),
-        ("trainer.global_batch_size=1000000000000000000", "MT014", "trainer.global_batch_size"),
-        ("trainer.global_batch_size=1000000000000", "MT147", "trainer.global_batch_size"),
-        (
-            "trainer.global_batch_size=1000000000 cluster=h100x8",
-            "MT147",
-            "trainer.global_batch_size",
-        ),
-        ("trainer.rampup_batch_size=[8,8,100] trainer.global_batch_size=1000000000", "MT137", ""),
-        ("trainer.batch_size_schedule=[[1000000000,100000]]", "MT147", "trainer.global_batch_size"),
-        (
-            (
-                "trainer.micro_batch_size=1048576 trainer.global_batch_size=1048576"
-                " kernels.loss=megatron"
-            ),
-            "MT147",
-            "trainer.micro_batch_size",
-        ),
-        (
-            "model.hidden_size=1000000 model.num_layers=1000000 model.ffn_hidden_size=100000000",
-            "MT149",
-            "",
-        ),
-        ("model.hidden_size=134217728 model.num_layers=134217728", "MT149", "model.hidden_size"),
-        ("model.num_layers=1000000000000", "MT014", "model.num_layers"),
-        ("model.vocab_size=1000000000000000", "MT014", "model.vocab_size"),
-        ("parallel.pp=1000000 parallel.tp=2", "MT173", "parallel.ranks"),
-        ("parallel.pp=1000000000000 model.num_layers=999999999999", "MT014", "parallel.pp"),
-        ("parallel.pp=1048576 parallel.tp=2 model.num_layers=1048577", "MT173", "parallel.ranks"),
-        ("parallel.pp=1048576 parallel.layers_per_stage=[4]", "MT142", "parallel.layers_per_stage"),
-        ("parallel.ranks=1000000000000", "MT014", "parallel.ranks"),
-        (
-            "cluster.nodes=1000000 cluster.devices_per_node=1000000 cluster.device=cuda",
-            "MT173",
-            "parallel.ranks",
-        ),
-        (
-            "model=mixtral_tiny parallel.tp=2 parallel.ep=1000003 model.moe.num_experts=1000003",
-            "MT173",
-            "parallel.ranks",
-        ),
-        ("trainer.train_iters=1000000000000000000", "MT014", "trainer.train_iters"),
-        (
-            "trainer.rampup_batch_size=[1,1,1000000000000000000]",
-            "MT014",
-            "trainer.rampup_batch_size.2",
-        ),
-    ],
+    TABLES["huge"],
 )
 def test_plan_memory_huge_size_is_refused_in_numbers(words: str, code: str, path: str) -> None:
     found = [p for p in errors(words) if p.code == code and p.path.startswith(path)]

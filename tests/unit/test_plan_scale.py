@@ -16,6 +16,10 @@ from tests.support.commands import ROOT, mtrain
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan_scale as published
 
+from tests.support.tables import tables
+
+TABLES = tables("plan_scale")
+
 ONE_B = (
     "model=llama32_1b",
     "cluster=h100",
@@ -80,30 +84,7 @@ def test_plan_scale_unfit_count_states_reason(capsys: pytest.CaptureFixture[str]
     assert "no layout fits" in capsys.readouterr().err
 
 
-WRONG = {
-    "no numbers": (
-        ["--scale", "8,x,-1"],
-        ["x is no number of devices", "-1 is no number of devices"],
-    ),
-    "falling": (["--scale", "16,8"], ["8 after 16", "--scale 8,16"]),
-    "dots": (["--scale", "8,12,...,64"], ["12 is no multiple of 8"]),
-    "dots at the end": (["--scale", "8,16,..."], ["... stands between two numbers"]),
-    "no machines": (
-        ["--scale", "8,12"],
-        ["12 devices are no whole machines of h100, which have 8; nearest: 8 and 16"],
-    ),
-    "several values": (
-        ["--scale", "8,16", "trainer.seed=1,2,3"],
-        ["trainer.seed has 3 values, and --scale 2"],
-    ),
-    "batch": (["--scale", "8,12,16", "--weak"], ["12 devices"]),
-    "weak alone": (["--weak"], ["says how --scale counts"]),
-    "two answers": (["--scale", "8", "--trace"], ["--scale and --trace"]),
-    "all at once": (
-        ["--scale", "8,x", "trainer.seed=1,2", "trainer.tran_iters=3"],
-        ["x is no", "tran_iters"],
-    ),
-}
+WRONG = TABLES["wrong"]
 
 
 @pytest.mark.parametrize("name", WRONG)

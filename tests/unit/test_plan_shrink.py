@@ -23,6 +23,9 @@ from mtrain.plan.count import parameters
 from mtrain.plan.shrink import _sides, alone, differences, in_eight_bits, shrink
 from mtrain.plan.weights import update_of
 from tests.support.covering import some_recipes
+from tests.support.tables import tables
+
+TABLES = tables("plan_shrink")
 
 BIG = Machine(cpu_cores=1024, memory_bytes=1 << 50)
 LONG = ["data.seq_length=256", "trainer.global_batch_size=64", "trainer.micro_batch_size=1"]
@@ -122,39 +125,7 @@ def test_shrink_reports_changes() -> None:
     assert any(line.startswith("model.hidden_size: 4096 -> ") for line in told)
 
 
-ASKED = {
-    "uneven sizes": ["parallel=pp2", "model.num_layers=7", "parallel.layers_per_stage=[4,3]"],
-    "a written layout": [
-        "parallel=pp2vpp2",
-        "model.num_layers=5",
-        "parallel.pipeline_layout='Ett|tt|t|L'",
-    ],
-    "counted embedding": [
-        "parallel=pp4",
-        "model.num_layers=7",
-        "parallel.account_for_loss_in_pipeline_split=true",
-    ],
-    "hierarchical context": [
-        "parallel=cp4",
-        "parallel.cp_comm_type=a2a+p2p",
-        "parallel.hierarchical_cp_sizes=[2,2]",
-    ],
-    "recomputed groups": [
-        "parallel=pp2",
-        "parallel.recompute.granularity=full",
-        "parallel.recompute.method=block",
-        "parallel.recompute.num_layers=2",
-    ],
-    "packed": ["parallel=cp2", "data.packed=true", "data.packed_multiple=16"],
-    "window": ["parallel=tp2", "model.window_size=100", "model.window_attn_skip_freq=2"],
-    "groups of micro-batches": [
-        "parallel=pp4vpp2",
-        "model.num_layers=8",
-        "trainer.micro_batch_size=1",
-        "parallel.microbatch_group_size_per_vp_stage=16",
-    ],
-    "replicas": ["parallel=dp4", "parallel.distributed_optimizer=true", "parallel.hsdp_replicas=2"],
-}
+ASKED = TABLES["asked"]
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -173,25 +144,7 @@ def test_shrink_keeps_requested_values(name: str) -> None:
         )
 
 
-READ: dict[str, dict[str, Any]] = {
-    "a curriculum": {"blend": ["a", "b"], "blend_curriculum": [[0, [1.0, 0.0]], [5, [0.0, 1.0]]]},
-    "sizes and epochs": {
-        "blend": ["a", "b"],
-        "blend_sizes": [5, 6],
-        "blend_max_epochs": [1.0, 2.0],
-    },
-    "corpora of splits": {
-        "path": "a",
-        "validation_blend": ["b", "c"],
-        "validation_weights": [1.0, 2.0],
-    },
-    "Megatron's order": {"path": "a", "order": "megatron", "megatron_cache": "/nowhere"},
-    "fill in the middle": {
-        "path": "a",
-        "fim": {"rate": 0.5, "ids": [4001, 4002, 4003], "spm_rate": 0.1},
-    },
-    "packed": {"path": "a", "packed": True, "packed_multiple": 2},
-}
+READ: dict[str, dict[str, Any]] = TABLES["read"]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -220,25 +173,7 @@ def test_shrink_every_recipe_is_valid(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "group"),
-    [
-        (["parallel=pp8vpp2", "model.num_layers=16"], 4),
-        (
-            [
-                "parallel=pp8vpp2",
-                "model.num_layers=16",
-                "parallel.microbatch_group_size_per_vp_stage=16",
-            ],
-            8,
-        ),
-        (
-            [
-                "parallel=tp2pp2vpp2",
-                "model.num_layers=8",
-                "parallel.microbatch_group_size_per_vp_stage=4",
-            ],
-            None,
-        ),
-    ],
+    TABLES["groups"],
 )
 def test_shrink_micro_batch_groups_follow_pipeline(words: list[str], group: int | None) -> None:
     full = load([*words, *LONG], BIG, {}).run

@@ -10,58 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import tables
+
+TABLES = tables("plug_in_families")
+
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {
-    "ring-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: ring\nVersion: 0.1\n",
-    "ring-0.1.dist-info/entry_points.txt": "[mtrain.models]\nring = ring_family\n",
-    "ring_family/__init__.py": "",
-    "ring_family/config.py": '''
-"""The keys of the family ring."""
-from typing import Annotated
-
-from mtrain.config.families import FamilyConfig, Limit
-from mtrain.config.schema.base import Key, PositiveInt, Section
-
-
-class RingConfig(Section):
-    """`model.ring`: layers that are used in turns."""
-
-    turns: Annotated[PositiveInt, Key(hf="ring_turns")] = 2
-    """Times that each layer is used."""
-
-
-CONFIG = FamilyConfig(
-    section=RingConfig,
-    about="The family ring; null: another family.",
-    limits=(Limit("model.parallel_residual", (False,), "a ring has one input"),),
-)
-''',
-    "ring_family/rules.py": '''
-"""The rule of the family ring."""
-from mtrain.config.rules.families import of_family
-from mtrain.config.rules.finding import Finding
-from mtrain.config.rules.rule import Code
-
-
-@of_family("ring", Code("RING001"), reads="model.num_layers model.ring.turns")
-def whole_turns(run, ring):
-    """Turns divide the layers."""
-    if run.model.num_layers % ring.turns:
-        why = f"model.num_layers {run.model.num_layers} does not divide by {ring.turns}"
-        yield Finding("RING001", "model.ring.turns", why, ({"model.ring.turns": 2},))
-
-
-RULES = (whole_turns,)
-''',
-    "ring_family/family.py": '''
-"""The family ring: a decoder-only transformer by another name."""
-import dataclasses
-
-from mtrain.models.gpt.family import FAMILY as GPT
-
-FAMILY = dataclasses.replace(GPT, name="ring")
-''',
-}
+FILES = TABLES["files"]
 RING = ("model=llama_tiny", "model.family=ring")
 
 

@@ -16,6 +16,9 @@ from mtrain.cli.main import main
 from mtrain.cli.recipe.capture import capture
 from mtrain.errors import ConfigError
 from tests.support.patience import patient
+from tests.support.tables import tables
+
+TABLES = tables("recipe_capture")
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -71,30 +74,7 @@ def test_capture_holds_bash_words_without_secret(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        f"exec python3 -m torch.distributed.launch --nproc_per_node 8 pretrain_gpt.py {MODEL}\n",
-        (
-            "sbatch <<'EOF'\n#!/bin/bash\n#SBATCH -N 1 --gres=gpu:8\nsrun python pretrain_gpt.py"
-            f" {MODEL}\nEOF\n"
-        ),
-        (
-            f"M='{MODEL}'\nexport M\nsrun -N1 --ntasks-per-node=8 bash -c 'python -u"
-            " pretrain_gpt.py $M'\n"
-        ),
-        f"PATH=/usr/bin:/bin\nmpirun -np 8 python pretrain_gpt.py {MODEL}\n",
-        (
-            f"nohup env X=1 {sys.executable} -m torch.distributed.run --nproc-per-node 8"
-            f" pretrain_gpt.py {MODEL}\n"
-        ),
-        f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} & wait\n",
-        f'ssh node0 "cd /x && torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"\n',
-        (
-            "ray start --head\nray job submit -- torchrun --nproc-per-node 8 pretrain_gpt.py"
-            f" {MODEL}\nray stop\n"
-        ),
-        f"mpiexec -n 8 python3 pretrain_gpt.py {MODEL}\n",
-        f"accelerate launch --num_processes 8 pretrain_gpt.py {MODEL}\n",
-    ],
+    TABLES["launchers"],
     ids=[
         "exec",
         "sbatch",
@@ -112,7 +92,7 @@ def test_capture_records_each_launcher(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.sh").write_text(text)
+    (tmp_path / "t.sh").write_text(text.replace("PYTHON ", f"{sys.executable} "))
     found = capture(["bash", "t.sh"], ())
     assert (found.run.model.hidden_size, found.run.cluster.devices_per_node, found.open) == (
         128,
@@ -123,30 +103,7 @@ def test_capture_records_each_launcher(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "export PYTHONPATH=/opt/Megatron-LM\n$VENV/bin/python RUN\n",
-        "PYTHONPATH=/opt/Megatron-LM:$PYTHONPATH $VENV/bin/python RUN\n",
-        'PYTHONPATH=/opt/Megatron-LM nohup "$VENV/bin/python" RUN &\nwait\n',
-        "PYTHONPATH=/a PATH=venv/bin:$PATH exec python RUN\n",
-        (
-            "set -eu\nunset PYTHONPATH\nf() { export PATH=venv/bin:/usr/bin:/bin; exec python RUN;"
-            " }\nf\n"
-        ),
-        "export PYTHONPATH=/a PATH=venv/bin:$PATH\nexec python3.11 RUN\n",
-        (
-            "#!/bin/sh\nexport PATH=venv/bin:$PATH\nPYTHONPATH=/a\nexport PYTHONPATH\nexec python"
-            " RUN\n"
-        ),
-        "env -i PATH=$PWD/venv/bin:/usr/bin:/bin python3 RUN\n",
-        "env -u PYTHONPATH PATH=/usr/bin:/bin bash -c 'exec python3 RUN'\n",
-        "/usr/bin/env -i $VENV/bin/python RUN\n",
-        "export PATH=venv/bin:$PATH\nsh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
-        "/bin/sh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
-        (
-            "trap 'N=$((N + 1))' DEBUG\nPYTHONPATH=/a\nexport PYTHONPATH\n$VENV/bin/python RUN"
-            " --seed $N\n"
-        ),
-    ],
+    TABLES["own_environment"],
 )
 @pytest.mark.parametrize("starts", [["bash", "t.sh"], ["./t.sh"]], ids=["bash", "itself"])
 def test_capture_environment_of_its_own_trains_nothing(

@@ -31,6 +31,9 @@ from mtrain.recipes.lock import PACKAGES, versions
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.patience import patient
+from tests.support.tables import tables
+
+TABLES = tables("recipe_files")
 
 Run = Callable[..., tuple[int, str, str]]
 NAMES = sorted(
@@ -91,36 +94,7 @@ def test_recipe_hostile_is_refused_before_show(run: Run, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        [],
-        [
-            "model=llama3_8b",
-            "parallel=tp2sp",
-            "optim.lr=3e-4",
-            "cluster=h100x8",
-            "data=mock",
-            "precision=bf16",
-        ],
-        ["recipe=llama3/70b_h100x64", "trainer.train_iters=5000", "optim.clip_grad=null"],
-        [
-            "model=mixtral_tiny",
-            "model.moe.num_experts=8",
-            "parallel=ep2",
-            "model.moe.z_loss_coeff=1e-3",
-        ],
-        [
-            "parallel=tp2dp2",
-            "data.split=[0.5,0.25,0.25]",
-            'trainer.sample_prompt="a: #b"',
-            "checkpoint=off",
-        ],
-        [
-            "model.qk_layernorm=true",
-            "model.name=other",
-            "parallel.recompute.granularity=full",
-            "log=quiet",
-        ],
-    ],
+    TABLES["new"],
     ids=lambda words: " ".join(words) or "default",
 )
 def test_recipe_new_holds_command_line_in_twelve_lines(
@@ -460,21 +434,7 @@ def test_recipe_lock_detects_other_data_and_tokenizer(run: Run, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("head", "code"),
-    [
-        ("", "MT705"),
-        ("# mtrain lock 1\n", "MT705"),
-        ("# mtrain lock 1\n# digest: [1]\n# content: x\n# versions: 3\n# digests: {}\n", "MT705"),
-        ("# mtrain lock 1\n# digest: !!python/name:os.system x\n", "MT006"),
-        (
-            "# mtrain lock 1\n# a: &a [1,1,1,1,1,1,1,1,1,1]\n"
-            + "".join(
-                f"# {chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n"
-                for i in range(6)
-            ),
-            "MT005",
-        ),
-        ("# mtrain lock 1\n# digest: a\n# digest: b\n", "MT004"),
-    ],
+    TABLES["bad_locks"],
 )
 def test_recipe_bad_lock_is_refused(run: Run, tmp_path: Path, head: str, code: str) -> None:
     (tmp_path / "t.yaml").write_text(head + run_yaml(resolve(compose([]).run, LAPTOP)))

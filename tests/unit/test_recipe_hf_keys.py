@@ -16,6 +16,9 @@ from mtrain.recipes.huggingface.config_file import ELSEWHERE, IRRELEVANT
 from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.huggingface.kinds import DECODERS, KINDS
 from mtrain.recipes.imported import Imported
+from tests.support.tables import tables
+
+TABLES = tables("recipe_hf_keys")
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,25 +59,7 @@ NESTED |= {
     "type",
 }
 NESTED |= {"original_max_position_embeddings"}
-ROPE: list[dict[str, Any]] = [
-    {"rope_type": "default", "rope_theta": 5000.0},
-    {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 5000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.7,
-    },
-]
+ROPE: list[dict[str, Any]] = TABLES["rope"]
 """What says nothing of a model that has no such part, and what a class computes of other keys."""
 
 
@@ -249,53 +234,7 @@ def test_hf_keys_alias_equals_key(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "change", "flag"),
-    [
-        ("llama", {"num_hidden_layer": 2}, "num_hidden_layer"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
-            "rope_parameters",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}},
-            "rope_parameters",
-        ),
-        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "factr": 4.0}}, "rope_parameters"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            "max_window_layers",
-        ),
-        ("qwen3", {"attention_bias": True, "mlp_bias": True}, "mlp_bias"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
-        ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gemma2", {"sliding_window_size": 7}, "sliding_window_size"),
-        ("gemma2", {"attention_bias": True}, "attention_bias"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
-        ("olmo2", {"attention_bias": True}, "attention_bias"),
-        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
-        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
-        ("minimax_m2", {"use_mtp": True}, "use_mtp"),
-        ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim"),
-        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
-        ("gpt_oss", {"num_experts_per_tok": None, "experts_per_token": 2}, "experts_per_token"),
-        ("qwen3_moe", {"decoder_sparse_step": None}, "decoder_sparse_step"),
-        ("qwen2_moe", {"qkv_bias": None}, "qkv_bias"),
-        ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm"),
-    ],
+    TABLES["unsupported"],
 )
 def test_hf_keys_unsupported_is_named(
     kind: str, change: dict[str, Any], flag: str, tmp_path: Path
@@ -315,143 +254,7 @@ def test_hf_keys_unsupported_is_named(
 
 @pytest.mark.parametrize(
     ("kind", "change", "wanted"),
-    [
-        ("gpt2", {"scale_attn_weights": False}, {"softmax_scale": 1.0}),
-        ("gpt2", {"activation_function": "relu2"}, {"activation": "squared_relu"}),
-        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "geglu_tanh"}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}),
-        ("mixtral", {"rope_parameters": {"rope_theta": 7.0}}, {"rotary_base": 7.0}),
-        ("mixtral", {"rope_parameters": {"rope_type": "default"}}, {"rotary_base": 1e6}),
-        (
-            "gpt_neox",
-            {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
-            {"rotary_percent": 0.5},
-        ),
-        (
-            "gemma2",
-            {"hidden_activation": "gelu"},
-            {"activation": "geglu", "softmax_scale": None, "window_size": 4096},
-        ),
-        (
-            "gemma2",
-            {"query_pre_attn_scalar": 64},
-            {"softmax_scale": 0.125, "attn_logit_softcapping": 50.0},
-        ),
-        (
-            "gemma2",
-            {"attn_logit_softcapping": None},
-            {"attn_logit_softcapping": None, "window_attn_skip_freq": 2},
-        ),
-        (
-            "gemma3_text",
-            {"sliding_window_pattern": 3},
-            {"window_attn_skip_freq": 3, "rotary_base_local": 1e4},
-        ),
-        (
-            "gemma3_text",
-            {"sliding_window_pattern": 1},
-            {"window_size": None, "rotary_base_local": None},
-        ),
-        (
-            "minimax_m2",
-            {"rotary_dim": 32},
-            {"rotary_percent": 0.25, "rotary_base": 5e6, "moe.num_experts": 256},
-        ),
-        (
-            "minimax_m2",
-            {"rope_theta": 7.0},
-            {"rotary_percent": 1.0, "moe.router_load_balancing_type": "none"},
-        ),
-        (
-            "olmo2",
-            {"rms_norm_eps": 1e-6},
-            {"norm_placement": "post", "qk_layernorm_across_heads": True},
-        ),
-        ("mistral", {"sliding_window": 9}, {"window_size": 9, "window_attn_skip_freq": None}),
-        ("mistral", {"sliding_window": None}, {"window_size": None}),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
-            {"window_size": 9},
-        ),
-        (
-            "gpt_oss",
-            {"swiglu_limit": 5.0},
-            {"window_size": 128, "window_attn_skip_freq": 2, "softmax_type": "learnable"},
-        ),
-        (
-            "gpt_oss",
-            {"swiglu_limit": 5.0},
-            {"activation_func_clamp_value": 5.0, "glu_linear_offset": 1.0},
-        ),
-        ("qwen3_moe", {"num_local_experts": 5}, {"moe.num_experts": 5}),
-        ("qwen3_moe", {"num_experts": 5}, {"moe.num_experts": 5}),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, {"moe.first_dense_layers": 2}),
-        ("qwen2_moe", {"qkv_bias": False}, {"add_qkv_bias": False, "moe.shared_expert_gate": True}),
-        (
-            "deepseek_v2",
-            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
-            {
-                "moe.router_group_score_topk": 1,
-                "moe.router_num_groups": 8,
-                "moe.router_group_topk": 3,
-            },
-        ),
-        (
-            "deepseek_v2",
-            {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-            {"moe.router_num_groups": None},
-        ),
-        (
-            "deepseek_v3",
-            {"topk_group": 2},
-            {"moe.router_group_score_topk": 2, "moe.router_group_topk": 2},
-        ),
-        (
-            "deepseek_v3",
-            {
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 4,
-                    "beta_fast": 16,
-                    "beta_slow": 2,
-                    "attention_factor": None,
-                }
-            },
-            {
-                "mla.beta_fast": 16.0,
-                "mla.beta_slow": 2.0,
-                "mla.rotary_scaling_factor": 4.0,
-                "mla.mscale_all_dim": 0.0,
-            },
-        ),
-        (
-            "deepseek_v3",
-            {"rms_norm_eps": 1e-5},
-            {"mla.layernorm_epsilon": 1e-6, "layernorm_epsilon": 1e-5},
-        ),
-        (
-            "gpt_oss",
-            {},
-            {
-                "rope_scaling.rope_type": "yarn",
-                "rope_scaling.factor": 32.0,
-                "rope_scaling.truncate": False,
-            },
-        ),
-        (
-            "llama",
-            {
-                "rope_scaling": {"rope_type": "yarn", "beta_fast": 0},
-                "original_max_position_embeddings": 16,
-            },
-            {
-                "rope_scaling.factor": 128.0,
-                "rope_scaling.beta_fast": None,
-                "rope_scaling.attention_factor": None,
-            },
-        ),
-    ],
+    TABLES["supported"],
 )
 def test_hf_keys_supported_comes_over(
     kind: str, change: dict[str, Any], wanted: dict[str, Any], tmp_path: Path

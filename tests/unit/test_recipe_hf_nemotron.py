@@ -13,54 +13,13 @@ import pytest
 from mtrain.recipes.huggingface.exporter import differing
 from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.imported import Imported
+from tests.support.tables import tables
 
-MINITRON: dict[str, Any] = {
-    **{
-        "architectures": ["NemotronForCausalLM"],
-        "model_type": "nemotron",
-        "hidden_act": "relu2",
-        "norm_eps": 1e-05,
-    },
-    **{
-        "hidden_size": 3072,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 24,
-    },
-    **{
-        "num_key_value_heads": 8,
-        "initializer_range": 0.0134,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000,
-    },
-    **{"tie_word_embeddings": False, "vocab_size": 256000},
-}
+TABLES = tables("recipe_hf_nemotron")
+
+MINITRON: dict[str, Any] = TABLES["minitron"]
 """nvidia/Minitron-4B-Base without what its revisions differ in."""
-BIOMEGATRON: dict[str, Any] = {
-    **{
-        "model_type": "megatron-bert",
-        "vocab_size": 30592,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-    },
-    **{
-        "num_attention_heads": 16,
-        "hidden_act": "gelu_new",
-        "intermediate_size": 4096,
-        "initializer_range": 0.2,
-    },
-    **{
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-        "max_position_embeddings": 512,
-    },
-    **{
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "position_embedding_type": "absolute",
-        "use_cache": False,
-    },
-}
+BIOMEGATRON: dict[str, Any] = TABLES["biomegatron"]
 """EMBO/BioMegatron345mUncased."""
 
 

@@ -18,6 +18,9 @@ from mtrain.recipes.megatron.table import flags_of, table
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
 from tests.support.strategies import runs
+from tests.support.tables import tables
+
+TABLES = tables("recipe_identity")
 
 RECIPES = [
     file.relative_to(recipes_dir()).with_suffix("").as_posix()
@@ -76,94 +79,7 @@ def test_identity_model_round_trips_through_flags(model: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
-    [
-        "precision=fp8_delayed model=llama3_8b",
-        (
-            "precision=fp8_delayed precision.fp8_margin=2 precision.fp8_amax_history_len=16"
-            " precision.fp8_wgrad=false"
-        ),
-        (
-            "precision=fp8_delayed precision.fp8_dot_product_attention=true"
-            " precision.fp8_multi_head_attention=true"
-        ),
-        (
-            "precision=fp8_delayed precision.tp_only_amax_red=true"
-            " precision.fp8_amax_compute_algo=most_recent"
-        ),
-        (
-            "precision=fp8_tensorwise precision.num_layers_at_end_in_bf16=3"
-            " precision.fp8_dot_product_attention=true"
-        ),
-        (
-            "precision=fp8_blockwise model=mixtral_8x7b parallel=ep8"
-            " model.moe.router_padding_for_quantization=true cluster=h100x8 kernels.linear=te"
-            " kernels.experts=te"
-        ),
-        "precision=mxfp8",
-        "precision=nvfp4 precision.num_layers_at_start_in_bf16=2",
-        "parallel=dp parallel.overlap_grad_reduce=true parallel.ddp_bucket_size=20000000",
-        "parallel=dp parallel.ddp_pad_buckets_for_high_nccl_busbw=true trainer.deterministic=true",
-        "parallel=pp2vpp2 model.num_layers=8 parallel.microbatch_group_size_per_vp_stage=4",
-        "parallel=pp2vpp2 model.num_layers=8 parallel.overlap_p2p_comm_warmup_flush=true",
-        (
-            "parallel=tp2 parallel.recompute.granularity=full"
-            " parallel.recompute.distribute_saved_activations=true"
-        ),
-        "model.qk_l2_norm=true model.no_rope_freq=2 model.layernorm_zero_centered_gamma=true",
-        (
-            "model.activation=quick_geglu model.glu_linear_offset=1.0"
-            " model.activation_func_clamp_value=7.0"
-        ),
-        "model.rotary_seq_len_interpolation_factor=4.0 model.embedding_init_method_std=1.0",
-        "model=mixtral_tiny parallel=ep2 model.moe.token_dispatcher_type=flex cluster=h100x8",
-        (
-            "model=mixtral_tiny"
-            " model.moe={router_topk:1,router_score_function:sigmoid,apply_probs_on_input:true}"
-        ),
-        "model=deepseek_tiny model.moe.shared_expert_gate=true model.moe.input_jitter_eps=0.01",
-        "model=mixtral_tiny model.moe.router_force_load_balancing=true",
-        "parallel=tp8pp8vpp2 model=llama3_70b cluster=h100x64",
-        "parallel=pp2 parallel.layers_per_stage=[3,1]",
-        "parallel=pp4 model.num_layers=9 parallel.layers_per_stage=[1,4,3,1]",
-        "parallel=pp2 parallel.pipeline_layout=Et*3|tL",
-        "parallel=tp2cp2 parallel.cp_comm_type=p2p data=mock",
-        (
-            "parallel.recompute.granularity=full parallel.recompute.method=block"
-            " parallel.recompute.num_layers=2"
-        ),
-        "optim.schedule=wsd optim.wsd_decay_iters=10",
-        "optim=sgd optim.clip_grad=null",
-        "model.window_size=128 model.window_attn_skip_freq=2 model.softmax_type=learnable",
-        "checkpoint=off trainer.eval_interval=0 trainer.eval_iters=0",
-        "optim.cpu_offload=0.5",
-        "optim=adamw_offload",
-        "optim=muon parallel=dp2",
-        (
-            "optim=muon optim.muon.tp_mode=blockwise optim.muon.split_qkv=false"
-            " optim.muon.num_ns_steps=6"
-        ),
-        (
-            "trainer.rampup_batch_size=[4,4,100] trainer.train_iters=90 optim.warmup_iters=7"
-            " optim.decay_iters=50"
-        ),
-        (
-            "trainer.rampup_batch_size=[8,4,100] optim.schedule=wsd optim.wsd_decay_iters=10"
-            " trainer.train_iters=9"
-        ),
-        "trainer.batch_size_schedule=[[8,10000],[4,20000]]",
-        "optim=adamw_bf16 precision=bf16 parallel=dp2 parallel.distributed_optimizer=true",
-        (
-            "optim.exp_avg_sq_dtype=fp8 optim.main_params_dtype=fp32"
-            " precision.grad_reduce_in_fp32=false"
-        ),
-        "parallel=dp2 parallel.fsdp=megatron",
-        "model=mixtral_tiny model.moe.expert_capacity_factor=1.5 parallel=ep2",
-        "trainer.profile_step=3 log.interval=1",
-        "model.rope_scaling_factor=8.0 model.mtp_num_layers=1",
-        "model.vocab_size=4000 data.tokenizer_vocab_size=4000",
-        "model.vocab_size=4000 data.tokenizer_vocab_size=4000 model.mask_padded_vocab=false",
-        "model.mask_padded_vocab=false",
-    ],
+    TABLES["words"],
 )
 def test_identity_alternative_flags_round_trip(words: str) -> None:
     run = resolved(*words.split())

@@ -18,6 +18,9 @@ from mtrain.recipes.megatron.importer import import_scripts, import_texts, read_
 from mtrain.recipes.megatron.vocabularies import ids_of
 from mtrain.recipes.megatron.yaml_configs import import_yaml
 from mtrain.recipes.secrets import names_secret
+from tests.support.tables import tables
+
+TABLES = tables("recipe_import_programs")
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 MODEL = (
@@ -38,35 +41,7 @@ def script(
 
 @pytest.mark.parametrize(
     ("program", "flags", "what"),
-    [
-        ("pretrain_t5.py", "", "a T5"),
-        ("pretrain_vlm.py", "", "images and text"),
-        ("examples/multimodal/train.py", "", "images and text"),
-        ("-m examples.mimo.train", "", "images and text"),
-        ("pretrain_qwen2_vl.py", "", "images and text"),
-        ("pretrain_retro.py", "", "a RETRO"),
-        ("../../pretrain_mamba.py", "", "state-space"),
-        ("$ROOT/pretrain_hybrid.py", "", "state-space"),
-        ("train_rl.py", "", "reinforcement learning"),
-        ("pretrain_vision_dino.py", "", "a vision model"),
-        ("pretrain_ict.py", "", "for retrieval"),
-        ("tools/run_text_generation_server.py", "", "generates text"),
-        ("examples/gpt/generate_samples_gpt.py", "", "generates text"),
-        ("tasks/main.py", "", "evaluates"),
-        ("tools/checkpoint/convert.py", "", "converts checkpoints"),
-        ("pretrain_gpt.py", "--hybrid-override-pattern M-M*", "state-space"),
-        (
-            "pretrain_gpt.py",
-            "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
-            "state-space",
-        ),
-        ("train.py", "--perform-rl-step --grpo-group-size 8", "reinforcement learning"),
-        ("posttrain_gpt.py", "--stage dpo", "after pretraining"),
-        ("posttrain_gpt.py", "", "after pretraining"),
-        ("pretrain_gpt.py", "--stage sft", "after pretraining"),
-        ("train_dpo.py", "", "preferences"),
-        ("my_train.py", "--decoder-num-layers 12", "a T5"),
-    ],
+    TABLES["other_training"],
 )
 def test_import_programs_other_training_is_refused_by_name(
     program: str, flags: str, what: str
@@ -124,32 +99,7 @@ def test_import_programs_unknown_flags_are_fast() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "model", "size"),
-    [
-        ("GPT2BPETokenizer", None, 50257),
-        ("Llama2Tokenizer", "/x/tokenizer.model", 32000),
-        ("TikTokenizer", "/x/vocab.json", 131072),
-        ("HuggingFaceTokenizer", "meta-llama/Meta-Llama-3.1-8B", 128256),
-        ("HuggingFaceTokenizer", "unsloth/Llama-3.2-1B-Instruct", 128256),
-        ("HuggingFaceTokenizer", "/models/Llama-2-7b-hf", 32000),
-        ("HuggingFaceTokenizer", "mistralai/Mixtral-8x7B-v0.1", 32000),
-        ("HuggingFaceTokenizer", "mistralai/Mistral-7B-Instruct-v0.3", 32768),
-        ("HuggingFaceTokenizer", "Qwen/Qwen2.5-7B-Instruct", 151665),
-        ("HuggingFaceTokenizer", "Qwen/Qwen3-30B-A3B", 151669),
-        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V3", 128815),
-        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 128256),
-        ("HuggingFaceTokenizer", "deepseek-ai/DeepSeek-V2-Lite", 100002),
-        ("HuggingFaceTokenizer", "EleutherAI/pythia-1.4b", 50277),
-        ("HuggingFaceTokenizer", "openai-community/gpt2-xl", 50257),
-        ("HuggingFaceTokenizer", "uer/gpt2-chinese-cluecorpussmall", None),
-        ("HuggingFaceTokenizer", "rinna/japanese-gpt2-medium", None),
-        ("HuggingFaceTokenizer", "/models/my-gpt2", None),
-        ("HuggingFaceTokenizer", "hfl/chinese-llama-2-7b", None),
-        ("HuggingFaceTokenizer", "Qwen/Qwen2-VL-7B", None),
-        ("HuggingFaceTokenizer", "Qwen/Qwen3.5-4B", None),
-        ("HuggingFaceTokenizer", "my/tokenizer", None),
-        ("HuggingFaceTokenizer", None, None),
-        ("GPTSentencePieceTokenizer", "/x/llama-2-7b.model", None),
-    ],
+    TABLES["tokenizers"],
 )
 def test_import_programs_known_tokenizer_size_is_known(
     kind: str, model: str | None, size: int | None

@@ -13,6 +13,9 @@ from mtrain.config.rules.related import related
 from mtrain.errors import ConfigError, Problem, Related
 from tests.support.catalogue import accepted
 from tests.support.configs import LAPTOP
+from tests.support.tables import tables
+
+TABLES = tables("related_keys")
 
 
 def problem(words: str, code: str) -> Problem:
@@ -42,56 +45,7 @@ def test_related_keys_unknown_setter_has_no_parentheses() -> None:
 
 @pytest.mark.parametrize(
     ("words", "code", "keys"),
-    [
-        ("parallel=tp3", "MT101", {"model.num_attention_heads": "conf/model/llama_tiny.yaml"}),
-        ("parallel=tp2cp2 data.seq_length=255", "MT117", {"parallel.cp": "command line"}),
-        (
-            "data.seq_length=4096",
-            "MT204",
-            {"model.max_position_embeddings": "conf/model/llama_tiny.yaml"},
-        ),
-        (
-            "trainer.global_batch_size=15 trainer.micro_batch_size=4",
-            "MT130",
-            {"trainer.micro_batch_size": "command line", "parallel.ranks": "resolved from tp 2"},
-        ),
-        ("optim.min_lr=1.0", "MT421", {"optim.lr": "resolved from llama_tiny"}),
-        ("parallel=ep2", "MT120", {"model.moe": "default"}),
-        (
-            "model=mixtral_tiny parallel.etp=1 parallel.ep=3 parallel=single",
-            "MT122",
-            {"model.moe.num_experts": "conf"},
-        ),
-        ("optim.momentum=0.5", "MT150", {"optim.name": "conf/optim/adamw.yaml"}),
-        ("data=mock trainer.sample_tokens=8", "MT312", {"data.kind": "conf/data/mock.yaml"}),
-        (
-            "model=deepseek_tiny model.kv_channels=32",
-            "MT209",
-            {"model.mla.kv_lora_rank": "conf/model"},
-        ),
-        (
-            "parallel=tp2 parallel.ranks=64 trainer.global_batch_size=64",
-            "MT111",
-            {"parallel.tp": "command line"},
-        ),
-        ("model=llama3_70b parallel=tp2", "MT140", {"parallel.ranks": "resolved from tp 2"}),
-        (
-            "model=llama3_70b cluster=h100x8 parallel=single",
-            "MT146",
-            {"model.name": "conf/model/llama3_70b.yaml"},
-        ),
-        (
-            "data.seq_length=1000000 model.max_position_embeddings=1000000",
-            "MT147",
-            {"trainer.micro_batch_size": "resolved"},
-        ),
-        ("kernels.rope=triton", "MT407", {"cluster.device": "resolved on this machine"}),
-        (
-            "model=t5_tiny kernels.attention=te cluster=h100x8",
-            "MT407",
-            {"model.position_embedding_type": "conf/model/t5_tiny.yaml"},
-        ),
-    ],
+    TABLES["below"],
 )
 def test_related_keys_stand_below_the_rule(words: str, code: str, keys: dict[str, str]) -> None:
     found = {key.path: key for key in problem(words, code).related}

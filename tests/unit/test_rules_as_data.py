@@ -11,6 +11,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ from mtrain.config.rules.rule import Rule, rule
 from mtrain.config.schema.run import GROUPS, RunConfig, UnresolvedRun
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
 from mtrain.errors import ConfigError
-from tests.support.catalogue import ROWS
-from tests.support.catalogue_own import OWN_ROWS
+from tests.support.catalogue import OWN_ROWS, ROWS
 from tests.support.configs import LAPTOP, MOE, tiny
 from tests.support.strategies import runs
 from tests.unit import test_rules_catalogue as plain
@@ -158,11 +158,11 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     """Those of the catalogues, random combinations of what they change, drawn ones, and some with
     files.
     """
-    out = [
-        compose(row.words).run
-        for row in (*ROWS, *OWN_ROWS)
-        if not row.text and _accepted(row.words)
-    ]
+    out: list[RunConfig] = []
+    for row in (*ROWS, *OWN_ROWS):
+        if not row.text:
+            with suppress(ConfigError):  # bad input that no rule reads
+                out.append(compose(row.words).run)
     out += [apply(tiny(), change) for change in CHANGES]
     random_ = random.Random(3)
     for _ in range(150):
@@ -181,14 +181,6 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
 
 def _machines(count: int) -> Iterator[Machine]:
     return ((LAPTOP, GPUS)[number % 5 == 4] for number in range(count))
-
-
-def _accepted(words: tuple[str, ...]) -> bool:
-    try:
-        compose(words)
-    except ConfigError:
-        return False
-    return True
 
 
 def _applied(changes: dict[str, Any]) -> list[UnresolvedRun]:

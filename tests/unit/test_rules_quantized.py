@@ -13,6 +13,9 @@ from mtrain.config.rules import apply
 from mtrain.errors import ConfigError
 from mtrain.plan.shrink import shrink
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
+from tests.support.tables import tables
+
+TABLES = tables("rules_quantized")
 
 H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1, "cluster.sm": 90}
 B200 = {**H100, "cluster.sm": 100}
@@ -25,104 +28,7 @@ DELAYED = {
     "checkpoint.save_final": False,
     "checkpoint.save_interval": 0,
 }
-BROKEN: list[tuple[str, str, dict[str, Any]]] = [
-    ("MT150", "a precision.fp8", {"precision.fp8_recipe": "delayed"}),
-    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_margin": 1}),
-    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_amax_history_len": 16}),
-    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_amax_compute_algo": "max"}),
-    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_wgrad": False}),
-    ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.tp_only_amax_red": True}),
-    (
-        "MT150",
-        "delayed or tensorwise",
-        {**FP8, "precision.fp8_recipe": "blockwise", "precision.fp8_dot_product_attention": True},
-    ),
-    (
-        "MT150",
-        "fp8_dot_product_attention=true",
-        {**DELAYED, "precision.fp8_multi_head_attention": True},
-    ),
-    ("MT150", "recipe is not delayed", {**DELAYED, "precision.num_layers_at_start_in_bf16": 1}),
-    ("MT150", "a precision.fp4", {"precision.fp4_recipe": "nvfp4"}),
-    ("MT440", "8 bits or 4 bits", {**FP4, "precision.fp8": "e4m3"}),
-    ("MT441", "dtype fp32", {**FP8, "precision.dtype": "fp32"}),
-    ("MT441", "dtype fp16", {**FP4, "precision.dtype": "fp16"}),
-    ("MT442", "kernels.linear is reference", {**DELAYED, "kernels.linear": "reference"}),
-    ("MT442", "kernels.experts is torch", {**FP8, "model.moe": MOE, "kernels.experts": "torch"}),
-    (
-        "MT442",
-        "kernels.experts is triton",
-        {**FP8, **TE, "model.moe": MOE, "kernels.experts": "triton"},
-    ),
-    (
-        "MT442",
-        "kernels.linear is triton",
-        {**FP8, "model.moe": MOE, "kernels.experts": "te", "kernels.linear": "triton"},
-    ),
-    (
-        "MT442",
-        "kernels.experts is reference",
-        {**DELAYED, "model.moe": MOE, "kernels.experts": "reference"},
-    ),
-    (
-        "MT442",
-        "kernels.attention is reference",
-        {**FP8, "precision.fp8_dot_product_attention": True, "kernels.attention": "reference"},
-    ),
-    ("MT443", "needs sm_89 or newer, and the devices are sm_80", {**FP8, "cluster.sm": 80}),
-    (
-        "MT443",
-        "needs sm_90 or newer",
-        {**FP8, "precision.fp8_recipe": "blockwise", "cluster.sm": 89},
-    ),
-    ("MT443", "needs sm_100 or newer and below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8"}),
-    ("MT443", "below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8", "cluster.sm": 120}),
-    ("MT443", "nvfp4 needs sm_100", {**FP4, "cluster.sm": 90}),
-    (
-        "MT444",
-        "the MLP, 700 wide over 1 rank(s); tensorwise takes multiples of 16",
-        {**FP8, "model.ffn_hidden_size": 700},
-    ),
-    (
-        "MT444",
-        "an expert, 340 wide over 1 rank(s)",
-        {**FP8, "model.moe": {**MOE, "ffn_hidden_size": 340}},
-    ),
-    (
-        "MT444",
-        "mxfp8 takes multiples of 32",
-        {**FP8, **B200, "precision.fp8_recipe": "mxfp8", "model.ffn_hidden_size": 720},
-    ),
-    ("MT445", "1020 tokens over 1 rank(s)", {**FP8, "data.seq_length": 255}),
-    (
-        "MT446",
-        "2 first and 2 last of 4 layers",
-        {
-            **FP8,
-            "precision.num_layers_at_start_in_bf16": 2,
-            "precision.num_layers_at_end_in_bf16": 2,
-        },
-    ),
-    (
-        "MT446",
-        "2 in a stage of pp 2",
-        {
-            **FP8,
-            "parallel.pp": 2,
-            "cluster.devices_per_node": 2,
-            "precision.num_layers_at_start_in_bf16": 3,
-        },
-    ),
-    (
-        "MT447",
-        "(layernorm)",
-        {
-            **DELAYED,
-            "parallel.recompute.granularity": "selective",
-            "parallel.recompute.modules": ["layernorm"],
-        },
-    ),
-]
+BROKEN: list[tuple[str, str, dict[str, Any]]] = TABLES["broken"]
 
 
 @pytest.mark.parametrize(("code", "words", "change"), BROKEN, ids=lambda v: str(v)[:40])
@@ -139,29 +45,7 @@ def test_quantized_missing_requirement_has_working_fix(
 
 @pytest.mark.parametrize(
     "change",
-    [
-        FP8,
-        FP4,
-        DELAYED,
-        {
-            **DELAYED,
-            "precision.fp8_dot_product_attention": True,
-            "precision.fp8_multi_head_attention": True,
-        },
-        {**FP8, "precision.fp8_recipe": "blockwise"},
-        {**FP8, **B200, "precision.fp8_recipe": "mxfp8"},
-        {
-            **FP8,
-            "precision.num_layers_at_start_in_bf16": 1,
-            "precision.num_layers_at_end_in_bf16": 1,
-        },
-        {**FP4, "precision.num_layers_at_end_in_bf16": 2},
-        {**FP8, "cluster.sm": None},
-        {**FP8, **TE},
-        {**FP8, "model.moe": MOE, "kernels.linear": "triton", "kernels.experts": "triton"},
-        {**FP8, "model.moe": MOE, "kernels.linear": "triton"},
-        {**FP8, **TE, "model.moe": MOE},
-    ],
+    TABLES["complete"],
     ids=lambda v: str(v)[-60:],
 )
 def test_quantized_complete_recipe_has_no_problem(change: dict[str, Any]) -> None:

@@ -39,6 +39,9 @@ from mtrain.plan.tune.state import EXPERTS, FROZEN, state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.patience import patient
+from tests.support.tables import tables
+
+TABLES = tables("tune")
 
 FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
 ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
@@ -322,7 +325,7 @@ def test_tune_offloaded_main_weights_stay_on_device() -> None:
     }
 
 
-TABLES = {
+SHARED = {
     "tied": "model=gemma_tiny parallel=single",
     "tied pp": "model=gemma_tiny parallel=pp2",
     "mtp": "model=glm45_tiny parallel=single",
@@ -333,13 +336,13 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", SHARED)
 def test_tune_counts_shared_weights_once(name: str) -> None:
     """Else it takes layouts that fit for too large: an output layer with several losses, a table
     that is tied.
     """
     words = (
-        f"{TABLES[name]} cluster=h100 data=mock trainer.global_batch_size=256"
+        f"{SHARED[name]} cluster=h100 data=mock trainer.global_batch_size=256"
         " trainer.micro_batch_size=1"
     )
     run = load(words.split(), LAPTOP, {}, to_run=False).run
@@ -494,46 +497,7 @@ def test_tune_too_small_cluster_is_not_searched(
     assert error.value.problems[0].fix == "cluster.nodes=8"
 
 
-TASKS = {
-    "one device": f"{FEW} cluster.devices_per_node=1 trainer.global_batch_size=16",
-    "four devices": ONE_B,
-    "said": f"{ONE_B} parallel.tp=2 parallel.pp=2 parallel.recompute.granularity=full",
-    "said state": f"{ONE_B} parallel.distributed_optimizer=false parallel.fsdp=none",
-    "12 devices": f"{FEW} cluster.devices_per_node=12 trainer.global_batch_size=24",
-    "6 devices, batch 6": f"{FEW} cluster.devices_per_node=6 trainer.global_batch_size=6",
-    "little memory": f"{ONE_B} cluster.device_memory_gib=12.0",
-    "odd batch": f"{FEW} trainer.global_batch_size=15 cluster.devices_per_node=1",
-    "long": (
-        "model=llama31_8b cluster=h100 cluster.nodes=2 data.seq_length=131072"
-        " trainer.global_batch_size=4"
-    ),
-    "fp8": f"{ONE_B} precision=fp8_tensorwise",
-    "126 layers": (
-        "model=llama31_405b cluster=h100 cluster.nodes=64 trainer.global_batch_size=512 data=mock"
-    ),
-    "24 devices": (
-        "model=gpt_oss_20b cluster=h100 cluster.nodes=3 data.seq_length=4096"
-        " trainer.global_batch_size=96"
-    ),
-    "experts": (
-        "model=mixtral_8x7b cluster=h100 cluster.nodes=4 data.seq_length=4096"
-        " trainer.global_batch_size=128"
-    ),
-    "latent": (
-        "model=deepseek_v2_lite cluster=h100 data.seq_length=4096 trainer.global_batch_size=64"
-    ),
-    "lora": f"{ONE_B} peft=lora",
-    "muon": f"{ONE_B} optim=muon",
-    "bert": (
-        "model=bert_large cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256"
-        " data=mock"
-    ),
-    "t5": (
-        "model=t5_base cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256"
-        " data=mock"
-    ),
-    "other device": "model=qwen3_8b cluster=a100 data.seq_length=4096 trainer.global_batch_size=64",
-}
+TASKS = TABLES["tasks"]
 
 
 @pytest.mark.sampled(9)

@@ -17,27 +17,11 @@ from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import VARIABLE, config_dirs
 from mtrain.errors import ConfigError
+from tests.support.tables import tables
 
-FILES = {
-    "model/small.yaml": (
-        "# Two layers\ndefaults:\n  - llama_tiny\n  - _self_\nname: small\nnum_layers: 2\n"
-    ),
-    "model/mine/deep.yaml": (
-        "defaults:\n  - /model/llama_tiny@_here_\n  - _self_\nname: deep\nnum_layers: 6\n"
-    ),
-    "cluster/box.yaml": "name: box\ndevice: cpu\n",
-    "optim/adamw.yaml": "name: adamw\nlr: 0.025\n",
-    "recipes/go.yaml": (
-        "defaults: [{override /model: small}, {override /cluster: box}]\ntrainer: {train_iters:"
-        " 3}\n"
-    ),
-    "recipes/team/deep.yaml": (
-        "defaults:\n  - override /model: mine/deep\ntrainer: {train_iters: 4}\n"
-    ),
-    "experiment/fast.yaml": (
-        "# @package _global_\ndefaults:\n  - override /model: small\ntrainer: {train_iters: 5}\n"
-    ),
-}
+TABLES = tables("user_folders")
+
+FILES = TABLES["files"]
 
 
 @pytest.fixture

@@ -11,6 +11,9 @@ from mtrain.cli.main import main
 from mtrain.cli.parsing import parse
 from mtrain.errors import ConfigError
 from tests.support.commands import mtrain
+from tests.support.tables import tables
+
+TABLES = tables("verb_positions")
 
 
 @pytest.mark.parametrize(
@@ -95,27 +98,7 @@ def test_verb_settings_before_check_start_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "same"),
-    [
-        ("prompt=hi generate HERE", "generate HERE prompt=hi"),
-        ("generate prompt=hi HERE", "generate HERE prompt=hi"),
-        ("limit=3 evaluate HERE", "evaluate HERE limit=3"),
-        ("trainer.train_iters=100 resume HERE", "resume HERE trainer.train_iters=100"),
-        ("HERE resume", "resume HERE"),
-        ("HERE resume trainer.train_iters=100", "resume HERE trainer.train_iters=100"),
-        ("trainer.train_iters=100 HERE resume", "resume HERE trainer.train_iters=100"),
-        ("--json HERE generate prompt=hi", "generate HERE --json prompt=hi"),
-        ("HERE export out", "export HERE out"),
-        ("peft=lora convert import HERE out", "convert import HERE out peft=lora"),
-        ("HERE convert export out dtype=bf16", "convert export HERE out dtype=bf16"),
-        ("trainer.seed=1 recipe new zz.yaml", "recipe new zz.yaml trainer.seed=1"),
-        (
-            "trainer.seed=1 recipe import HERE -o zz.yaml",
-            "recipe import HERE -o zz.yaml trainer.seed=1",
-        ),
-        ("trainer.seed=1 recipe import -- --seed 3", "recipe import trainer.seed=1 -- --seed 3"),
-        ("HERE recipe show", "recipe show HERE"),
-        ("-o HERE recipe import a.sh", "recipe import a.sh -o HERE"),
-    ],
+    TABLES["positions"],
 )
 def test_verb_folder_is_found_before_it(line: str, same: str, tmp_path: Path) -> None:
     words, expected = (
