@@ -265,7 +265,7 @@ def test_megatron_checkpoint_unlike_layers_are_not_stacked(tmp_path: Path) -> No
     from mtrain.loading.configuration import load
 
     run = load(["model=deepseek_tiny", "parallel=single", "data=mock"]).run
-    with pytest.raises(ConfigError, match=r"fix: layers=apart"):
+    with pytest.raises(ConfigError, match=r"Use layers=apart"):
         export_checkpoint(None, run, tmp_path, None, "stacked")  # type: ignore[arg-type]
 
 

@@ -127,12 +127,8 @@ ROWS: tuple[Row, ...] = (
     bad(
         7, "model.num_layers=3 parallel=pp2", "MT107", "parallel.pp", "3 layers", "2 stages", "1, 3"
     ),
-    bad(
-        8, "model.num_layers=1 parallel=pp2", "MT106", "parallel.pp", "1 layer on 2 stages", "empty"
-    ),
-    bad(
-        9, "parallel=single parallel.vpp=2", "MT109", "parallel.vpp", "2 virtual stages", "pp is 1"
-    ),
+    bad(8, "model.num_layers=1 parallel=pp2", "MT106", "parallel.pp", "1 layer on 2 stages"),
+    bad(9, "parallel=single parallel.vpp=2", "MT109", "parallel.vpp", "2 virtual stages", "pp 1"),
     bad(
         10,
         "model.num_layers=6 parallel=pp2vpp2",
@@ -155,7 +151,7 @@ ROWS: tuple[Row, ...] = (
         "parallel=single parallel.sequence_parallel=true",
         "MT115",
         "parallel.sequence_parallel",
-        "tp is 1",
+        "tp 1",
     ),
     fine(13, "parallel=tp2sp"),
     bad(13, "parallel=tp2sp kernels.norm=te", "MT403", "kernels.norm", "cuda", "cpu"),
@@ -261,7 +257,7 @@ ROWS: tuple[Row, ...] = (
         "MT171",
         "parallel.recompute.num_layers",
         "99 layers",
-        "more than 4",
+        "at most 4",
     ),
     bad(
         50,
@@ -320,8 +316,8 @@ ROWS: tuple[Row, ...] = (
         "model.num_layers=8 parallel=pp4vpp2 trainer.global_batch_size=6",
         "MT131",
         "trainer.global_batch_size",
-        "groups of pp 4",
-        "has 6",
+        "6 micro-batches",
+        "pp 4",
     ),
     bad(62, "trainer.micro_batch_size=0", "MT014", "trainer.micro_batch_size", "at least 1"),
     bad(62, "trainer.micro_batch_size=-4", "MT014", "trainer.micro_batch_size", "at least 1"),
@@ -375,7 +371,7 @@ ROWS: tuple[Row, ...] = (
         "data=indexed data.seq_length=64 data.path=x data.blend=[a,b]",
         "MT316",
         "data.path",
-        "data.blend names the corpora",
+        "data.blend names all corpora",
     ),
     bad(76, "data.blend=[a,b]", "MT150", "data.blend", "data.kind=indexed"),
     bad(77, "data.tokenizer_vocab_size=5000", "MT310", "data.tokenizer_vocab_size", "4999", "4096"),

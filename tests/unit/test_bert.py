@@ -19,7 +19,7 @@ from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
-from mtrain.models.bert import count
+from mtrain.models.bert import family
 from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
@@ -157,9 +157,11 @@ def test_bert_published_count_excludes_padding(name: str, published: int) -> Non
 
 def test_bert_counts_attention_to_both_sides() -> None:
     m = compose(["model=bert_base"]).run.model
-    twice = count.flops_per_token(m, 512) - count.flops_per_token(m, 256)
+    twice = family.flops_per_token(m, 512) - family.flops_per_token(m, 256)
     assert twice == 12.0 * 12 * 768 * 256
-    assert count.flops_per_token(m, 512, causal=True) == count.flops_per_token(m, 512, causal=False)
+    assert family.flops_per_token(m, 512, causal=True) == family.flops_per_token(
+        m, 512, causal=False
+    )
 
 
 ODD: dict[str, Any] = {
@@ -265,7 +267,7 @@ def test_bert_foreign_section_is_reported(
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem["value"] == BertConfig().model_dump()
     assert main(["check", "model.bert={}"]) == 2
-    assert "model.bert = {type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
+    assert "model.bert={type_vocab_size: 2, next_sentence: true," in capsys.readouterr().err
 
 
 def test_bert_writes_no_sample_text() -> None:

@@ -39,7 +39,7 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     if first == SWEPT:
         return list(jobs(words)[0].argv)
     if problem.code in REPLACED and not problem.source.startswith(str(file)):
-        key = problem.path or re.split(r"[=: ]", problem.rule)[0]
+        key = problem.path or re.split(r"[=: ]", problem.detail)[0]
         words = [word for word in words if key not in word]
     if first == NOTHING and problem.source == COMMAND_LINE:
         words = [word for word in words if word.partition("=")[0] != problem.path]

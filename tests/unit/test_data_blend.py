@@ -329,7 +329,7 @@ def test_blend_splits_may_have_own_corpora(prefixes: list[str]) -> None:
         same_data(splits.describe(), open_splits(other, 60_000, 5, prepare(other)).describe())
     with pytest.raises(ConfigError, match="test has none"):
         open_splits(data, 60_000, 5, prepare(data), ("train", "test"))
-    with pytest.raises(ConfigError, match=r"data\.validation_blend = .*: no file nowhere"):
+    with pytest.raises(ConfigError, match=r"data\.validation_blend=.*no file nowhere"):
         prepare(data.model_copy(update={"validation_blend": (prefixes[1], "nowhere")}))
 
 

@@ -272,7 +272,7 @@ def test_indexed_large_index_is_verified_while_running(tmp_path: Path, what: str
             damaged(number, -5)
     held = damaged(200, 5)  # of no part that is read at open
     with pytest.raises(CorruptData, match="offset"):
-        [held.look_on() for _ in range(many // 64 + 1)]
+        [held.check_next() for _ in range(many // 64 + 1)]
     with pytest.raises(CorruptData):
         IndexedDataset(prefix)
     held = damaged(200, 1 << 30)
@@ -281,5 +281,5 @@ def test_indexed_large_index_is_verified_while_running(tmp_path: Path, what: str
     (tmp_path / "a.idx").write_bytes(whole)
     held = IndexedDataset(prefix, whole=False)
     for _ in range(many // 64 + 3):
-        held.look_on()
+        held.check_next()
     assert [held.document_start(i) for i in (0, 200, many)] == [0, 600, 3 * many]

@@ -232,7 +232,7 @@ def test_lossless_training_counts_bytes_and_names_lines(
     assert json.loads(capsys.readouterr().out)["text"] == 6
     assert main(["data", "train-tokenizer", "d.jsonl", "out=u.json", "max_rejects=1"]) == 4
     assert (
-        "2 records are left out so far; the last: d.jsonl:9003: no JSON" in capsys.readouterr().err
+        "2 records are left out so far; the last: d.jsonl:9003: not JSON" in capsys.readouterr().err
     )
 
 

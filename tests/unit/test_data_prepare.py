@@ -318,7 +318,7 @@ def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.Mo
 def test_prepare_missing_path_names_nearest(folder: Path) -> None:
     problem = refused(config(folder.parent / "texs"))
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
-    assert problem.rule.endswith("No such file or directory")
+    assert problem.detail.endswith("No such file or directory")
     assert problem.fix == f"data.path={folder}"
     assert (
         f"of this one {folder.parent} does"
@@ -344,8 +344,9 @@ def test_prepare_corpus_without_text_is_refused_in_numbers(folder: Path) -> None
 
 
 def test_prepare_irregular_path_is_refused(folder: Path) -> None:
-    assert refused(config(folder, path="")).rule == "an empty path"
-    assert refused(config(Path("/dev/null"))).rule == "neither a file nor a folder"
+    assert refused(config(folder, path="")).rule == "cannot be an empty path"
+    irregular = refused(config(Path("/dev/null")))
+    assert irregular.rule == "cannot be read because it is neither a file nor a folder"
     assert "no path" in refused(config(folder).model_copy(update={"path": "a\0b"})).rule
 
 
@@ -440,13 +441,17 @@ def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
 
 
 def test_prepare_too_large_tokenizer_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="has 500 tokens, the model 499"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 499: .* has 500 tokens"):
         open_splits(config(folder), 499, 1, prepare(config(folder)))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{}", "no tokenizer.json"), (b"\xff", "offset 0: not UTF-8"), (b"[1", "no tokenizer.json")],
+    [
+        (b"{}", "not a tokenizer.json"),
+        (b"\xff", "offset 0: not UTF-8"),
+        (b"[1", "not a tokenizer.json"),
+    ],
 )
 def test_prepare_non_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.json"

@@ -267,6 +267,7 @@ def test_samples_unigram_entropy_uses_validation_split(
 def test_samples_mask_without_known_end_is_refused(dataset: IndexedDataset, tmp_path: Path) -> None:
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
     with pytest.raises(
-        ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"
+        ConfigError,
+        match=r"data.eod_mask_loss=true: cannot separate documents because no end",
     ):
         open_splits(data, VOCAB, 1, prepare(data), need=("train",))

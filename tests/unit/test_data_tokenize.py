@@ -193,7 +193,7 @@ def test_tokenize_folder_is_ordered_and_ignores_readme(tmp_path: Path, tokenizer
 
 
 BAD = {
-    3: (b'{"text": "cut', "no JSON"),
+    3: (b'{"text": "cut', "not JSON"),
     5: (b'{"other": 1}', "no key text"),
     9: (b'{"text": "\xff\xfe"}', "0xff at offset 10"),
     12: (b'{"text": 7}', "a number"),
@@ -512,9 +512,10 @@ def test_tokenize_unexpected_json_column_ends_without_loss(
     words = (source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", f"workers={workers}")
     assert tokenize(*words) == 2
     said = capsys.readouterr().err
-    assert f"{source}:100: {key} = " in said
+    assert f"origin: {source}:100" in said
+    assert f" {key}=" in said
     assert str(value)[:3] in said
-    assert f"fix: ignored_keys={key}" in said
+    assert f"Use ignored_keys={key}" in said
     assert tokenize(*words, f"ignored_keys={key}") == 0, "nothing is left of what was begun"
     held = read_manifest(tmp_path / "o")
     assert held is not None

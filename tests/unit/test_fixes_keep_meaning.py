@@ -175,9 +175,9 @@ def _changes(fix: str) -> list[dict[str, object]]:
 def test_fixes_keep_missing_file_suggests_similar(folder: Path) -> None:
     found = mtrain("check", "data=sft", "data.path=chatz.jsonl", cwd=folder)
     assert found.returncode == 2
-    assert "  fix: data.path=chats.jsonl\n" in found.stderr
+    assert " Use data.path=chats.jsonl.\n" in found.stderr
     assert "mock" not in found.stderr
-    assert "null\n" not in found.stderr.replace("data.tokenizer = null", "")
+    assert "null\n" not in found.stderr.replace("data.tokenizer=null", "")
 
 
 def test_fixes_keep_missing_checkpoint_is_not_random(folder: Path) -> None:

@@ -212,7 +212,7 @@ def test_fixes_name_intended_verb_flag_or_word(
     capsys: pytest.CaptureFixture[str], argv: list[str], fix: str
 ) -> None:
     assert main(argv) == 2
-    assert f"  fix: {fix}\n" in capsys.readouterr().err
+    assert f" Use {fix}.\n" in capsys.readouterr().err
 
 
 THEIRS = re.compile(

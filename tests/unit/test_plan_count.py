@@ -14,6 +14,8 @@ from mtrain.config.schema.parallel import UnresolvedParallel
 from mtrain.config.schema.precision import UnresolvedPrecision
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.layout.stages import held_stages
+from mtrain.models.count import Counts, counts
+from mtrain.models.weights import Weight
 from mtrain.plan import count
 from mtrain.plan.weights import stage_weights
 from tests.support.configs import LAPTOP
@@ -47,7 +49,17 @@ def test_plan_count_llama3_8b_flops_at_8192_tokens(causal: bool, gflops: float) 
     )
 
 
-@pytest.mark.parametrize("words", ["model=gpt_oss_tiny model.mtp_num_layers=2", "model=glm45_tiny"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=gpt_oss_tiny model.mtp_num_layers=2",
+        "model=glm45_tiny",
+        "model=deepseek_tiny",
+        "model=nemotron_h_tiny",
+        "model=t5_tiny model.t5.decoder_layers=5",
+        "model=t5_tiny",
+    ],
+)
 def test_plan_count_parameters_equal_weights(words: str) -> None:
     run = load([*words.split(), "parallel=single", "data=mock"], LAPTOP, {}).run
     assert count.parameters(run.model) == sum(
@@ -57,6 +69,17 @@ def test_plan_count_parameters_equal_weights(words: str) -> None:
 
 def resolved(**sections: Any) -> RunConfig:
     return resolve(UnresolvedRun(**sections), LAPTOP)
+
+
+def test_plan_count_frozen_experts_are_all_frozen() -> None:
+    model = compose(["model=mixtral_tiny"]).run.model
+    assert model.moe is not None
+    number = model.moe.num_experts
+    chosen = model.moe.router_topk
+    weights = [Weight("expert", (3, 5), "experts", frozen=True), Weight("norm", (7,), "norm")]
+    assert counts(weights, model) == Counts(
+        number * 15 + 7, chosen * 15 + 7, number * 15, number * 15
+    )
 
 
 def test_plan_count_tying_saves_one_embedding_only() -> None:

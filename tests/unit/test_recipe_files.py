@@ -401,7 +401,7 @@ def test_recipe_lock_knows_every_source_file(
     folder = tmp_path / "conf"
     shutil.copytree(paths.conf_dir(), folder)
     monkeypatch.setattr(paths, "conf_dir", lambda: folder)
-    monkeypatch.setattr("mtrain.cli.recipe.lock.conf_dir", lambda: folder)
+    monkeypatch.setattr("mtrain.cli.recipe.files.conf_dir", lambda: folder)
     (folder / "optim/mine.yaml").write_text("defaults: [adamw, _self_]\neps: 1.0e-7\n")
     (tmp_path / "my.yaml").write_text("defaults: [override /optim: mine]\nlog: {interval: 3}\n")
     assert run("recipe", "lock", "my.yaml", "-o", "t.yaml")[0] == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.cli.recipe.diff import diff
+from mtrain.cli.recipe.files import diff
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.lock_file import read_lock
 from mtrain.config.resolve.resolution import resolve

@@ -779,7 +779,7 @@ def test_rules_state_numbers() -> None:
             parallel__tp=4,
         )
     )[:1]
-    assert "6 attention heads do not divide by tp 4" in problem.rule
+    assert "6 attention heads, tp 4" in problem.rule
     assert "1, 2, 3, 6" in problem.rule
     assert problem.fix.startswith("parallel.tp=2")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli.completion import candidates
 from mtrain.cli.main import main
-from mtrain.cli.offers import candidates
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import VARIABLE, config_dirs

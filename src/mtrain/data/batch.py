@@ -87,6 +87,7 @@ def next_token_collator(
     """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        # a reordered document keeps its length, so packing finds its end where it was
         if moved is not None:
             windows = torch.from_numpy(moved(windows.numpy(), numbers))
         if packing is not None:
@@ -112,7 +113,7 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so
     the samples of a step are the same for any dp_size; `balanced` distributes them by the squares
-    of the lengths of their packed documents. `form` collates them. A `limit` makes this an
+    of the lengths of their packed documents. `collator` collates them. A `limit` makes this an
     evaluation: samples from that number on, and repeated ones, are padding that only fills a step.
     `average` is `trainer.loss_average`. `depths` is how many tokens after the next one are
     predicted as well: see `further_masks`. Raises ConfigError if the global batch cannot be divided
@@ -126,7 +127,7 @@ class GlobalBatches:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        form: Collator | None = None,
+        collator: Collator | None = None,
         limit: int | None = None,
         average: str = "token",
         balanced: bool = False,
@@ -141,7 +142,7 @@ class GlobalBatches:
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError.of("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)
         self.samples = samples
-        self.form = form or next_token_collator()
+        self.collator = collator or next_token_collator()
         self.limit = limit
         self.average = average
         self.depths = depths
@@ -187,11 +188,13 @@ class GlobalBatches:
 
     def _work(self, first: int) -> np.ndarray:
         """Return the attention work of one micro-batch of all ranks, from sample `first` on."""
+        # Only attention differs between samples: all have seq_length tokens, and every other
+        # operation costs the same for each token.
         numbers = first + np.arange(self._stride, dtype=np.int64)
         windows = torch.from_numpy(self.samples.batch(numbers))
         rows = zip(windows.split(1), numbers[:, None], strict=True)
         bounds = [
-            self.form(tokens, number)["cu_seqlens"].numpy().astype(np.float64)
+            self.collator(tokens, number)["cu_seqlens"].numpy().astype(np.float64)
             for tokens, number in rows
         ]
         return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
@@ -205,7 +208,7 @@ class GlobalBatches:
         numbers = np.where(fills, 0, numbers)  # there may be no sample after the last one
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
-        batches = [self.form(tokens, samples) for tokens, samples in parts]
+        batches = [self.collator(tokens, samples) for tokens, samples in parts]
         if self.pads:
             for batch, part in zip(batches, torch.from_numpy(fills), strict=True):
                 self._leave_out(batch, part)
@@ -290,6 +293,7 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     owners = owner[places]
     counts = torch.zeros_like(flat)
     counts[places[owners != owners.roll(1)]] = 1.0
+    # `roll` compares the first prediction with the last, which may be of the same sample
     if len(places):
         counts[places[0]] = 1.0
     own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
@@ -309,12 +313,12 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     starts: list[int] = []
     for window, ends in zip(windows, ending, strict=True):
         place, begin = _placed(ends[:-1], length, packing.multiple)
-        row = torch.zeros((4, length), dtype=torch.int64)
         kept = place < length
-        there = torch.ones(length, dtype=torch.int64)
-        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[
-            :, kept
-        ]
+        present = torch.ones(length, dtype=torch.int64)
+        columns = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), present])
+        # zeros stay where padding moved the tokens away: id 0, no loss, and not present
+        row = torch.zeros((4, length), dtype=torch.int64)
+        row[:, place[kept]] = columns[:, kept]
         starts += [len(rows) * length + start for start in begin]
         rows.append(row)
     tokens, labels, counted, read = torch.cat(rows, dim=1).unsqueeze(1)
@@ -341,6 +345,7 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
     begin = []
     shift = 0
     for start, stop in pairwise(cuts):
+        # the last token may end a document, and no other follows it
         if start == stop:
             continue
         if start + shift < length:
@@ -387,6 +392,7 @@ def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
     of documents.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    # padding is negative, and an embedding has no row for that
     ids = tokens.clamp(min=0)
     learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))
     length = ids.shape[1] - 1

@@ -1,8 +1,8 @@
-"""Images as a vision tower reads them, decoded within limits by Pillow from the extra `images`.
+"""Image-text pairs of a folder: decoded images, records of a JSON Lines file, and their samples.
 
-The steps are those of CLIP: the shorter side is resized to the size of the model (bicubic), the
-middle is cut out, and each channel is normalised. Source: Radford et al. 2021, and the published
-preprocessor_config.json of LLaVA-1.5.
+Pillow, of the extra `images`, decodes an image within limits. The steps are those of CLIP: the
+shorter side is resized to the size of the model (bicubic), the middle is cut out, and each channel
+is normalised. Source: Radford et al. 2021, and the published preprocessor_config.json of LLaVA-1.5.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import WHICH, records_of
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.records import JsonLines, Keys, learned, require_learned
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
@@ -36,8 +37,8 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
 
 
-MEAN = (0.48145466, 0.4578275, 0.40821073)
 # Mean and deviation of the red, green and blue of CLIP's training images
+MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_BYTES = 64 << 20
 # A file of a few bytes may decompress to more than any memory; no real image has so many pixels
@@ -114,10 +115,12 @@ def _cropped(image: Any, size: int, resample: Any) -> np.ndarray:
     """Resize the shorter side of an image and return its middle: uint8 [size, size, 3]."""
     width, height = image.size
     short = min(width, height)
+    # a strip one pixel wide passes the limit of a file, and would grow beyond it here
     if max(width, height) * size // short * size > MAX_PIXELS:
         raise CorruptData(f"{width} x {height} pixels are too long and narrow to be resized")
     wide, high = (size if side == short else int(size * side / short) for side in (width, height))
     if (wide, high) != (width, height):
+        # a gap would let Pillow shrink in two steps, whose pixels are not CLIP's
         image = image.resize((wide, high), resample=resample, reducing_gap=None)
     left = (wide - size) // 2
     top = (high - size) // 2
@@ -196,6 +199,7 @@ def parse_record(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
         spans = _of_text(values["text"])
     else:
         spans = _of_conversations(values["conversations"], keys)
+    # JSON may have half of a surrogate pair, which neither a path nor the tokenizer can take
     try:
         "".join((*images, *(span.text for span in spans if isinstance(span, Span)))).encode()
     except UnicodeEncodeError as error:
@@ -203,6 +207,7 @@ def parse_record(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
             f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair"
         ) from None
     places = sum(span.text.count(PLACE) for span in spans if isinstance(span, Span))
+    # a text without places follows its images
     if places == 0 and images:
         spans = [Span(PLACE * len(images), False), *spans]
     elif places != len(images):
@@ -330,7 +335,7 @@ class Records(JsonLines):
 
     def __init__(self, path: str | None, ignored: Iterable[str] = ()) -> None:
         file = None
-        rule = "data.kind=image_text reads a folder"
+        rule = "cannot be null because data.kind=image_text reads a folder"
         if path is not None:
             file, rule = records_of(user_path(path), WHICH)
         if file is None:
@@ -356,12 +361,12 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     from mtrain.data.text.tokenizer import Tokenizer
 
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
-    found = Records(data.path, data.ignored_keys)
+    records = Records(data.path, data.ignored_keys)
     loaded = Tokenizer(given) if given is not None else None
-    stamp = os.stat(found.file)
+    stamp = os.stat(records.file)
     settings = {
         "format": FORMAT,
-        "file": str(found.file.resolve()),
+        "file": str(records.file.resolve()),
         "ignored_keys": sorted(data.ignored_keys),
         "stamp": [stamp.st_size, stamp.st_mtime_ns, stamp.st_ino],
         "tokenizer": data.tokenizer_vocab_size if given is None else None,
@@ -370,15 +375,15 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     folder = user_path(data.cache_dir) / f"images-{digest}"
 
     def make(building: Path) -> None:
-        note(f"{found.file}: checking {len(found)} records")
-        _look_at(found, data, building, train=given is None)
+        note(f"{records.file}: checking {len(records)} records")
+        _check_records(records, data, building, train=given is None)
 
     with writing(folder.parent):
         meta = cache.build_once(folder, lambda: _known(folder), make)
     if loaded is None or given is None:
         given = folder / TOKENIZER
         loaded = Tokenizer(folder / TOKENIZER)
-    sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
+    sha256 = sha256_of(given)
     own = {"vocab_size": loaded.vocab_size, "eod": loaded.eod, "tokenizer_sha256": sha256}
     return Corpus(None, given, {**meta, **own})
 
@@ -391,53 +396,53 @@ def _known(folder: Path) -> dict[str, Any] | None:
     return meta
 
 
-def _look_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> None:
+def _check_records(records: Records, data: DataConfig, folder: Path, *, train: bool) -> None:
     """Check every record, and write metadata and a trained tokenizer into a folder."""
     digest = hashlib.sha256()
     images = 0
-    for number in range(len(found)):
-        line = found.line(number)
-        record = found.record(number)
-        with found.named(number):
-            check_images(record, found.folder)
+    for number in range(len(records)):
+        line = records.line(number)
+        record = records.record(number)
+        with records.named(number):
+            check_images(record, records.folder)
         digest.update(line)
+        # sizes stand for the contents of images, which are not read before training
         for name in record.images:
             images += 1
-            digest.update(b"\0%d" % (found.folder / name).stat().st_size)
-    if not len(found):
-        raise CorruptData(f"{found.file}: it has no record")
+            digest.update(b"\0%d" % (records.folder / name).stat().st_size)
+    if not len(records):
+        raise CorruptData(f"{records.file}: it has no record")
     if train:
         from mtrain.data.text import tokenizer as bpe
 
-        made = bpe.train_bpe(_texts(found), data.tokenizer_vocab_size)
+        made = bpe.train_bpe(_texts(records), data.tokenizer_vocab_size)
         (folder / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
     meta = {
         "kind": "image_text",
-        "source": found.folder.name,
-        "documents": len(found),
+        "source": records.folder.name,
+        "documents": len(records),
         "images": images,
         "fingerprint": digest.hexdigest()[:32],
     }
     (folder / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
-def _texts(found: Records) -> Iterator[str]:
-    for number in range(len(found)):
+def _texts(records: Records) -> Iterator[str]:
+    for number in range(len(records)):
         yield "".join(
-            piece.text for piece in found.record(number).pieces if isinstance(piece, Span)
+            piece.text for piece in records.record(number).pieces if isinstance(piece, Span)
         )
 
 
 class ImageTextSamples:
-    """The samples of a range of records; `len` is the number per epoch, and sample numbers go on
-    from there.
+    """The samples of a range of records, in one epoch after another; `len` is the number of one.
 
     The order of epoch e is drawn from the seed and e.
     """
 
     def __init__(
         self,
-        found: Records,
+        records: Records,
         part: range,
         seq_length: int,
         seed: int,
@@ -445,7 +450,7 @@ class ImageTextSamples:
         vocab_size: int,
         name: str,
     ) -> None:
-        self.found = found
+        self.records = records
         self.part = part
         self.seq_length = seq_length
         self.seed = seed
@@ -468,8 +473,8 @@ class ImageTextSamples:
 
     def _encode(self, record: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids int64 [seq_length + 1] and loss mask of a record, cut or padded."""
-        with self.found.named(record):
-            ids, known = encode_record(self.found.record(record), self._tokenizer)
+        with self.records.named(record):
+            ids, known = encode_record(self.records.record(record), self._tokenizer)
             if max(ids, default=0) >= self._vocab_size:
                 raise CorruptData(
                     f"token id {max(ids)}; the vocabulary has ids 0 to {self._vocab_size - 1}"
@@ -501,18 +506,18 @@ class ImageTextSamples:
         """
         out = [np.zeros((0, 3, size, size), np.float32)]
         for number in map(self.record_of, numbers):
-            with self.found.named(number):
-                for name in self.found.record(number).images:
-                    out.append(load(inside(self.found.folder, name), size)[None])
+            with self.records.named(number):
+                for name in self.records.record(number).images:
+                    out.append(load(inside(self.records.folder, name), size)[None])
         return np.concatenate(out)
 
     def image_count(self, number: int) -> int:
         """Return the number of images of a sample's record, even if their places are cut off."""
-        return len(self.found.record(self.record_of(number)).images)
+        return len(self.records.record(self.record_of(number)).images)
 
     def place(self, number: int) -> str:
         """Return file and line of a sample's record."""
-        return self.found.place(self.record_of(number))
+        return self.records.place(self.record_of(number))
 
     def describe(self) -> dict[str, int]:
         """Return the numbers of records, and of samples of an epoch."""
@@ -527,28 +532,24 @@ def open_image_text(
     Raises ConfigError if a needed split has no record, or the tokenizer has more ids than the
     model.
     """
-    held = corpus.meta["vocab_size"]
-    if held > vocab_size:
-        rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
-        raise ConfigError.of(
-            "MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}"
-        )
+    problem = corpus.vocabulary_problem(vocab_size)
+    if problem is not None:
+        raise ConfigError([problem])
     assert corpus.tokenizer is not None
     from mtrain.data.text.tokenizer import Tokenizer
 
-    found = Records(data.path, data.ignored_keys)
+    records = Records(data.path, data.ignored_keys)
     tokenizer = Tokenizer(corpus.tokenizer)
-    out: dict[str, ImageTextSamples | None] = {}
-    for name, part in zip(SHARES, split_records(len(found), data.split), strict=True):
+    out: dict[str, ImageTextSamples | None] = dict.fromkeys(SHARES)
+    for name, part in zip(SHARES, split_records(len(records), data.split), strict=True):
+        # evaluations of all runs read the same samples, whatever their seed
         order = seed if name == "train" else 0
         if len(part):
             out[name] = ImageTextSamples(
-                found, part, data.length, order, tokenizer, vocab_size, name
+                records, part, data.length, order, tokenizer, vocab_size, name
             )
-        else:
-            out[name] = None
-        if out[name] is None and (name in need or name == "train"):
-            rule = f"the {name} split has none of the {len(found)} records in {found.file}"
+        elif name in need or name == "train":
+            rule = f"the {name} split has none of the {len(records)} records in {records.file}"
             fix = f"a larger share for {name}"
             raise ConfigError.of("MT605", "data.split", list(data.split), rule, fix)
     return out

@@ -1,4 +1,4 @@
-"""Keys of records and messages: learning flags, harmless metadata, and unknown ones to refuse."""
+"""Records of JSON Lines: their lines, learning flags, harmless metadata, and unknown keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import difflib
 import mmap
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Keys:
 
     def template_reads(self, key: str) -> bool:
         """Return whether a template reads a key: as `.key`, `'key'` or `"key"`."""
+        # A template is a program, so what it reads cannot be known. A name that it mentions counts:
+        # taken for read when it is not, a key is lost; the other way, a good file is refused.
         word = re.escape(key)
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
 
@@ -91,14 +94,15 @@ class Keys:
         raise CorruptData(f"{where} has {rule}{meant}; {fix}")
 
 
-def says_learned_or_not(value: Any) -> bool:
+def is_learning_flag(value: Any) -> bool:
     """Return whether a value is a learning flag: true, false, 1 or 0."""
+    # Tables have 1.0 for it; 0.7 would be a weight, or a measured loss in a column of that name.
     return isinstance(value, bool | int | float) and value in (0, 1)
 
 
-def shown(said: Mapping[str, Any]) -> str:
+def shown(flags: Mapping[str, Any]) -> str:
     """Return keys and values in the form of messages."""
-    return ", ".join(f"{key}: {str(value).lower()[:40]}" for key, value in said.items())
+    return ", ".join(f"{key}: {str(value).lower()[:40]}" for key, value in flags.items())
 
 
 def learned(values: Mapping[str, Any], where: str) -> bool | None:
@@ -107,20 +111,20 @@ def learned(values: Mapping[str, Any], where: str) -> bool | None:
     Raises:
         CorruptData: a flag is neither yes nor no, or two flags contradict each other.
     """
-    said = {key: values[key] for key in FLAGS if values.get(key) is not None}
-    for key, value in said.items():
-        if not says_learned_or_not(value):
+    flags = {key: values[key] for key in FLAGS if values.get(key) is not None}
+    for key, value in flags.items():
+        if not is_learning_flag(value):
             raise CorruptData(
                 f"{where}: its {key} is {str(value)[:40]!r}, and a message or record is learned"
                 " whole or not at all: 1 or true, 0 or false; where it says something else,"
                 f" data.ignored_keys=[{key}]"
             )
-    if len({bool(value) for value in said.values()}) > 1:
-        fix = f"data.ignored_keys=[{next(iter(said))}] where that says something else"
+    if len({bool(value) for value in flags.values()}) > 1:
+        fix = f"data.ignored_keys=[{next(iter(flags))}] where that says something else"
         raise CorruptData(
-            f"{where} says both that it is learned and that it is not: {shown(said)}; {fix}"
+            f"{where} says both that it is learned and that it is not: {shown(flags)}; {fix}"
         )
-    return next((bool(value) for value in said.values()), None)
+    return next((bool(value) for value in flags.values()), None)
 
 
 def require_learned(values: Mapping[str, Any], where: str) -> None:
@@ -145,17 +149,19 @@ class JsonLines:
         self.file = file
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            self._bytes: Any = (
-                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            )
+            # a file of no bytes cannot be mapped
+            self._bytes: Any = b""
+            if size:
+                self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         starts = []
         numbers = []
         at = 0
         line = 0
         while at < size:
             end = self._bytes.find(b"\n", at)
-            line = line + 1
-            end = size if end < 0 else end
+            line += 1
+            if end < 0:
+                end = size
             if self._bytes[at:end].strip():
                 starts.append(at)
                 numbers.append(line)
@@ -173,25 +179,14 @@ class JsonLines:
         end = self._bytes.find(b"\n", start)
         return bytes(self._bytes[start : end if end >= 0 else None])
 
-    def named(self, number: int) -> Named:
-        """Return a context that adds the place of a record to a CorruptData."""
-        return Named(self, number)
+    @contextmanager
+    def named(self, number: int) -> Iterator[None]:
+        """Put the place of a record in front of a CorruptData that is raised inside."""
+        try:
+            yield
+        except CorruptData as error:
+            raise CorruptData(f"{self.place(number)}: {error}") from None
 
     def place(self, number: int) -> str:
         """Return file and line of a record."""
         return f"{self.file}:{self.numbers[number]}"
-
-
-class Named:
-    """A context that puts the place of a record in front of an error."""
-
-    def __init__(self, owner: JsonLines, number: int) -> None:
-        self.owner = owner
-        self.number = number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CorruptData):
-            raise CorruptData(f"{self.owner.place(self.number)}: {error}") from None

@@ -89,6 +89,7 @@ def describe(error: BaseException) -> dict[str, Any]:
             return describe(fault)
     expected = isinstance(error, MtrainError)
     text = str(error)
+    # the problems themselves, so that the launcher prints each with its key, source and fix
     problems = error.problems if isinstance(error, ConfigError) else ()
     return {
         "kind": type(error).__name__,
@@ -102,6 +103,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def environment_fault(error: BaseException) -> BadEnvironment | None:
     """Return the fault of the environment behind an error, with its fix, or None."""
+    # torch and gloo raise RuntimeError with the text of the system error and without its number
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
@@ -110,6 +112,7 @@ def environment_fault(error: BaseException) -> BadEnvironment | None:
             f"no more files can be opened: a process may have {files} (ulimit -n)",
             "ulimit -n 4096, or more",
         )
+    # with a limit of addresses, memory runs out while the machine has plenty
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError) or NO_MEMORY.search(text)

@@ -52,6 +52,7 @@ def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differ
     The default is every effect that changes the resulting weights.
     """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
+    # absolute paths: a run started in another working folder names the same files differently
     left_values = anchored(run).recorded().flat()
     right_values = anchored(other).recorded().flat()
     keys = [k for k in {**left_values, **right_values} if effect_of(k) in wanted]

@@ -92,6 +92,7 @@ def _fork(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) 
 def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
     body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
+    # A configuration may be longer than the system allows a command line to be.
     given, giving = os.pipe()
     # A child that ended early breaks the pipe; its exit code says why it ended.
     with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
@@ -128,7 +129,8 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
     own = model_tokenizer(run, None if checkpoint is None else Path(checkpoint))
     corpus = prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
-    if run.data.kind == "indexed":  # data that mtrain tokenized needs no check of its ids
+    # tokens that mtrain made have ids of the tokenizer, which the vocabulary was compared with
+    if run.data.kind == "indexed":
         splits.check_ids()
         bare = unwatched(run.data)
         if bare and run.log.progress != "none":

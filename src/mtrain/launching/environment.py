@@ -3,7 +3,7 @@ the reason.
 
 Libraries read many variables only once, when they are imported or create their first context. The
 launcher therefore sets them before the interpreter of a rank starts, and the rank verifies them. A
-value that the user set wins and is reported; `verify` names the values with which the run would be
+value that the user set wins and is reported; `verify` names each value that would make the run
 wrong.
 """
 
@@ -285,6 +285,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     folder = place.errors or place.scratch
     reason = "the files of the flight recorder, up to the rank; torchfrtrace reads them"
     yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), reason, ()
+    # a name of its own for each run, as runs of one user share the scratch folder
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
     reason = (

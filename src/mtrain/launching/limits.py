@@ -71,6 +71,7 @@ def faults(
     Ranks `on_host` use gloo, others NCCL. Only faults that would end a run are named.
     """
     problems = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
+    # without the folder (not Linux, or a container that hides it), interfaces are not known
     names = sorted(entry.name for entry in interfaces.iterdir()) if interfaces.is_dir() else []
     if names:
         problems += _interfaces(environ, names, on_host)
@@ -127,6 +128,7 @@ def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
             f" {files}: ulimit -n {max(1024, files)}"
         )
     processes = ranks * THREADS_PER_RANK
+    # the kernel does not apply this limit to root
     if limits.processes is not None and limits.processes < processes and os.geteuid() != 0:
         yield (
             f"this user may have {limits.processes} processes and threads (ulimit -u), and {ranks}"

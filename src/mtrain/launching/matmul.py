@@ -36,6 +36,7 @@ def chosen(
         return run
     if measured is not None and _is_entry(measured):
         _MEASURED[_here(run)] = measured
+    # the libraries add in different orders, so another one would change the bits of a resumed run
     word = _recorded(checkpoint) or measure(run)["library"]
     return run.model_copy(update={"kernels": run.kernels.model_copy(update={"cpu_matmul": word})})
 
@@ -65,6 +66,7 @@ def measure(run: RunConfig) -> dict[str, Any]:
         import torch
         from mtrain_kernels.linear import faster
 
+        # with the threads of a rank: which library is faster depends on their number
         before = torch.get_num_threads()
         torch.set_num_threads(threads_per_rank(run.parallel.ranks))
         library, ratio = faster()

@@ -96,6 +96,7 @@ def _cpu_shortages(
     run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None
 ) -> list[str]:
     ranks = grid.world if ranks_here is None else ranks_here
+    # a lower bound: a run that is refused here could not start, and others may still run out
     needed = bytes_here(run) * ranks // grid.world + ranks * activation_bytes(run)
     out = []
     if needed > machine.memory_bytes:
@@ -170,6 +171,7 @@ def _working(
     words = [shlex.join(argv)] if argv else []
     yield [program(), "check", *words], "validate this configuration without running it"
     yield [program(), "show", *words], "see every value and who set it"
+    # only commands that pass the same checks are suggested
     if _runs(lambda: _rehearsed(run, machine), machine):
         yield [program(), "rehearse", *words], "run this layout here, shrunk"
     if _runs(lambda: _default(machine), machine):

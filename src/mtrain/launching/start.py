@@ -68,6 +68,7 @@ def run_ranks(
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
     ranks = run.parallel.ranks
+    # A fork copies unwritten output, and every rank would print it again.
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = Supervisor(errors, advice)
@@ -159,6 +160,7 @@ def python(module: str, *words: str) -> list[str]:
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` with a PYTHONPATH that gives a child this process's modules."""
+    # without "", the working folder, whose files could replace modules
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -236,6 +238,8 @@ def read_start(home: Path) -> tuple[Job, str]:
 
 
 def _listening() -> socket.socket:
+    # bound before any rank starts and inherited by rank 0: a free port that is only looked up may
+    # be taken before rank 0 binds it
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((HOST, 0))

@@ -83,6 +83,7 @@ def shared_config(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunC
         join.announce(folder.anchored(run), _end, argv)
         return run
     offer = attempt.read_offer()
+    # all ranks end together, and one of each machine prints the reason
     if offer is not None and offer.failure:
         attempt.present(join.bare_info(attempt.env), {}, attempt.join_timeout_s)
         attempt.together()
@@ -182,6 +183,7 @@ def _end(error: MtrainError, speaks: bool) -> None:
     """End this process from any thread; one rank per machine writes the reason, past locks that may
     hold sys.stderr.
     """
+    # not sys.stderr: the main thread may hang inside a call that holds its lock
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
@@ -219,7 +221,10 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
         planned = folder.plan(run, launch=launchers.restarted(os.environ))
         if planned.weights is not None and not is_checkpoint(planned.weights):
-            rule = "a Hugging Face folder is imported before the ranks of a launcher start"
+            rule = (
+                "cannot be a Hugging Face folder because the ranks of a launcher have started, and"
+                " weights are imported before that"
+            )
             fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
             raise ConfigError.of("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)
         run = matmul.chosen(run, planned.checkpoint)

@@ -25,10 +25,11 @@ from mtrain.plan.weights import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
+# About the size of a gradient's elements in a small model. soap divides by moments: a smaller
+# epsilon would enlarge differences of rounding.
 SMOOTH_EPS = 1e-2
-"""About what an element of a small model's gradient is."""
+# soap renews its bases at least so often, in steps: the run is short and should do so, too.
 BASES_EVERY = 2
-"""Steps between two bases of soap at most."""
 _SIDES = ("optim.soap.max_precond_dim",)
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
@@ -59,11 +60,13 @@ def shrink(
     run = run.on_any_device()
     p = _fitting(run.parallel, max_ranks)
     deep = stages(run)
-    if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
+    # Stages that were written by hand belong to the larger pipeline.
+    if p.pp * p.vpp < len(deep):
         p = p.model_copy(update=EQUAL_STAGES)
         deep = []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
-    if p.hybrid_context_parallel:  # room for documents of different lengths
+    # Documents of different lengths need room in a sample.
+    if p.hybrid_context_parallel:
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)

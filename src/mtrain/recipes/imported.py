@@ -84,10 +84,12 @@ def _with_reason(problem: Problem, arguments: Arguments) -> Problem:
     flag = next(
         (flag for flag in flags_of().get(problem.path, ()) if flag in arguments.unplaced), None
     )
-    rule = f"{problem.rule}: {flag} {arguments.unplaced[flag].text}" if flag else problem.rule
+    detail = problem.detail
+    if flag:
+        detail += f": {flag} {arguments.unplaced[flag].text}"
     if "--yaml-cfg" in arguments.flags:
-        rule += "; the file of --yaml-cfg is not read: import that file"
-    return replace(problem, rule=rule)
+        detail += "; the file of --yaml-cfg is not read: import that file"
+    return replace(problem, detail=detail)
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -218,7 +218,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
         lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
     )
     fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
-    rule = f"not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
+    rule = f"it is not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
     return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
 
 

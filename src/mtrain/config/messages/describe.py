@@ -68,6 +68,7 @@ def section_of(path: str) -> type[BaseModel] | None:
         info = section.model_fields.get(name)
         if info is None:
             return None
+        # The class of a section may stand inside of `X | None`.
         found = [a for a in (info.annotation, *get_args(info.annotation)) if isinstance(a, type)]
         section = next((a for a in found if issubclass(a, BaseModel)), None)
         if section is None:
@@ -133,6 +134,7 @@ def _words(annotation: Any) -> str:
         return "one of " + ", ".join(map(str, inside))
     if origin is tuple:
         items = [_split(part)[1] for part in inside if part is not Ellipsis]
+        # A tuple with dots in its type takes any number of items.
         many = "any number of" if Ellipsis in inside else str(len(items))
         return f"a list of {many} values, each {items[0]}"
     if origin is dict:

@@ -48,7 +48,7 @@ def with_fixes(
 
 
 def _with_fix(problem: Problem, trial: _Trial) -> Problem:
-    keep = problem.code in KEPT or problem.rule.endswith(NEAREST)
+    keep = problem.code in KEPT or problem.detail.endswith(NEAREST)
     if problem.fix:
         fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep)
     else:
@@ -58,7 +58,7 @@ def _with_fix(problem: Problem, trial: _Trial) -> Problem:
 
 def _is_meant(problem: Problem) -> bool:
     """Return whether the fix is the written value in other words."""
-    return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
+    return problem.code not in PROPOSED or problem.detail.endswith(NEAREST)
 
 
 class _Trial:
@@ -100,6 +100,7 @@ class _Trial:
 
         Null does not replace a number: zero minutes do not mean the default minutes.
         """
+        # What a person wrote is never replaced by a value of ours.
         said = (isinstance(value, (str, list)) and len(value) > 0) or (
             is_number(value) and self.held.get(path) is None
         )
@@ -123,6 +124,7 @@ class _Trial:
             for f in findings(run)
             if f.severity == "error" and (f.code, f.path) not in self.before
         ]
+        # The first broken rule is enough: its fixes are tried together with the setting.
         changes = [
             {key: value, **change}
             for f in broken[:1]
@@ -184,6 +186,7 @@ def _change(text: str) -> tuple[str, Any] | None:
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        # A choice changes many keys at once, and is not tried here; a layout is.
         if key in ("recipe", "run", *GROUPS) and key != "parallel":
             return None
         if key == "parallel":

@@ -133,6 +133,7 @@ def _or_reference(part: Json) -> Json:
     they are.
     """
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
+    # Text already accepts `${...}`, and a mapping cannot be a reference.
     if any(
         "$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner
     ):

@@ -23,7 +23,7 @@ def problem_of(
     origins: Mapping[str, str],
     code: str,
     path: str,
-    rule: str,
+    detail: str,
     fix: str,
     *,
     severity: Severity = "error",
@@ -32,7 +32,7 @@ def problem_of(
     """Return the problem `code` of the key `path`; `related` are the other keys of its rule."""
     others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
     return Problem(
-        code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
+        code, path, plain(value_at(run, path)), detail, fix, origins.get(path, ""), severity, others
     )
 
 
@@ -50,9 +50,10 @@ def distinct(problems: Sequence[Problem]) -> list[Problem]:
     seen: dict[tuple[str, str, str, str], Problem] = {}
     refused_at: set[str] = set()
     for problem in problems:
+        # The refused text of a reference is still there, and of the wrong type for its key.
         if problem.path in refused_at:
             continue
         if problem.code == "MT007":
             refused_at.add(problem.path)
-        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
+        seen.setdefault((problem.code, problem.path, problem.detail, problem.source), problem)
     return list(seen.values())

@@ -364,12 +364,11 @@ def steps_between(run: RunConfig, key: str, minutes: float | None) -> Derived:
 def synthetic_tokens(raw: UnresolvedRun, run: RunConfig, source: str) -> Iterator[Problem]:
     """Yield a warning if a resolved run trains on synthetic tokens that the user did not choose."""
     if raw.data.kind is None and run.data.kind == "mock":
-        rule = "trains on synthetic tokens; set data.path for a real run"
         named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
         if run.model.family == "llava":
             named = "data=image_text data.path=FOLDER"
-        fix = f"{named}, or data=mock where they are meant"
-        yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
+        fix = f"{named}, or data=mock if synthetic tokens are meant"
+        yield Problem("MT322", "data.kind", "mock", "", fix, source, "warning")
 
 
 def logits_at_once(run: RunConfig) -> Derived | None:

@@ -349,14 +349,11 @@ def machine_problems(
             run, origins, "MT110", "parallel.ranks", rule, f"parallel.ranks={world_size}"
         )
     if facts_of(resolved.cluster.device).on_host and got > 4 * machine.cpu_cores:
-        rule = (
-            f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in"
-            " memory"
-        )
+        rule = f"{got} processes on {machine.cpu_cores} CPU cores, which may not fit in memory"
         if got > MAX_CPU_RANKS:
             rule = (
-                f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is"
-                " refused"
+                f"{got} processes; mtrain starts at most {MAX_CPU_RANKS} on a CPU and refuses a run"
+                " here"
             )
         related = [
             f"parallel.{axis}"

@@ -27,7 +27,8 @@ class UnresolvedTrainer(Section):
 
     objective: str = "next_token"
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
-    the model's family masks or writes. Installed packages publish others under the entry point
+    the model's family masks or writes. Among others that ship, label_smoothing gives every token of
+    the vocabulary a share of each label. Installed packages publish others under the entry point
     group `mtrain.objectives`.
     """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
 
 
+# `{% generation %}` is transformers' tag around the parts of a template that the model writes
 NO_MARKS = "its chat template has no {% generation %}"
 FIX = "data.chat_template=FILE with {% generation %}, data.loss_on=last or data.loss_on=all"
 
@@ -48,6 +49,7 @@ def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str
     else:
         text, parts = answer_spans(chat, form, tokenizer.special_texts, wanted)
     refuse_python_repr(chat, text)
+    # the whole text at once: parts that are tokenized separately may have other tokens
     ids, learned = tokenizer.encode_marked(text, parts)
     if not any(learned[1:]):
         raise CorruptData(
@@ -118,6 +120,7 @@ def answer_spans(
         before = 0
         if any(one["role"] == "assistant" for one in chat.messages[:first]):
             before = len(form.write(chat.messages[:first], chat.tools, prompt=False).marked)
+        # all later answers are learned, so there is no need to find out which mark is whose
         if turns == [i for i in chat.answers if i >= first]:
             return written.text, written.marked[before:]
         return written.text, [
@@ -147,6 +150,7 @@ def _between(
     chat: Chat, form: ChatFormat, ends: tuple[str, ...], text: str, turn: int
 ) -> tuple[int, int]:
     """Return the span of a turn in the text of a chat."""
+    # a generation prompt has the beginning of an answer, such as its role, which is not learned
     before = _prefix(chat, form, turn, prompt=True)
     upto = text
     if turn + 1 < len(chat.messages):
@@ -174,6 +178,7 @@ def _prefix(chat: Chat, form: ChatFormat, count: int, *, prompt: bool) -> str:
 
 def _end(text: str, start: int, ends: tuple[str, ...]) -> int:
     """Return the end of a turn: after the special token that ends it, if only spaces follow it."""
+    # templates put a line break after the token that ends a turn; a model never has to write it
     end = len(text.rstrip())
     return end if end > start and text[:end].endswith(ends) else len(text)
 
@@ -194,6 +199,7 @@ def resolve_arguments(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
         return replace(chat, messages=chat.objects), True
     # a template may leave earlier calls out, so not every probe needs to be in the text
     as_given = [text.count(strict_json.dumps({name: name})) for name in names]
+    # each probe is a key and its value, so its name is twice in a text that was not parsed
     changed = any(text.count(name) != 2 * many for name, many in zip(names, as_given, strict=True))
     if any(as_given) and not changed:
         return chat, False
@@ -223,6 +229,7 @@ def refuse_python_repr(chat: Chat, text: str) -> None:
             arguments.
     """
     contents = [one["content"] for one in chat.messages if isinstance(one.get("content"), str)]
+    # jinja2 prints whatever it is given: a model would learn to write Python's quotes
     for number, message in enumerate(chat.messages, 1):
         parts = message.get("content")
         if isinstance(parts, list) and parts and _is_printed(parts, text, contents):

@@ -122,6 +122,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE:
         raise CorruptData(f"a line has {len(line)} bytes; at most {MAX_LINE} are read")
     try:
+        # editors on Windows begin a file with a byte order mark
         text = line.decode().removeprefix("\ufeff")
         value = json.loads(text, parse_constant=_refuse)
         # writing it again refuses a lone surrogate and 1e999
@@ -182,6 +183,7 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
         _with_system(values, [*begin, *_answer(values, name, keys)])
         for name in ("chosen", "rejected")
     )
+    # what both chats begin with has the same probability in both, and teaches no preference
     pairs = enumerate(zip(chosen, rejected, strict=False))
     common = next((i for i, (a, b) in pairs if a != b), None)
     if common is None and chosen == rejected:
@@ -343,6 +345,7 @@ def _with_objects(given: Message, where: str) -> Message:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json.loads would keep the last of two values, and the other would be lost
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("it has a key twice")
@@ -402,6 +405,7 @@ def _ordered(made: Chat) -> Chat:
 
 def _depth(value: Any) -> int:
     """Return how deep lists and objects are nested."""
+    # level by level: a recursion would fail at the depth that it is to find
     depth = 0
     level = [value]
     while level:

@@ -27,6 +27,7 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import records_of
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats import messages
 from mtrain.data.chats.loss_mask import EncodedChat, encode_chat
@@ -66,7 +67,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     """
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
     if given is None:
-        rule = f"data.kind={data.kind} needs a tokenizer, and data.tokenizer is null"
+        rule = f"cannot be null because data.kind={data.kind} encodes chats with a tokenizer"
         fix = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
         raise ConfigError.of("MT603", "data.tokenizer", None, rule, fix)
     from mtrain.data.text.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     file = _file(data.path)
     form = format_of(data, given)
     loaded = Tokenizer(given)
-    sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
+    sha256 = sha256_of(given)
     settings = _settings(data, file, form, sha256)
     digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     folder = user_path(data.cache_dir) / f"chats-{digest}"
@@ -120,7 +121,7 @@ def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
 
 def _file(path: str | None) -> Path:
     file = None
-    rule = "chats are read from a file"
+    rule = "cannot be null because chats are read from a file"
     if path is not None:
         file, rule = records_of(user_path(path), "what the chats are")
     if file is None:
@@ -200,9 +201,9 @@ def _make(
             known.write(chat.learned.tobytes())
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
             parsed += chat.parsed
-            learned = learned + len(places)
+            learned += len(places)
             largest = max(largest, int(chat.ids.max()))
-            chats = chats + 1
+            chats += 1
         bad = rejects.tell()
     if not chats:
         raise CorruptData(f"{lines.file}: it has no chat")
@@ -226,6 +227,7 @@ def _kept(
     lines: JsonLines, results: Any, data: DataConfig, rejects: Any
 ) -> Iterator[tuple[int, EncodedChat]]:
     """Yield line number and documents of each line; write lines that are not JSON to `rejects`."""
+    # a file with more damaged lines is hardly JSON Lines
     limit = 100 if data.bad_lines is None else data.bad_lines
     bad = 0
     for number, result in results:
@@ -278,6 +280,8 @@ def encode_lines(lines: JsonLines, work: Work, most: int | None = None) -> Itera
     Raises:
         CorruptData: a line took too much time or memory, with its place.
     """
+    # Processes, and not threads: a template is a foreign program that may never end, and only a
+    # process can be limited in time and memory and be killed.
     cores = len(os.sched_getaffinity(0))
     count = max(
         1, min(cores, MOST_PROCESSES, len(lines) // WORTH_A_PROCESS, most or MOST_PROCESSES)
@@ -300,6 +304,7 @@ class _Writer:
 
     def __init__(self, lines: JsonLines, work: Work, index: int, count: int) -> None:
         self.lines = lines
+        # shared memory: the number of the line at work, for the message if the process is killed
         self._at = mmap(-1, 8)
         read_end, write_end = os.pipe()
         try:
@@ -335,6 +340,7 @@ class _Writer:
         head = self.pipe.read(_HEAD.size)
         if len(head) == _HEAD.size:
             kind, size = _HEAD.unpack(head)
+            # the size comes from another process: read no more than a chat can have
             body = self.pipe.read(size) if size <= 4 * MOST_TOKENS else b""
             if len(body) == size:
                 return kind, body
@@ -343,8 +349,8 @@ class _Writer:
     def _died(self, number: int) -> MtrainError:
         place = self.lines.place(min(number, len(self.lines) - 1))
         return CorruptData(
-            f"{place}: to write this chat takes more than {SECONDS} s or"
-            f" {MEMORY_BYTES // GIB} GiB; another data.chat_template, or a shorter chat"
+            f"{place}: this chat takes more than {SECONDS} s or {MEMORY_BYTES // GIB} GiB to write."
+            " Use another data.chat_template, or a shorter chat"
         )
 
     def end(self) -> None:
@@ -358,6 +364,7 @@ def _run(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end: int) 
     """Encode the batches of a worker process, write the results to its pipe, and exit."""
     code = 1
     try:
+        # Ctrl-C reaches every process of a terminal; this one is ended by its parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, _too_long)
@@ -385,6 +392,7 @@ def _bounded(work: Work, line: bytes) -> Result:
 
     Code that no signal interrupts is killed by the limit on CPU time a bit later.
     """
+    # a regular expression or a loop in C does not return to Python, where signals are handled
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(time.process_time()) + 2 * SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (_within(limit, hardest), hardest))
@@ -392,7 +400,7 @@ def _bounded(work: Work, line: bytes) -> Result:
     try:
         return list(work(line))
     except MemoryError:
-        return Fault(f"to write this chat takes more than {MEMORY_BYTES // GIB} GiB", False)
+        return Fault(f"this chat takes more than {MEMORY_BYTES // GIB} GiB to write", False)
     except MtrainError as error:
         return Fault(str(error), isinstance(error, NotJson))
     except Exception as error:
@@ -423,6 +431,7 @@ def _bound_memory() -> None:
         now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     _, hardest = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_within(now + MEMORY_BYTES, hardest), hardest))
+    # a process that is killed at its limit would write gigabytes of a core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -49,6 +49,8 @@ class ChatFormat:
     def __init__(self, folder: Path, template_file: Path | None = None) -> None:
         self.folder = folder
         self.template_file = template_file
+        self._compiled: dict[str, Any] = {}
+        """Source -> compiled template."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -170,11 +172,7 @@ class ChatFormat:
 
     @cached_property
     def _environment(self) -> Any:
-        return _environment()
-
-    @cached_property
-    def _compiled(self) -> dict[str, Any]:
-        return {}
+        return _sandbox()
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -197,7 +195,7 @@ def _text(path: Path) -> str | None:
         raise CorruptData(f"{path}: cannot be read: {error}") from error
 
 
-def _environment() -> Any:
+def _sandbox() -> Any:
     """Return jinja2 as transformers sets it up: immutable, with no attribute that leads out."""
     try:
         installed = tuple(int(part) for part in version("jinja2").split(".") if part.isdigit())
@@ -209,6 +207,8 @@ def _environment() -> Any:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # A namespace answers for every name that a template sets in it. Code outside of the sandbox
+    # looks names with underscores up on objects, such as `__html__`, and would call what it finds.
     class Namespace(jinja2.utils.Namespace):  # type: ignore[name-defined, misc]
         def __init__(*args: Any, **kwargs: Any) -> None:
             self = args[0]
@@ -229,6 +229,7 @@ def _environment() -> Any:
     def refuse(text: str) -> None:
         raise jinja2.TemplateError(text)
 
+    # jinja2's own filter escapes < and & for HTML; transformers replaces it for that reason
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return strict_json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
@@ -248,9 +249,10 @@ def _environment() -> Any:
 
 
 class _Dict:
-    """The `dict` of templates."""
+    """The `dict` of templates: an object with two functions, and not Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return a new dict."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -294,11 +296,13 @@ def _generation_tag() -> Any:
                 if self.length > MAX_TEXT:
                     raise ValueError(f"more than {MAX_TEXT} characters")
             text = "".join(kept)
-            if not all(text.startswith(said, start) for start, said in self.found):
+            # inside a macro, a mark is made before the text around it is counted
+            if not all(text.startswith(marked, start) for start, marked in self.found):
                 raise ValueError(
                     "{% generation %} inside a macro or a set block, so its place is not known"
                 )
-            return Rendered(text, [(start, start + len(said)) for start, said in self.found])
+            spans = [(start, start + len(marked)) for start, marked in self.found]
+            return Rendered(text, spans)
 
     return Generation
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a user names: its kind and files, found without loading it."""
+"""The tokenizer that a user names, and the interface of a loaded one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import MAX_TOKENIZER
-from mtrain.data.preprocess.pieces import MANY, Pieces
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
+from mtrain.config.resolve.model_tokenizer import sha256_of
+from mtrain.data.preprocess.pieces import BATCH_CHARS, Pieces
+from mtrain.data.text.tokenizer import named_faults
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
 # Kind, and the files of it that a folder has, in the order in which they are looked for
@@ -42,29 +43,29 @@ class TokenizerSpec:
     """One of KINDS."""
     files: tuple[str, ...]
     plain: bool = False
-    """Names of special tokens in a text are characters, and not those tokens."""
+    """Whether names of special tokens in a text are characters, and not those tokens."""
     eod_token: str | None = None
-    """The token that ends a document; None: what the tokenizer says."""
+    """The token that ends a document; None for the tokenizer's own."""
     lower_case: bool = True
-    """Of `bert`."""
+    """`bert`: whether texts are lowered."""
     pattern: str = "v2"
-    """Of `tiktoken`: how texts are cut."""
+    """`tiktoken`: the regular expression that cuts texts, or its name."""
     special_tokens: tuple[tuple[str, int], ...] = ()
-    """Of `tiktoken`."""
+    """`tiktoken`: name and id of each."""
     num_special_tokens: int = 1000
-    """Of the JSON form of `tiktoken`: ids before the first token."""
+    """The JSON form of `tiktoken`: ids before the first token."""
     vocab_size: int | None = None
-    """Of the JSON form of `tiktoken`: tokens beyond are left out."""
+    """The JSON form of `tiktoken`: tokens beyond are left out."""
     engine: str = "auto"
-    """What encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which is gigatoken
-    where it is installed and has the same ids on a sample.
+    """The library that encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which
+    is gigatoken if it is installed and gives the same ids on a sample.
     """
     digests: tuple[str, ...] = field(default=(), compare=False)
     """sha256 of the files."""
 
     @property
     def sha256(self) -> str:
-        """Digest of a single file; of several a digest of theirs."""
+        """Return the digest of the file, or a digest of the digests of several."""
         if len(self.digests) == 1:
             return self.digests[0]
         return hashlib.sha256("|".join(self.digests).encode()).hexdigest()
@@ -73,28 +74,30 @@ class TokenizerSpec:
 def find_tokenizer(
     path: Path, merges: Path | None = None, kind: str | None = None, **options: object
 ) -> TokenizerSpec:
-    """Return the tokenizer at a path: of a file by its name and beginning, of a folder by what lies
-    in it.
+    """Return the tokenizer of a file, by its name and beginning, or of a folder, by its files.
 
     Raises:
-        ConfigError: nothing is there, or it is no tokenizer that is known.
-        CorruptData: a file is too large for one.
+        ConfigError: the path does not exist, or is not a known tokenizer.
+        CorruptData: a file is too large for a tokenizer.
     """
     if os.path.isdir(path):
         chosen, files = _in_folder(path, kind)
     else:
         readable(path)
         chosen = kind or _kind_of_file(path, merges)
-        files = [path, *([merges or path.with_name("merges.txt")] if chosen == "gpt2" else [])]
+        files = [path]
+        if chosen == "gpt2":
+            files.append(merges or path.with_name("merges.txt"))
     for file in files:
         readable(file)
     if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
-        rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
+        rule = f"cannot encode because it needs a tokenizer.json, and this tokenizer is {chosen}"
         raise ConfigError.of(
             "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
         )
-    digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
+    digests = tuple(sha256_of(file) for file in files)
+    names = tuple(map(os.fspath, files))
+    return TokenizerSpec(chosen, names, digests=digests, **options)  # type: ignore[arg-type]
 
 
 def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
@@ -105,19 +108,19 @@ def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
             found = _kind_of_model(files[0]) if of == "sentencepiece" else of
             if kind in (None, found):
                 return found, files
-    raise _wrong(
-        path, f"a folder without a tokenizer {f'of the kind {kind}' if kind else 'that is known'}"
-    )
+    wanted = f"no tokenizer of the kind {kind}" if kind else "no known tokenizer"
+    raise _wrong(path, f"cannot be used because the folder has {wanted}")
 
 
 def readable(path: Path) -> None:
-    """Pass a regular file that is not too large.
+    """Refuse a file that is not regular, cannot be read or is too large.
 
     Raises:
         ConfigError: it is not a regular file, or cannot be read.
         CorruptData: it is too large.
     """
     try:
+        # the kind first: to open a pipe would wait for its writer
         kind = kind_of(path)
         if not kind:
             with open(path, "rb") as file:
@@ -141,7 +144,8 @@ def _kind_of_file(path: Path, merges: Path | None) -> str:
         return _kind_of_model(path)
     if path.suffix == ".txt":
         return "bert"
-    raise _wrong(path, "is no tokenizer by its name", f"{FIX}, or kind={'|'.join(KINDS)}")
+    rule = "cannot be used because its name has no ending of a tokenizer"
+    raise _wrong(path, rule, f"{FIX}, or kind={'|'.join(KINDS)}")
 
 
 def _kind_of_json(path: Path, merges: Path | None) -> str:
@@ -149,6 +153,7 @@ def _kind_of_json(path: Path, merges: Path | None) -> str:
         body = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: not JSON: {str(error)[:200]}") from None
+    # Megatron-LM's form of tiktoken is a list of tokens and ranks
     if isinstance(body, list):
         return "tiktoken"
     if merges is not None or (
@@ -159,8 +164,9 @@ def _kind_of_json(path: Path, merges: Path | None) -> str:
 
 
 def _kind_of_model(path: Path) -> str:
-    """Llama 3 has a file of tiktoken called tokenizer.model: lines of base64 and a number."""
+    """Return the kind of a tokenizer.model."""
     readable(path)
+    # Llama 3 has a file of tiktoken under this name: lines of base64 and a number
     with open(path, "rb") as file:
         words = file.read(256).split(b"\n")[0].split()
     return "tiktoken" if len(words) == 2 and words[1].isdigit() else "sentencepiece"
@@ -173,22 +179,6 @@ def _wrong(path: Path, rule: str, fix: str = FIX) -> ConfigError:
 CODES = {"uint16": "H", "int32": "i"}
 # Texts for which each process compares the pieces with the whole
 CHECKED = 32
-
-
-@contextmanager
-def named_faults(file: str, what: str) -> Iterator[None]:
-    """Turn errors of a library into CorruptData.
-
-    It raises bare Exception or, from a panic in Rust, a BaseException.
-    """
-    try:
-        yield
-    except (MtrainError, MemoryError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CorruptData(f"{file}: {what}: {' '.join(str(error).split())[:300]}") from None
 
 
 def library(name: str, extra: str, what: str) -> Any:
@@ -209,7 +199,7 @@ def library(name: str, extra: str, what: str) -> Any:
 
 
 class OtherIds(CorruptData):
-    """An error: a faster library gives other ids than the tokenizer's own."""
+    """The error that a faster library gives other ids than the tokenizer's own."""
 
 
 class Encoder(ABC):
@@ -239,7 +229,7 @@ class Encoder(ABC):
         """Return the id of a token, or None if there is no token of this name."""
 
     def unknown_bytes(self, text: str) -> int:
-        """Return bytes of a text that the unknown token stands for."""
+        """Return how many bytes of a text became the unknown token."""
         return 0
 
     def packer(self, code: str) -> Packer:
@@ -257,7 +247,7 @@ class Encoder(ABC):
             return found
         number = self.id_of(name)
         if number is None:
-            rule = f"{self.file} has no token of this name"
+            rule = f"cannot end documents because {self.file} has no token of this name"
             raise ConfigError.of(
                 "MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line"
             )
@@ -279,9 +269,9 @@ class Packer:
         self._checked = 0
 
     @property
-    def many(self) -> int:
+    def batch_chars(self) -> int:
         """Return how many characters of texts are best packed at once."""
-        return MANY if self._pieces is None else self._pieces.many
+        return BATCH_CHARS if self._pieces is None else self._pieces.batch_chars
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """Return the ids of each text.
@@ -293,20 +283,22 @@ class Packer:
             return self._whole(texts)
         with named_faults(self._encoder.file, "a text cannot be encoded"):
             packed = self._pieces.pack(texts)
+        # The cuts are known for the library's versions so far. In each process, the first texts
+        # show whether this version cuts differently; from then on, texts are encoded whole.
         if self._checked < CHECKED:
             self._checked += len(texts[:CHECKED])
             if packed[:CHECKED] != self._whole(texts[:CHECKED]):
-                self._pieces = None  # this version of the library cuts in another way
+                self._pieces = None
                 return self._whole(texts)
         return packed
 
     def _whole(self, texts: Sequence[str]) -> list[bytes]:
         with named_faults(self._encoder.file, "a text cannot be encoded"):
-            found = self._encoder.encode(texts)
+            encoded = self._encoder.encode(texts)
         try:
-            return [array(self._code, ids).tobytes() for ids in found]
+            return [array(self._code, ids).tobytes() for ids in encoded]
         except OverflowError:
-            worst = max(max(ids, default=0) for ids in found)
+            worst = max(max(ids, default=0) for ids in encoded)
             raise CorruptData(
                 f"{self._encoder.file}: token id {worst} does not fit the dtype of the corpus"
             ) from None

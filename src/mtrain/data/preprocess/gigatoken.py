@@ -1,9 +1,9 @@
-"""The features of a tokenizer.json for which gigatoken gives the ids of tokenizers.
+"""Encoding with gigatoken, for tokenizers whose features it is known to support.
 
-It is a list of allowed features. gigatoken 0.10 ignores some keys of a tokenizer.json, such as
-`single_word`, and a sample shows a difference only if it has the right words. Each entry here was
-compared with tokenizers on random texts (`tests/unit/test_fast_features.py`); a file with any other
-feature is encoded by tokenizers.
+The features are a list of allowed ones. gigatoken 0.10 ignores some keys of a tokenizer.json, such
+as `single_word`, and a sample shows a difference only if it has the right words. Each entry here
+was compared with tokenizers on random texts (`tests/unit/test_fast_features.py`); a file with any
+other feature is encoded by tokenizers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.preprocess.encoder import CHECKED, Encoder, OtherIds, Packer, library, named_faults
+from mtrain.data.preprocess.encoder import CHECKED, Encoder, OtherIds, Packer, library
+from mtrain.data.text.tokenizer import named_faults
 from mtrain.errors import ConfigError, MtrainError
 
 # The space in the vocabularies of sentencepiece
@@ -44,7 +45,7 @@ BPE = [
     "byte_fallback",
     "ignore_merges",
 ]
-# Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands
+# The most added tokens whose pairs are compared; published tokenizers have at most some thousands
 MOST_COMPARED = 4096
 Step = Mapping[str, Any]
 
@@ -59,7 +60,7 @@ def _reasons(body: Mapping[str, Any]) -> Iterator[str]:
     model = body.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else None
-        yield f"its model is {kind}, and only BPE is known to be encoded alike"
+        yield f"its model is {kind}, and only BPE was compared"
         return
     yield from _model(model, body.get("added_tokens") or ())
     if model.get("byte_fallback"):
@@ -70,9 +71,10 @@ def _reasons(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown(what: str, values: Step, known: Collection[str]) -> Iterator[str]:
-    strange = [key for key in values if key not in known]
-    if strange:
-        yield f"{what} has a key {strange[0]}, which is not known"
+    # a key of a later version of tokenizers may change the ids
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        yield f"{what} has a key {unknown[0]}, which is not known"
 
 
 def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
@@ -86,7 +88,7 @@ def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
     if model.get("byte_fallback"):
         bytes_ = {f"<0x{value:02X}>" for value in range(256)}
         if not bytes_ <= model["vocab"].keys():
-            yield "its vocabulary has not a token for each byte"
+            yield "its vocabulary lacks a token for some byte"
         if model.get("ignore_merges"):
             yield (
                 "its model takes whole words that are tokens (ignore_merges), and has tokens of"
@@ -97,7 +99,7 @@ def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
         return
     letters = set(_letters())
     if not letters <= model["vocab"].keys():
-        yield "its vocabulary has not a letter for each byte"
+        yield "its vocabulary lacks a letter for some byte"
     named = {token.get("content") for token in added}
     odd = next(
         (token for token in model["vocab"] if token not in named and not letters.issuperset(token)),
@@ -112,9 +114,11 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _letters() -> Iterator[str]:
-    """Yield the letter that stands for each byte:
-    https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """Yield the letter that stands for each byte.
+
+    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
+    # printable bytes stand for themselves, and the others for letters from 256 on, in order
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = 256
     for value in range(256):
@@ -150,11 +154,9 @@ def _of_bytes(body: Step) -> Iterator[str]:
     )
     if steps[-1].get("add_prefix_space", True):
         yield "its pre-tokenizer puts a space in front (add_prefix_space)"
+    # either ByteLevel cuts words, or one other step does
     if steps[-1].get("use_regex", True) is not (len(steps) == 1):
-        yield (
-            "its pre-tokenizer ByteLevel cuts words where others do, or not where none does"
-            " (use_regex)"
-        )
+        yield "its pre-tokenizer cuts words twice, or not at all (use_regex)"
     for step in steps[:-1]:
         how = (step.get("behavior"), step.get("invert", False))
         regex = isinstance(step.get("pattern"), dict) and list(step["pattern"]) == ["Regex"]
@@ -188,21 +190,21 @@ def _of_sentencepiece(body: Step) -> Iterator[str]:
     schemes = [{**metaspace, "prepend_scheme": scheme} for scheme in ("always", "first", "never")]
     metaspaces = [{**one, "split": split} for one in schemes for split in (True, False)]
     if steps and cuts not in ([], [merged]):
-        yield f"its pre-tokenizer has {_named(cuts[0])} behind a normalizer that writes spaces"
+        yield f"its pre-tokenizer has {_named(cuts[0])} after a normalizer that writes spaces"
     elif not steps and not (len(cuts) == 1 and cuts[0] in metaspaces):
         cut = f"its pre-tokenizer has {_named(cuts[0])}" if cuts else "it has no pre-tokenizer"
         yield f"{cut}, and it has no normalizer"
 
 
 def _named(step: Step) -> str:
-    said = {
+    settings = {
         key: value for key, value in step.items() if key not in ("type", "precompiled_charsmap")
     }
-    return f"{step.get('type')}{f' {said}' if said else ''}"[:120]
+    return f"{step.get('type')}{f' {settings}' if settings else ''}"[:120]
 
 
 def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
-    """Yield tokens that are found in a text before anything else is done with it."""
+    """Yield the reasons against the added tokens, which are cut out of a text before all else."""
     for token in tokens:
         name = repr(token.get("content"))[:60]
         yield from _unknown(f"its token {name}", token, TOKEN)
@@ -212,10 +214,11 @@ def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
         if token.get("normalized") and normalized:
             yield f"its token {name} is found in text that is normalized"
         if not token.get("content"):
-            yield "it has an added token without letters"
+            yield "it has an added token without characters"
     if len(tokens) > MOST_COMPARED:
         yield f"it has {len(tokens)} added tokens"
         return
+    # tokenizers looks for each kind in a pass of its own, so two kinds may want the same letters
     kinds = {
         str(t.get("content")): (bool(t.get("special")), bool(t.get("normalized"))) for t in tokens
     }
@@ -224,13 +227,13 @@ def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
         others = [content for content, each in kinds.items() if each == other]
         if met := _meeting(ones, others):
             yield (
-                f"its tokens {met[0]!r} and {met[1]!r} share letters where they meet, and are not"
-                " of one kind"
+                f"its tokens {met[0]!r} and {met[1]!r} may share letters, and are of different"
+                " kinds"
             )
 
 
 def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
-    """Return two tokens of which one holds the other, or begins with what the other ends with."""
+    """Return two tokens of which one contains the other, or that overlap at their ends."""
     for left, right in ((ones, others), (others, ones)):
         begins: dict[str, str] = {
             content[:n]: content for content in right for n in range(1, len(content) + 1)
@@ -249,8 +252,9 @@ def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
     return None
 
 
+# Characters after which gigatoken's memory of words is dropped
 FORGETS = 64 << 20
-# Texts on which gigatoken is to have the ids of tokenizers before it is taken
+# Texts for which gigatoken must give the ids of tokenizers before `auto` chooses it
 SAMPLE = (
     "The quick brown fox.",
     "It's 12345; don't  WE'LL\n\n\tx = y**2\r\n",
@@ -277,7 +281,7 @@ SAMPLE = (
 class GigatokenPacker(Packer):
     """A packer by gigatoken, which compares some texts of every batch with the tokenizer's ids.
 
-    gigatoken remembers all words that it met, so it is made again after `FORGETS` bytes.
+    gigatoken remembers every word, so it is made again after `FORGETS` characters.
     """
 
     engine = "gigatoken"
@@ -290,16 +294,16 @@ class GigatokenPacker(Packer):
         self._read = FORGETS
         if encoder.spec.plain:
             rule = (
-                "gigatoken finds the names of special tokens in documents, and special=text wants"
-                " them as text"
+                "cannot encode with special=text because gigatoken always reads the name of a"
+                " special token as that token"
             )
             raise ConfigError.of(
                 "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
             )
         if reason := unsupported(json.loads(body)):
             rule = (
-                f"{encoder.file}: {reason}; gigatoken is not known to have the ids of tokenizers"
-                " for it"
+                f"cannot encode with {encoder.file} because {reason}, and gigatoken may give other"
+                " ids than tokenizers for that"
             )
             raise ConfigError.of(
                 "MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line"
@@ -317,12 +321,10 @@ class GigatokenPacker(Packer):
             if self._read >= FORGETS:
                 self._made = self._library.Tokenizer.from_json(self._body)
                 self._read = 0
-            found = self._made.encode_batch(list(texts), parallel=False)
-            ids = self._awkward.to_numpy(self._awkward.flatten(found)).astype(self._code)
-            ends = (
-                np.cumsum(self._awkward.to_numpy(self._awkward.num(found)), dtype=np.int64)
-                * ids.itemsize
-            )
+            encoded = self._made.encode_batch(list(texts), parallel=False)
+            ids = self._awkward.to_numpy(self._awkward.flatten(encoded)).astype(self._code)
+            counts = self._awkward.to_numpy(self._awkward.num(encoded))
+            ends = np.cumsum(counts, dtype=np.int64) * ids.itemsize
         self._read += sum(map(len, texts))
         data = ids.tobytes()
         begin = 0
@@ -334,11 +336,14 @@ class GigatokenPacker(Packer):
         return out
 
     def _compare(self, texts: Sequence[str], packed: list[bytes]) -> None:
+        # many texts at first, and one of every later batch: a difference stops the build
         many = max(1, CHECKED - self._checked)
         self._checked += many
         if packed[:many] != self._whole(texts[:many]):
-            said = f"{self._encoder.file}: gigatoken gives other ids than tokenizers for a text"
-            raise OtherIds(said, "  fix: engine=tokenizers fresh=true")
+            raise OtherIds(
+                f"{self._encoder.file}: gigatoken gives other ids than tokenizers for a text",
+                "  fix: engine=tokenizers fresh=true",
+            )
 
 
 def gigatoken_packer(encoder: Encoder, code: str, body: str) -> tuple[Packer | None, str]:

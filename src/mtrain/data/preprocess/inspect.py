@@ -1,4 +1,4 @@
-"""A corpus as a person reads it: counts, lengths of documents, and the text of one."""
+"""Inspection and verification of a corpus: counts, lengths, the text of a document, hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BETWEEN = "|"
 
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
-    """Yield tokens of each document, some documents at a time."""
+    """Yield the lengths of documents in tokens, a million documents at a time."""
     step = 1 << 20
     for first in range(0, dataset.num_documents, step):
         stop = min(first + step, dataset.num_documents)
@@ -37,6 +37,7 @@ def histogram(dataset: IndexedDataset) -> list[tuple[int, int, int]]:
     """Return (first length, last length, documents) of the lengths 0, 1, 2 to 3, 4 to 7, ..."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(dataset):
+        # the exponent of a float is the number of bits of its integer part
         places = np.where(lengths > 0, np.frexp(lengths.astype(np.float64))[1], 0)
         counts += np.bincount(places, minlength=64)
     used = np.flatnonzero(counts)
@@ -54,9 +55,11 @@ def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
     """
     if not 0 <= number < dataset.num_documents:
         if dataset.num_documents:
-            rule = f"documents are 0 to {dataset.num_documents - 1}"
+            rule = (
+                f"cannot be shown because the corpus has documents 0 to {dataset.num_documents - 1}"
+            )
         else:
-            rule = "it has no document"
+            rule = "cannot be shown because the corpus has no document"
         raise ConfigError.of("MT003", "doc", number, rule, "doc=0", "command line")
     first, stop = (int(i) for i in dataset.document_indices[number : number + 2])
     return [dataset[i] for i in range(first, stop)]
@@ -76,6 +79,7 @@ def tokens_as_text(ids: Sequence[int], encoder: Encoder | None) -> str:
     for number in shown:
         held.append(number)
         text = encoder.decode(held)
+        # UTF-8 has at most four bytes for a character: with more, the text itself is damaged
         if not text.endswith("\ufffd") or len(held) > 4:
             out.append(text)
             held = []
@@ -102,7 +106,7 @@ def described(dataset: IndexedDataset) -> dict[str, Any]:
     }
 
 
-# Tokens that are looked at together
+# Tokens that are compared at once
 BLOCK = 1 << 24
 
 
@@ -111,25 +115,25 @@ class Scanned:
     """The result of a scan of all tokens."""
 
     largest: int
-    """-1 without tokens."""
+    """The largest id, -1 without tokens."""
     smallest: int
     sha256: str
-    """Of the `.bin`."""
+    """The digest of the `.bin`."""
 
 
 def verify(
     dataset: IndexedDataset, held: Manifest | None, vocab_size: int | None, *, hashed: bool
 ) -> Scanned:
-    """Look at every byte of a corpus; without `hashed` it needs no manifest.
+    """Check every byte of a corpus; without `hashed` it needs no manifest.
 
     Raises:
         ConfigError: there is no manifest.
-        CorruptData: a file is not what the manifest says, does not add up, or has an id outside of
-            the vocabulary.
+        CorruptData: a file differs from the manifest, does not add up, or has an id outside of the
+            vocabulary.
     """
     if held is None and hashed:
-        rule = "it has no manifest with the hashes of its bytes"
-        fix = "manifest=false to look at the rest"
+        rule = "cannot be compared because the corpus has no manifest with the hashes of its bytes"
+        fix = "manifest=false to check the rest"
         raise ConfigError.of("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")
     if held is not None:
         _counts(held, dataset)
@@ -142,13 +146,12 @@ def verify(
 
 
 def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder | None) -> None:
-    """Write the manifest of a corpus that was scanned and that somebody else made: its counts and
-    hashes as they are.
+    """Write a manifest for a corpus of another tool: its counts and hashes as the scan found them.
 
-    `encoder`: the tokenizer that made it; None: it is not known.
+    `encoder` is the tokenizer that made the tokens, None if that is unknown.
 
     Raises:
-        CorruptData: an id is not one of the tokenizer's.
+        CorruptData: the tokenizer does not have an id of the corpus.
     """
     if encoder is not None and scanned.largest >= encoder.vocab_size:
         _outside(dataset, encoder.vocab_size)
@@ -183,20 +186,20 @@ def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder |
 
 
 def _counts(held: Manifest, dataset: IndexedDataset) -> None:
-    found = {
+    counts = {
         "documents": dataset.num_documents,
         "sequences": len(dataset),
         "tokens": dataset.num_tokens,
     }
-    for name, number in found.items():
+    for name, number in counts.items():
         if held.count(name) != number:
             raise CorruptData(
                 f"{dataset.idx}: {number} {name}, and {held.path.name} says {held.count(name)}"
             )
     if held.body.get("dtype") != dataset.dtype.name:
-        said = str(held.body.get("dtype"))[:20]
+        recorded = str(held.body.get("dtype"))[:20]
         raise CorruptData(
-            f"{dataset.idx}: tokens are {dataset.dtype.name}, and {held.path.name} says {said}"
+            f"{dataset.idx}: tokens are {dataset.dtype.name}, and {held.path.name} says {recorded}"
         )
 
 
@@ -223,7 +226,7 @@ def blocks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def scan(dataset: IndexedDataset, vocab_size: int | None = None) -> Scanned:
-    """Return the ends of the ids and the hash of the tokens.
+    """Return the smallest and largest id and the hash of the tokens.
 
     Raises:
         CorruptData: an id is negative or outside of the vocabulary, with its document.

@@ -1,15 +1,14 @@
-"""Pieces of a text whose token ids do not depend on what stands around them, and a memory of the
-ids of pieces.
+"""A cache of the token ids of pieces, into which texts are cut where no token crosses a cut.
 
-A tokenizer cuts a text before it looks for tokens, at places that are known for the cutting
-patterns below. Words repeat, so most pieces were encoded before. What cannot be cut so for sure is
-encoded as it is, by the library.
+A tokenizer cuts a text before it looks for tokens, at places that are known for the patterns below.
+Words repeat, so most pieces were encoded before. The library encodes whole any text that cannot be
+cut with certainty.
 
-Why a cut is right: every pattern is a list of alternatives that are tried from left to right, where
-the match before ended. In those of GPT-2 no alternative has white space behind anything else, so a
-match ends wherever white space follows a letter, a digit or a sign. The later ones take line ends
-behind signs, and only there. The only look ahead, `\\s+(?!\\S)`, is at the end of white space, and
-a piece ends in none, unless the text does.
+The cuts are right for this reason: every pattern is a list of alternatives that are tried from left
+to right, where the previous match ended. In GPT-2's pattern no alternative has white space after
+anything else, so a match ends wherever white space follows a letter, a digit or a sign. The later
+patterns take line ends after signs, and only there. The only look-ahead, `\\s+(?!\\S)`, is at the
+end of white space, and no piece ends in white space unless the text does.
 """
 
 from __future__ import annotations
@@ -30,24 +29,26 @@ import tokenizers
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    rf"{_CONTRACTED}?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"{_CONTRACTED}?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Patterns of Llama 3 and GPT-4, Qwen 2, and GPT-4o
 LATER = (
     rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}",
     rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_TAIL}",
-    _O200K,
+    O200K,
 )
 AT_SPACES = re.compile(r"\s*\S+|\s+")
 NOT_BEHIND_SIGNS = re.compile(r"\s*\S+(?:(?<![A-Za-z0-9])[\r\n]\s*\S*)*|\s+")
 # For WordPiece, which drops white space
 WORDS = re.compile(r"[^ \t\n\r]+")
-# What is white space for some engines and not for others: a text with one is encoded as it is
+# Characters that only some engines take for white space: a text with one is encoded whole
 DOUBTFUL = "[\x1c-\x1f\x85\u180e\u200b]"
-# What BERT takes out of words, and DOUBTFUL
+# DOUBTFUL, and the characters that BERT removes from words
 CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u180e\u200b]"
 # GPT2 and LATER for ASCII text, with explicit classes of letters and digits
 _OF_ASCII = (
@@ -67,10 +68,11 @@ FINER = {
     pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)
 }
 OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
-# Letters of texts that are packed at once
-MANY = 1 << 19
+# Characters of texts that are packed at once
+BATCH_CHARS = 1 << 19
+# The most pieces that are cached (about 50 MB)
 MOST = 1 << 18
-# Pieces that are remembered (about 50 MB), and letters of one
+# The most characters of a cached piece: longer ones hardly repeat
 LONGEST = 48
 # The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand
 # for themselves.
@@ -84,14 +86,13 @@ class Cut:
 
     pieces: Find
     words: Find | None
-    """How ASCII is cut into what the tokenizer itself takes apart, in other words; None: it is not
-    known.
-    """
+    """A cut of ASCII into the tokenizer's own words, None if that is unknown."""
     doubtful: str = DOUBTFUL
+    """The characters of texts that are encoded whole."""
 
 
 def cut_of(body: dict[str, Any]) -> Cut | None:
-    """Return how texts may be cut for a tokenizer.json, or None if they may not be cut."""
+    """Return the cut of texts for a tokenizer.json, or None if they may not be cut."""
     model = body.get("model") or {}
     normalizer = body.get("normalizer")
     if any(body.get(key) for key in ("truncation", "padding")) or model.get("dropout"):
@@ -100,7 +101,8 @@ def cut_of(body: dict[str, Any]) -> Cut | None:
     steps = _steps(body.get("pre_tokenizer"))
     names = [step["type"] for step in steps]
     normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
-    if kind and normalized:  # it is looked for behind the normalizer, where its name may be another
+    # such a token is searched for in normalized text, in which its name may be spelled differently
+    if kind and normalized:
         return None
     if model.get("type") == "WordPiece":
         fits = kind in (None, "BertNormalizer") and names == ["BertPreTokenizer"]
@@ -133,12 +135,12 @@ def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
 
 
 class Pieces(dict[str, bytes]):
-    """Ids of texts as bytes of a dtype, remembered by piece; see the module.
+    """A cache of piece -> ids as bytes of a dtype; see the module.
 
-    `plain`: a text that has a special token's name in it means these characters, and not the token.
+    With `plain`, the name of a special token in a text is characters, and not the token.
     """
 
-    many = MANY
+    batch_chars = BATCH_CHARS
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, cut: Cut, code: str, plain: bool) -> None:
         self._tokenizer = tokenizer
@@ -149,6 +151,7 @@ class Pieces(dict[str, bytes]):
         else:
             self._model = None
         added = tokenizer.get_added_tokens_decoder().values()
+        # the library looks for added tokens before it cuts, so they may cross a cut
         names = [
             re.escape(token.content)
             for token in added
@@ -158,6 +161,8 @@ class Pieces(dict[str, bytes]):
         self._doubtful = re.compile(cut.doubtful).search
         self._missing: list[str] = []
 
+    # A dict's own lookup finds cached pieces in C. An unknown one comes here, is noted, and is
+    # encoded later together with the other unknown ones of the batch.
     def __missing__(self, piece: str) -> bytes:
         self._missing.append(piece)
         return b""
@@ -178,16 +183,16 @@ class Pieces(dict[str, bytes]):
             out[i] = self._joined(pieces)
             if len(self._missing) > before:
                 again.append(i)
-        learnt = self._learn()
+        learned = self._learn()
         for i in again:
             out[i] = self._joined(self._pieces(texts[i]) or [])
-        self._forget_long(learnt)
+        self._forget_long(learned)
         for i, packed in zip(whole, self._encoded([texts[i] for i in whole]), strict=True):
             out[i] = packed
         return out
 
     def _pieces(self, text: str) -> list[str] | None:
-        """Return the pieces of a text; None: it is encoded as it is."""
+        """Return the pieces of a text, or None if it is encoded whole."""
         if self._doubtful(text) or self._named(text):
             return None
         words = self._cut.words
@@ -197,8 +202,8 @@ class Pieces(dict[str, bytes]):
         if len(self) > MOST:
             self.clear()
 
-    def _forget_long(self, learnt: list[str]) -> None:
-        for piece in learnt:
+    def _forget_long(self, learned: list[str]) -> None:
+        for piece in learned:
             if len(piece) > LONGEST:
                 del self[piece]
 
@@ -208,7 +213,7 @@ class Pieces(dict[str, bytes]):
         return b"".join(itemgetter(*pieces)(self))
 
     def _learn(self) -> list[str]:
-        """Encode the pieces that are missing."""
+        """Encode the missing pieces, and return them."""
         missing = list(dict.fromkeys(self._missing))
         self._missing = []
         if self._model is None:
@@ -226,15 +231,15 @@ class Pieces(dict[str, bytes]):
         """
         assert self._model is not None
         assert self._cut.words is not None
-        ask = self._model.tokenize
-        code = self._code
+        # the model by itself skips the library's normalizer, pre-tokenizer and offsets
+        tokenize = self._model.tokenize
         for piece in pieces:
             ids = [
                 token.id
                 for word in self._cut.words(piece)
-                for token in ask(word.translate(LETTERS))
+                for token in tokenize(word.translate(LETTERS))
             ]
-            yield array(code, ids).tobytes()
+            yield array(self._code, ids).tobytes()
 
     def _encoded(self, texts: list[str]) -> list[bytes]:
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else []
@@ -244,20 +249,22 @@ class Pieces(dict[str, bytes]):
 def pieces_of(
     tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces
 ) -> Pieces | None:
-    """Return a memory for a tokenizer; None where its texts may not be cut."""
+    """Return a cache for a tokenizer, or None if its texts may not be cut."""
     cut = cut_of(json.loads(tokenizer.to_str()))
     return None if cut is None else kind(tokenizer, cut, code, plain)
 
 
-# Letters of texts that are packed at once
-MANY_AT_ONCE = 1 << 21
-# Letters of a text whose places fit into 32 bits with room to spare
+# Characters of texts that `BulkPieces` packs at once
+BULK_CHARS = 1 << 21
+# The most characters of a text: its offsets in bytes must fit into arrow's 32 bits
 LARGEST = 1 << 28
 ODD = re.compile(rf"{DOUBTFUL}|[\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]").search
 # The doubtful white space of ASCII
 CONTROL = range(0x1C, 0x20)
+# Kinds of bytes; BEYOND is any byte of a character that is not ASCII
 LETTER, DIGIT, SIGN, APOSTROPHE, SPACE, LINE, FEED, BEYOND = range(8)
 KINDS = 8
+# Between two kinds there is always a cut, or only if no further white space follows
 ALWAYS = 1
 BEFORE_THE_LAST = 2
 
@@ -283,17 +290,20 @@ def _kinds() -> np.ndarray:
 def _cuts(*, behind_signs: bool) -> np.ndarray:
     """Return whether texts are cut between two kinds; uint8 [KINDS * KINDS]."""
     out = np.zeros((KINDS, KINDS), np.uint8)
-    out[LETTER, [DIGIT, SIGN, SPACE, LINE, FEED]] = out[
-        DIGIT, [LETTER, SIGN, SPACE, LINE, FEED]
-    ] = ALWAYS
-    out[SIGN, [DIGIT, SPACE]] = out[APOSTROPHE, [DIGIT, SPACE]] = out[BEYOND, SPACE] = ALWAYS
+    out[LETTER, [DIGIT, SIGN, SPACE, LINE, FEED]] = ALWAYS
+    out[DIGIT, [LETTER, SIGN, SPACE, LINE, FEED]] = ALWAYS
+    out[SIGN, [DIGIT, SPACE]] = ALWAYS
+    out[APOSTROPHE, [DIGIT, SPACE]] = ALWAYS
+    out[BEYOND, SPACE] = ALWAYS
     out[LINE, [LETTER, DIGIT]] = ALWAYS
+    # the last of several spaces belongs to the word after it
     out[[SPACE, LINE, FEED], SPACE] = BEFORE_THE_LAST
+    # GPT-2's pattern ends after signs; the later ones join them to letters and line ends
     if behind_signs:
         out[[SPACE, LINE, FEED], LINE] = BEFORE_THE_LAST
-        out[SIGN, [LETTER, LINE]] = out[LINE, [SIGN, APOSTROPHE]] = out[
-            [APOSTROPHE, BEYOND], LINE
-        ] = ALWAYS
+        out[SIGN, [LETTER, LINE]] = ALWAYS
+        out[LINE, [SIGN, APOSTROPHE]] = ALWAYS
+        out[[APOSTROPHE, BEYOND], LINE] = ALWAYS
     return out.reshape(-1)
 
 
@@ -304,7 +314,7 @@ CUT_BETWEEN = {behind_signs: _cuts(behind_signs=behind_signs) for behind_signs i
 class BulkPieces(Pieces):
     """`Pieces` for many texts at once."""
 
-    many = MANY_AT_ONCE
+    batch_chars = BULK_CHARS
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, cut: Cut, code: str, plain: bool) -> None:
         super().__init__(tokenizer, cut, code, plain)
@@ -318,21 +328,23 @@ class BulkPieces(Pieces):
         if not self._in_bulk:
             return super().pack(texts)
         encoded = [text.encode() for text in texts]
-        control = bool(
-            (np.frombuffer(b"".join(encoded), np.uint8) - CONTROL[0] < len(CONTROL)).any()
-        )
+        # smaller bytes wrap around to large ones, so one comparison finds the whole range
+        offsets = np.frombuffer(b"".join(encoded), np.uint8) - CONTROL[0]
+        control = bool((offsets < len(CONTROL)).any())
         fits = [self._fits(text, control) for text in texts]
         rest = iter(super().pack([text for text, fit in zip(texts, fits, strict=True) if not fit]))
         found = iter(self._pack([text for text, fit in zip(encoded, fits, strict=True) if fit]))
         return [next(found) if fit else next(rest) for fit in fits]
 
     def _fits(self, text: str, control: bool) -> bool:
-        """Return whether a text is cut in its bytes; `control`: some text of ASCII may have one of
+        """Return whether a text is cut in its bytes; with `control`, some text has a byte of
         CONTROL.
         """
         if not 0 < len(text) <= LARGEST or self._named(text):
             return False
-        return not ODD(text) if control or not text.isascii() else True
+        if text.isascii() and not control:
+            return True
+        return not ODD(text)
 
     def _pack(self, texts: list[bytes]) -> list[bytes]:
         if not texts:
@@ -344,6 +356,7 @@ class BulkPieces(Pieces):
         places = cut_places(np.frombuffer(data, np.uint8), begins, ends, self._between)
         bounds = np.append(places, len(data)).astype(np.int32)
         buffers = [None, pyarrow.py_buffer(bounds), pyarrow.py_buffer(data)]
+        # arrow finds the distinct pieces without an object of Python for each
         pieces = pyarrow.Array.from_buffers(
             pyarrow.string(), len(places), buffers
         ).dictionary_encode()
@@ -356,34 +369,35 @@ class BulkPieces(Pieces):
         return [bytes(held[a:b]) for a, b in pairwise(cuts)]
 
     def _ids(self, pieces: list[str]) -> list[bytes]:
-        """Return the ids of pieces that differ; those of long ones are not kept."""
+        """Return the ids of distinct pieces; those of long ones are not cached."""
         self._make_room()
         packed = list(map(self.__getitem__, pieces))
         if self._missing:
-            learnt = self._learn()
+            learned = self._learn()
             for i in [i for i, ids in enumerate(packed) if not ids]:
                 packed[i] = self[pieces[i]]
-            self._forget_long(learnt)
+            self._forget_long(learned)
         return packed
 
 
 def cut_places(
     data: np.ndarray, begins: np.ndarray, ends: np.ndarray, table: np.ndarray
 ) -> np.ndarray:
-    """Return where the pieces of texts begin, given end to end in UTF-8; int64, from 0 on.
+    """Return the places where pieces of texts begin, int64; the texts are end to end in UTF-8.
 
     No piece is empty.
     """
     kinds = KIND_OF[data]
+    # the row and the column of the table in one index: kind * 8 + next kind
     pairs = np.left_shift(kinds[:-1], 3)
     pairs |= kinds[1:]
     between = table[pairs]
     cut = np.zeros(len(data), np.bool_)
     np.equal(between, ALWAYS, out=cut[1:])
     several = np.flatnonzero(between[:-1] == BEFORE_THE_LAST) + 1
-    behind = kinds[several + 1]
-    cut[several] = (behind != SPACE) & (behind != LINE) & (behind != FEED)
-    cut[ends - 1] = False  # what follows is of another text
+    following = kinds[several + 1]
+    cut[several] = (following != SPACE) & (following != LINE) & (following != FEED)
+    cut[ends - 1] = False  # the next byte is of another text
     cut[begins] = True
     return np.flatnonzero(cut)
 

@@ -1,4 +1,7 @@
-"""Rows of Parquet and arrow files, by pyarrow, which is in the extra `data`."""
+"""Readers of documents: rows of Parquet and arrow, lines of JSON and text, samples of tar files.
+
+pyarrow, of the extra `data`, reads Parquet and arrow.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from mtrain.errors import CorruptData, MtrainError
 
 # Rows that are read at a time
 ROWS = 1024
+# Bytes of a part, about
 PIECE = 8 * units.MIB
-# In each process: where in a file it was last, and what goes on from there. Parquet is entered at
-# row groups.
+# The place in a file at which this process stopped, and the iterator that continues from there.
+# Parquet can only be entered at row groups, so a part in the middle of one would be read again.
 _walked: dict[Source, tuple[int, Iterator[tuple[int, Any]]]] = {}
 
 
@@ -29,7 +33,7 @@ def _faults_named(source: Source) -> Iterator[None]:
         yield
     except (MtrainError, GeneratorExit):
         raise
-    except Exception as error:  # pyarrow's, and what it lets through of a hostile file
+    except Exception as error:  # pyarrow raises errors of many types for a hostile file
         text = " ".join(str(error).split())[:300]
         raise CorruptData(f"{source.name}: cannot be read as {source.form}: {text}") from None
 
@@ -39,11 +43,10 @@ def _arrow(source: Source, name: str = "pyarrow") -> Any:
 
 
 def cut(source: Source) -> list[tuple[int, int, int]]:
-    """Return parts of a file as (first row, the row behind the last, bytes), each of about as many
-    bytes.
+    """Return the parts of a file, as (first row, row after the last, bytes), of similar size.
 
     Raises:
-        CorruptData: it is not what its name says.
+        CorruptData: the file has not the format that its name says.
         BadEnvironment: pyarrow is not installed.
     """
     _arrow(source)
@@ -72,6 +75,7 @@ def _pieces(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
         for start in range(0, rows, step):
             here = min(step, rows - start)
             at += here
+            # a hostile file may declare a negative size
             size += max(0, held) * here // rows
             if size >= PIECE // 2:
                 out.append((first, at, size))
@@ -84,22 +88,23 @@ def _batches(source: Source) -> Iterator[Any]:
     """Yield the record batches of a stream, which Hugging Face's datasets writes, or of a file."""
     arrow = _arrow(source)
     with arrow.memory_map(source.path) as data:
+        # the magic number of a file; a stream has none
         is_file = data.read(6) == b"ARROW1"
         data.seek(0)
-        reader = arrow.ipc.open_file(data) if is_file else arrow.ipc.open_stream(data)
         if is_file:
+            reader = arrow.ipc.open_file(data)
             yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
-            yield from reader
+            yield from arrow.ipc.open_stream(data)
 
 
 def rows(
     source: Source, first: int, stop: int, reading: Reading
 ) -> Iterator[tuple[int, Text | Rejected]]:
-    """Yield number of the row in the part, from 1, and its text.
+    """Yield the number of each row in the part, from 1, and its text.
 
     Raises:
-        CorruptData: a file that does not hold together.
+        CorruptData: the file is damaged.
     """
     number = 0
     with _faults_named(source):
@@ -152,13 +157,13 @@ def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, A
 
 
 def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
-    """Return the columns that keys are in, and those that say whether a row is learned."""
+    """Return the columns that contain keys, and those of learning flags."""
     names = roots(reading.keys, columns)
     missing = [key for key in reading.keys if not roots([key], names)]
     if missing:
         held = ", ".join(columns)[:200]
         raise CorruptData(
-            f"{source.name}: has no column {missing[0]}; columns: {held}", "  fix: key=COLUMN"
+            f"{source.name}: there is no column {missing[0]}; columns: {held}", "  fix: key=COLUMN"
         )
     return [*names, *(flag for flag in reading.flags if flag in columns and flag not in names)]
 
@@ -166,12 +171,8 @@ def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
 def _text(number: int, row: dict[str, Any], reading: Reading) -> Text | Rejected:
     try:
         return reading.text(row)
-    except UnicodeDecodeError as error:
-        return Rejected(
-            number, f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8"
-        )
-    except (ValueError, json.JSONDecodeError) as error:
-        return rejected(number, error, str(error)[:300])
+    except ValueError as error:
+        return rejected(number, error, _why(error))
 
 
 Found = Text | Rejected
@@ -181,7 +182,7 @@ def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[in
     """Yield the number of each record in this part, from 1, and its text; None for a blank line.
 
     Raises:
-        CorruptData: the file cannot be read, or is not what its format is.
+        CorruptData: the file cannot be read, or does not have its format.
     """
     if source.form in ("parquet", "arrow"):
         yield from rows(source, part.first, part.stop, reading)
@@ -209,6 +210,7 @@ def _sample(number: int, members: list[Member], reading: Reading) -> Found:
 
 
 def _whole_file(part: Part, source: Source, reading: Reading) -> Found:
+    # by its size, before a file that may have terabytes is read
     if part.data is None and source.size > reading.max_bytes:
         return Rejected(0, _too_long(source.size, reading))
     data = part.data if isinstance(part.data, bytes) else _read(source)
@@ -251,8 +253,8 @@ def _why(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8"
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON: {error.msg} at column {error.colno}"
-    return "nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+        return f"not JSON: {error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
 
 
 def surrogate_fault(error: UnicodeEncodeError) -> str:
@@ -267,12 +269,14 @@ def _too_long(size: int, reading: Reading) -> str:
 
 
 def _lines(part: Part, source: Source, limit: int) -> Iterator[bytes | None]:
-    """Yield the lines of a part without their ends; None: one that is longer than the limit."""
+    """Yield the lines that begin in a part, without their ends; None for one over the limit."""
     if isinstance(part.data, bytes):
         yield from _cut(part.data, limit)
         return
     try:
         with open(source.path, "rb") as file:
+            # A part is cut anywhere. Its first line begins after the first line end, unless the
+            # byte before the part is one; the line that the cut divides belongs to the part before.
             file.seek(max(0, part.first - 1))
             before = file.read(1) if part.first else b"\n"
             data = file.read(part.stop - part.first)
@@ -284,11 +288,13 @@ def _lines(part: Part, source: Source, limit: int) -> Iterator[bytes | None]:
         raise CorruptData(f"{source.name}: cannot be read: {error.strerror or error}") from None
     if begin < len(data):
         body = data[begin:] if begin else data
-        yield from _cut(body.removeprefix(BOM) if not part.first else body, limit, end)
+        if not part.first:
+            body = body.removeprefix(BOM)
+        yield from _cut(body, limit, end)
 
 
 def _rest(file: BinaryIO, limit: int) -> bytes:
-    """Return the rest of a line, up to somewhat more than the limit."""
+    """Return the rest of a line, up to a block more than the limit."""
     out = io.BytesIO()
     while out.tell() <= limit and (block := file.read(BLOCK)):
         found = block.find(b"\n")
@@ -301,5 +307,7 @@ def _rest(file: BinaryIO, limit: int) -> bytes:
 def _cut(data: bytes, limit: int, end: bytes = b"") -> Iterator[bytes | None]:
     lines = data.split(b"\n")
     last = lines.pop() + end
-    for line in (*lines, *([last] if last else [])):
+    if last:
+        lines.append(last)
+    for line in lines:
         yield None if len(line) > limit else line.removesuffix(b"\r")

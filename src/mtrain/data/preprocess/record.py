@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mtrain.data.preprocess.encoder import library, named_faults
-from mtrain.data.records import FLAGS, says_learned_or_not, shown
+from mtrain.data.preprocess.encoder import library
+from mtrain.data.records import FLAGS, is_learning_flag, shown
+from mtrain.data.text.tokenizer import named_faults
 from mtrain.errors import BadEnvironment, ConfigError
 
 # A text, or its sentences
@@ -24,31 +25,28 @@ class Rejected:
     """A record that is left out."""
 
     number: int
-    """Of the line or row, from 1; 0: the file itself."""
+    """The number of the line or row, from 1; 0 for the whole file."""
     why: str
     by: tuple[str, ...] = ()
-    """The keys with which it says itself that it is not learned."""
+    """The flags that exclude it from learning."""
     misread: tuple[str, str] | None = None
-    """A key that should say whether it is learned, and its value, which says something else: it
-    ends the command.
+    """The name of a learning flag and its value, which is neither yes nor no: it ends the command.
     """
 
 
 class NotLearned(ValueError):
-    """A record says of itself, with the keys `by`, that it is not learned."""
+    """The error of a record whose own flags, the keys `by`, exclude it from learning."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.by = tuple(said)
-        fix = " ".join(f"ignored_keys={key}" for key in said)
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        self.by = tuple(flags)
+        fix = " ".join(f"ignored_keys={key}" for key in flags)
         super().__init__(
-            f"it says that it is not learned ({shown(said)}); {fix} where that says something else"
+            f"it says that it is not learned ({shown(flags)}); {fix} where that says something else"
         )
 
 
 class Misread(ValueError):
-    """A key that says whether a record is learned has a value that says something else, such as a
-    measured loss.
-    """
+    """The error of a learning flag that is neither yes nor no, such as a measured loss."""
 
     def __init__(self, key: str, value: Any) -> None:
         self.key = key
@@ -63,14 +61,14 @@ def rejected(number: int, error: Exception, why: str) -> Rejected:
 
 
 def refuse_misread(one: Rejected, file: str, line: int) -> None:
-    """Pass what is left out for a reason of its own.
+    """Refuse a record whose learning flag is neither yes nor no.
 
     Raises:
-        ConfigError: it is not known whether the record is to be left out. All records of such a
-            column would be.
+        ConfigError: the flag is misread.
     """
     if one.misread is None:
         return
+    # such a column has a value in every record: to leave them out would leave the corpus empty
     key, value = one.misread
     rule = (
         f"a record says with {key} whether it is learned, by 1 or true and 0 or false, and this is"
@@ -87,11 +85,11 @@ class Reading:
     parts: tuple[tuple[str, str | None], ...]
     """(constant text, key after it) of the template; a single key is `(("", key),)`."""
     by_line: bool = False
-    """A line of a text file is a document."""
+    """Whether each line of a text file is a document."""
     max_bytes: int = 64 << 20
-    """A document with more is left out."""
+    """The most bytes of a document; a larger one is left out."""
     ignored: tuple[str, ...] = ()
-    """Keys that say nothing of what is learned, though they are named as those that do."""
+    """Keys that are no learning flags in this data, though they have the name of one."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -100,17 +98,17 @@ class Reading:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the keys that say whether a record is learned."""
+        """Return the keys of learning flags."""
         return tuple(key for key in FLAGS if key not in (*self.keys, *self.ignored))
 
     def text(self, record: Any) -> Text:
         """Return the text of a record.
 
         Raises:
-            ValueError: says why it has none, or that it is not to be learned.
+            ValueError: it has no text, or is not to be learned; the message says why.
         """
         if isinstance(record, Mapping):
-            self._is_learned(record)
+            self._refuse_unlearned(record)
         if len(self.parts) == 1 and not self.parts[0][0]:
             return self._value(record, self.parts[0][1] or "", sentences=True)
         out = [
@@ -119,23 +117,25 @@ class Reading:
         ]
         return "".join(out)
 
-    def _is_learned(self, record: Mapping[Any, Any]) -> None:
-        """Raise ValueError for a record that says with a key, which is not read as text, that it
-        is not learned.
+    def _refuse_unlearned(self, record: Mapping[Any, Any]) -> None:
+        """Raise ValueError for a record whose flags exclude it from learning.
+
+        A key that is read as text is no flag.
         """
-        said = {key: record[key] for key in self.flags if record.get(key) is not None}
-        for key, value in said.items():
-            if not says_learned_or_not(value):
+        flags = {key: record[key] for key in self.flags if record.get(key) is not None}
+        for key, value in flags.items():
+            if not is_learning_flag(value):
                 raise Misread(key, value)
-        if said and not any(said.values()):
-            raise NotLearned(said)
-        if not all(said.values()):
+        if flags and not any(flags.values()):
+            raise NotLearned(flags)
+        if not all(flags.values()):
             fix = "ignored_keys=KEY for the one that says something else"
             raise ValueError(
-                f"it says both that it is learned and that it is not: {shown(said)}; {fix}"
+                f"it says both that it is learned and that it is not: {shown(flags)}; {fix}"
             )
 
     def _value(self, record: Any, key: str, *, sentences: bool) -> Text:
+        # the key itself first, which may have dots in its name
         found = record.get(key, record) if isinstance(record, Mapping) else None
         if found is record or found is None:
             found = _walk(record, key)
@@ -145,14 +145,14 @@ class Reading:
             return found
         if sentences and isinstance(found, list) and all(isinstance(one, str) for one in found):
             return found
-        raise ValueError(f"{key} is {_kind(found)}, and no text")
+        raise ValueError(f"{key} is {_kind(found)}, and not a text")
 
 
 def _walk(record: Any, key: str) -> Any:
     """Return the value at a key with dots, of records in records."""
     for name in [key] if isinstance(record, Mapping) and key in record else key.split("."):
         if not isinstance(record, Mapping):
-            raise ValueError(f"it is {_kind(record)}, and no object with the key {key}")
+            raise ValueError(f"it is {_kind(record)}, and not an object with the key {key}")
         if name not in record:
             raise ValueError(
                 f"it has no key {key}; keys:"
@@ -170,9 +170,9 @@ def _kind(value: Any) -> str:
         bool: "true or false",
         type(None): "null",
     }
-    return names.get(
-        type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__
-    )
+    if type(value) in names:
+        return names[type(value)]
+    return "a number" if isinstance(value, int | float) else type(value).__name__
 
 
 def reading(key: str, template: str | None, **options: Any) -> Reading:
@@ -180,7 +180,7 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
     `\\t` may be written.
 
     Raises:
-        ConfigError: the template has no key, or more in its braces than one.
+        ConfigError: the template has no key, or its braces hold more than a key.
     """
     if template is None:
         return Reading((("", key),), **options)
@@ -188,9 +188,9 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
         parts = tuple(_parts(template.replace("\\n", "\n").replace("\\t", "\t")))
     except ValueError as error:
         parts = ()
-        rule = str(error)
+        rule = f"cannot be read because {error}"
     else:
-        rule = "has no key in braces"
+        rule = "cannot give a text because it has no key in braces"
     if not any(name for _, name in parts):
         raise ConfigError.of(
             "MT003", "template", template, rule, "template='{title}\\n{text}'", "command line"
@@ -201,7 +201,7 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
     for before, name, form, conversion in Formatter().parse(template):
         if name == "" or form or conversion or (name or "").strip("_") != (name or "").strip("_ "):
-            raise ValueError("braces hold the name of a key, and nothing else")
+            raise ValueError("braces may hold only the name of a key")
         yield before, name
 
 
@@ -215,7 +215,7 @@ def roots(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 Splitter = Callable[[str], list[str]]
-# Letters that are cut at once; of a longer text each so many by themselves
+# Characters that Punkt gets at once, as in Megatron-LM's tool
 LONGEST = 1_000_000
 
 
@@ -224,11 +224,12 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
 
     Raises:
         BadEnvironment: nltk, or its data of the language, is not installed.
-        ConfigError: the language is no name.
+        ConfigError: the language is not a name.
         CorruptData: nltk cannot read its data.
     """
+    # the name becomes a part of a path
     if not re.fullmatch(r"[a-z_]+", language):
-        rule = "is no name of a language, such as english"
+        rule = "cannot be used because it is not the name of a language, such as english"
         raise ConfigError.of(
             "MT003", "sentences", language, rule, "sentences=english", "command line"
         )
@@ -237,12 +238,10 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
     try:
         folder = data.find(f"tokenizers/punkt_tab/{language}/")
     except (LookupError, ValueError) as error:
-        said = (
-            f"sentences={language}: nltk has no data of this language here"
-            f" (tokenizers/punkt_tab/{language})"
-        )
         raise BadEnvironment(
-            said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it"
+            f"sentences={language}: cannot cut sentences because nltk has no data of this language"
+            f" here (tokenizers/punkt_tab/{language})",
+            "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it",
         ) from error
     with named_faults(f"{folder}", "nltk cannot read this data of Punkt"):
         tokenizer = punkt.PunktSentenceTokenizer(

@@ -1,6 +1,4 @@
-"""The files that are read, in their order: what a user names, and what lies in folders that a user
-names.
-"""
+"""The files that a user names, directly or by their folder, and the units that workers read."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ FORMATS = {
 COMPRESSED = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 # Formats that may be compressed as a whole
 PACKED = ("jsonl", "tar", "text")
-PARTIAL = ".partial"
 # Ending of the folder in which a corpus grows, and a file in it
+PARTIAL = ".partial"
 LOCK = "lock"
 REJECTED = ".rejects.jsonl"
 REMOVED = ".removed.jsonl"
@@ -50,7 +48,7 @@ class Source:
     """One file."""
 
     name: str
-    """As the user named it, or its folder."""
+    """The path as the user wrote it, or below the folder that the user named."""
     path: str
     form: str
     """One of FORMATS."""
@@ -61,44 +59,45 @@ class Source:
 
     @property
     def is_changed(self) -> bool:
-        """Return whether another file, or none, stands there now."""
+        """Return whether the file was changed, replaced or removed since it was found."""
         try:
             return self != _source(Path(self.path), self.name, self.form, self.packing)
         except OSError:
             return True
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies this version of the file, ready for JSON."""
+        """Return the fields that identify this version of the file, ready for JSON."""
         return asdict(self)
 
 
 def form_of(name: str) -> tuple[str, str] | None:
-    """Return format and compression of a file by its name; None: neither is known."""
+    """Return format and compression of a file by its name, or None for an unknown one."""
     base, ending = os.path.splitext(name.lower())
     packing = COMPRESSED.get(ending, "")
     if packing and ending != ".tgz":
         ending = os.path.splitext(base)[1]
     form = next((form for form, endings in FORMATS.items() if ending in endings), None)
-    return (form, packing) if form is not None and (not packing or form in PACKED) else None
+    # Parquet and arrow are read at any place, which a compressed file does not allow
+    if form is None or (packing and form not in PACKED):
+        return None
+    return form, packing
 
 
 def find_sources(inputs: Sequence[Path], form: str | None = None) -> list[Source]:
-    """Return the files of what was named, those of a folder by name; `form`: of any ending, all are
-    of this format.
+    """Return the files of all inputs, those of a folder by name.
+
+    With `form`, all files have this format, whatever their ending.
 
     Raises:
-        ConfigError: an input is missing, is no file or folder, is of no known format, or has no
-            file.
+        ConfigError: an input is missing, is neither a file nor a folder, has an unknown format, or
+            has no file.
     """
     out = [source for path in inputs for source in _of_input(path, form)]
     seen = set[str]()
     for source in out:
         if source.path in seen:
-            raise _wrong(
-                source.name,
-                "is named twice, and its documents would be there twice",
-                "each input once",
-            )
+            rule = "cannot be read twice because its documents would be in the corpus twice"
+            raise _wrong(source.name, rule, "each input once")
         seen.add(source.path)
     return out
 
@@ -109,16 +108,19 @@ def _of_input(path: Path, form: str | None) -> list[Source]:
         if stat.S_ISDIR(mode):
             return _of_folder(path, form)
         if not stat.S_ISREG(mode):
-            raise _wrong(str(path), "is neither a file nor a folder", "name a file or a folder")
+            rule = "cannot be read because it is neither a file nor a folder"
+            raise _wrong(str(path), rule, "a file or a folder")
         with open(path, "rb"):
             pass
     except (OSError, ValueError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise _wrong(str(path), rule, "name a file or a folder that can be read") from None
+        raise _wrong(str(path), rule, "a file or a folder that can be read") from None
     known = form_of(path.name)
     if known is None and form is None:
         endings = ", ".join(ending for of in FORMATS.values() for ending in of)
-        rule = f"its ending says no format; known: {endings}, and .gz, .zst"
+        rule = (
+            f"cannot be read because its ending is not that of a format ({endings}, and .gz, .zst)"
+        )
         raise _wrong(str(path), rule, f"format={'|'.join(FORMATS)}")
     return [_source(path, str(path), *_chosen(path.name, known, form))]
 
@@ -135,7 +137,7 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
         paths = sorted(files_below(folder, lambda name: form_of(name) is not None), key=os.fsencode)
     except OSError as error:
         rule = f"{error.filename} cannot be read: {error.strerror}"
-        raise _wrong(str(folder), rule, "make it readable, or name another") from None
+        raise _wrong(str(folder), rule, "make it readable, or another folder") from None
     found = [(path, form_of(path.name) or ("", "")) for path in paths if not _is_of_corpus(path)]
     forms = {kind for _, (kind, _) in found}
     if "arrow" in forms:
@@ -151,11 +153,8 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
         found = [(path, kind) for path, kind in found if kind[0] != "text"]
     if not found:
         kinds = form or ", ".join(FORMATS)
-        raise _wrong(
-            str(folder),
-            f"no file in it is {kinds}",
-            "name a folder with such files, or files with format=",
-        )
+        rule = f"cannot be read because no file in it is {kinds}"
+        raise _wrong(str(folder), rule, "a folder with such files, or files with format=")
     return [_source(path, str(path), *kind) for path, kind in found]
 
 
@@ -179,44 +178,47 @@ def _wrong(value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError.of("MT601", "input", value, rule, fix, "command line")
 
 
+# Bytes of a unit, about: the work between two lines of the journal
 UNIT = 4 * units.MIB
 BLOCK = units.MIB
-# Bytes of a tar's header that holds a long name
+# The most bytes of a tar's header that holds a long name
 MAX_NAME = units.MIB
-# What is compressed more is no archive of documents
+# gzip reaches about 1,000: an archive that declares more would only fill the memory
 MAX_RATIO = 2000
-# Of a tar: name, and content, or why it is left out
+# A member of a tar: its name, and its content or the reason why it is left out
 Member = tuple[str, bytes | str]
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a file."""
+    """A part of a file."""
 
     source: int
-    """Place in the list of sources."""
+    """Its place in the list of sources."""
     first: int = 0
     stop: int = 0
-    """Bytes, or rows of a table; the lines or documents that begin in between."""
+    """In bytes, or rows of a table: the part is the lines or rows that begin in between."""
     data: bytes | tuple[Member, ...] | None = None
-    """What was read already: whole lines, or samples of a tar."""
+    """The content if it was read already: whole lines, or samples of a tar."""
     size: int = 0
-    """Bytes of the file that it is, for progress."""
+    """Its bytes in the file, for progress."""
 
 
 Unit = tuple[Part, ...]
-# Cuts a Parquet or arrow file: first, stop, bytes
+# A function that cuts a Parquet or arrow file: first, stop, bytes
 Tables = Callable[[Source], list[tuple[int, int, int]]]
 
 
 def plan(sources: Sequence[Source], reading: Reading, tables: Tables) -> Iterator[Unit]:
     """Yield all units in their order."""
+    # The order and the cuts depend only on the inputs, so that a resumed build has the same units.
     waiting = list[Part]()
     size = 0
     for number, source in enumerate(sources):
         for part in _parts(number, source, reading, tables):
             waiting.append(part)
+            # a file takes time even if it is empty: no unit has thousands of them
             size += max(part.size, 1 << 12)
             if size >= UNIT:
                 yield tuple(waiting)
@@ -247,7 +249,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
     """Open the decompressed content of a file.
 
     Raises:
-        CorruptData: it is not what its name says, is cut off, or cannot be read.
+        CorruptData: the file has not the format that its name says, is cut off, or cannot be read.
         BadEnvironment: pyarrow, which reads zstd, is not installed.
     """
     try:
@@ -258,17 +260,17 @@ def opened(source: Source) -> Iterator[BinaryIO]:
                     try:
                         yield stream
                     except OSError as error:
-                        said = (
-                            f"{source.name}: offset {raw.tell()}: no zstd data, or cut off: {error}"
-                        )
-                        raise CorruptData(said) from None
+                        raise CorruptData(
+                            f"{source.name}: offset {raw.tell()}: not zstd data, or cut off:"
+                            f" {error}"
+                        ) from None
             elif source.packing == "gz":
                 with gzip.open(raw, "rb") as plain:
                     yield plain  # type: ignore[misc]
             else:
                 yield raw
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise CorruptData(f"{source.name}: no gzip data, or cut off: {error}") from None
+        raise CorruptData(f"{source.name}: not gzip data, or cut off: {error}") from None
     except OSError as error:
         raise CorruptData(f"{source.name}: cannot be read: {error.strerror or error}") from None
 
@@ -292,13 +294,14 @@ def _of_stream(number: int, source: Source, reading: Reading, lines: bool) -> It
                 del held[:end]
                 end = 0
             elif not end and len(held) > limit + BLOCK:
-                del held[limit + 1 :]  # the rest of this line is passed over
+                # one byte over the limit stays, by which the reader sees that the line is too long
+                del held[limit + 1 :]
         if held:
             yield Part(number, data=bytes(held), size=len(held))
 
 
 def _of_tar(number: int, source: Source, reading: Reading) -> Iterator[Part]:
-    """Yield members of a tar by whole samples, which are neighbours with one name up to its dot."""
+    """Yield members of a tar by whole samples: neighbours whose names agree up to the first dot."""
     held = list[Member]()
     size = 0
     last = None
@@ -316,25 +319,28 @@ def _of_tar(number: int, source: Source, reading: Reading) -> Iterator[Part]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose name is not read where it would take the memory, of an archive that is not cut
-    off.
+    """A member of a tar that refuses two faults which tarfile accepts: a cut-off archive, and a
+    name that would fill the memory.
     """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        # tarfile takes the end of the file for the end of the archive
         if not buf:
             raise tarfile.ReadError("cut off: the blocks of zeros that end an archive are missing")
         return super().frombuf(buf, encoding, errors)
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        # tarfile reads the whole header of a long name or of pax records into memory
         if self.type not in tarfile.REGULAR_TYPES and self.size > MAX_NAME:
             raise tarfile.ReadError(f"a header of {self.size} bytes; {MAX_NAME} are read")
         return super()._proc_member(tar)  # type: ignore[misc]
 
 
 def _members(source: Source, reading: Reading) -> Iterator[Member]:
-    """Yield names of the members of a tar, and contents where keys are in; nothing is written, no
-    link is followed.
+    """Yield the names of a tar's members, with the contents of those that keys name.
+
+    Nothing is written, and no link is followed.
     """
     place = 0
     most = source.size * (MAX_RATIO if source.packing else 1)
@@ -342,7 +348,8 @@ def _members(source: Source, reading: Reading) -> Iterator[Member]:
         try:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
                 for member in tar:
-                    tar.members = []  # type: ignore[attr-defined]  # they would pile up
+                    # tarfile keeps every member that it has read
+                    tar.members = []  # type: ignore[attr-defined]
                     place = member.offset
                     if member.size > most:
                         raise tarfile.ReadError(
@@ -352,7 +359,9 @@ def _members(source: Source, reading: Reading) -> Iterator[Member]:
                         yield member.name, _content(tar, member, reading)
                 _refuse_more(tar)
         except (tarfile.TarError, ValueError, OverflowError, MemoryError, UnicodeError) as error:
-            raise CorruptData(f"{source.name}: member at offset {place}: no tar: {error}") from None
+            raise CorruptData(
+                f"{source.name}: member at offset {place}: not a tar: {error}"
+            ) from None
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, reading: Reading) -> bytes | str:
@@ -371,19 +380,18 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, reading: Reading) ->
 
 
 def _refuse_more(tar: tarfile.TarFile) -> None:
-    """Refuse what stands behind the end of an archive, as where several were joined: readers pass
-    it over.
-    """
+    """Refuse data after the end of an archive, as in joined archives, which tarfile ignores."""
     while block := tar.fileobj.read(BLOCK):  # type: ignore[union-attr]
         if block.strip(b"\0"):
             raise tarfile.ReadError(
-                "the last one, and more stands behind the end: several archives in one file?"
+                "the last one, and data follows the end: several archives in one file?"
             )
 
 
 def sample_of(name: str) -> tuple[str, str]:
-    """Return key and ending of a member: what stands before and behind the first dot of its last
-    name.
+    """Return key and ending of a member: its name up to the first dot, and after it.
+
+    Source: the format of WebDataset.
     """
     folder, slash, last = name.rpartition("/")
     key, _, ending = last.partition(".")
@@ -391,7 +399,7 @@ def sample_of(name: str) -> tuple[str, str]:
 
 
 def as_record(members: Sequence[Member]) -> dict[str, Any]:
-    """Return a sample as a record: each ending a key, JSON as what it says."""
+    """Return a sample as a record: each ending is a key, and JSON is parsed."""
     import json
 
     out = dict[str, Any]()

@@ -1,6 +1,4 @@
-"""A tokenizer.json, and the older vocabularies of which Hugging Face's tokenizers makes one:
-GPT-2's and BERT's.
-"""
+"""Encoders of each kind of tokenizer: tokenizer.json, GPT-2, BERT, tiktoken and sentencepiece."""
 
 from __future__ import annotations
 
@@ -13,21 +11,24 @@ from pathlib import Path
 import tokenizers
 
 from mtrain.config.disk.token_files import EOD_NAMES
-from mtrain.data.preprocess.encoder import Encoder, Packer, TokenizerSpec, library, named_faults
+from mtrain.data.preprocess.encoder import Encoder, Packer, TokenizerSpec, library
 from mtrain.data.preprocess.gigatoken import GigatokenPacker, gigatoken_packer
-from mtrain.data.preprocess.pieces import memory_of
-from mtrain.data.text.tokenizer import MAX_ID, check_tokenizer
+from mtrain.data.preprocess.pieces import O200K, memory_of
+from mtrain.data.text.tokenizer import MAX_ID, check_tokenizer, named_faults
 from mtrain.errors import CorruptData
 
 
 class JsonEncoder(Encoder):
-    """A tokenizer.json, or a vocabulary that Hugging Face's tokenizers makes one of."""
+    """An encoder by Hugging Face's tokenizers: a tokenizer.json, or the vocabulary of GPT-2 or
+    BERT.
+    """
 
     def __init__(
         self, spec: TokenizerSpec, tokenizer: tokenizers.Tokenizer, ends: Sequence[str]
     ) -> None:
         super().__init__(spec)
         self.tokenizer = tokenizer
+        # both are meant for the batches of a model, and would cut or pad documents here
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = spec.plain
@@ -63,14 +64,14 @@ class JsonEncoder(Encoder):
     def packer(self, code: str) -> Packer:
         if self.spec.engine == "gigatoken":
             return GigatokenPacker(self, code, self.tokenizer.to_str())
-        why = ""
+        passed_over = ""
         if self.spec.engine == "auto":
-            fast, why = gigatoken_packer(self, code, self.tokenizer.to_str())
+            fast, passed_over = gigatoken_packer(self, code, self.tokenizer.to_str())
             if fast is not None:
                 return fast
-        made = Packer(self, code, memory_of(self.tokenizer, code, self.spec.plain))
-        made.passed_over = why
-        return made
+        packer = Packer(self, code, memory_of(self.tokenizer, code, self.spec.plain))
+        packer.passed_over = passed_over
+        return packer
 
 
 def load_tokenizer_json(spec: TokenizerSpec) -> Encoder:
@@ -84,10 +85,10 @@ def load_tokenizer_json(spec: TokenizerSpec) -> Encoder:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise CorruptData(
-            f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+            f"{path}: offset {error.start}: not UTF-8, so not a tokenizer.json"
         ) from error
     check_tokenizer(path, text)
-    with named_faults(str(path), "no tokenizer.json"):
+    with named_faults(str(path), "not a tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
         return JsonEncoder(spec, tokenizer, [*_end_in_settings(path), *EOD_NAMES])
 
@@ -115,18 +116,18 @@ def load_gpt2(spec: TokenizerSpec) -> Encoder:
         if not isinstance(vocab, dict) or not all(
             type(i) is int and 0 <= i <= MAX_ID for i in vocab.values()
         ):
-            raise ValueError("no mapping of tokens to ids")
+            raise ValueError("not a mapping of tokens to ids")
     except (ValueError, RecursionError) as error:
-        raise CorruptData(f"{vocab_file}: no vocabulary: {str(error)[:200]}") from None
+        raise CorruptData(f"{vocab_file}: not a vocabulary: {str(error)[:200]}") from None
     merges = list[tuple[str, str]]()
     for number, line in enumerate(_lines(merges_file), 1):
         if not line or line.startswith("#version"):
             continue
         left, space, right = line.partition(" ")
         if not space or " " in right:
-            raise CorruptData(f"{merges_file}: line {number}: is no merge of two tokens")
+            raise CorruptData(f"{merges_file}: line {number}: not a merge of two tokens")
         merges.append((left, right))
-    with named_faults(merges_file, "no merges of this vocabulary"):
+    with named_faults(merges_file, "not the merges of this vocabulary"):
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -144,9 +145,9 @@ def load_bert(spec: TokenizerSpec) -> Encoder:
     vocab = {token: i for i, token in enumerate(_lines(spec.files[0]))}
     if "[UNK]" not in vocab:
         raise CorruptData(
-            f"{spec.files[0]}: no line says [UNK], so it is no vocabulary of WordPiece"
+            f"{spec.files[0]}: no line is [UNK], so it is not a vocabulary of WordPiece"
         )
-    with named_faults(spec.files[0], "no vocabulary of WordPiece"):
+    with named_faults(spec.files[0], "not a vocabulary of WordPiece"):
         tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=spec.lower_case)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -166,7 +167,7 @@ def _lines(file: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-# How texts are cut before tiktoken looks for tokens: Megatron-LM's v1 and v2, and OpenAI's
+# Patterns that cut texts before tiktoken looks for tokens: Megatron-LM's v1 and v2, and OpenAI's
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -180,16 +181,11 @@ PATTERNS = {
         r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
         r"\s*[\r\n]|\s+(?!\S)|\s"
     ),
-    "o200k": (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+    "o200k": O200K,
 }
-# Of a pattern: tokens that the published file has, and the id of its <|endoftext|>
+# Pattern -> the number of tokens in OpenAI's file, and the id of its <|endoftext|>
 OFFICIAL = {"gpt2": (50256, 50256), "cl100k": (100256, 100257), "o200k": (199998, 199999)}
-# Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of
-# its versions.
+# Special tokens that all versions of Llama 3's tokenizer.model, of 128,000 tokens, agree on
 LLAMA3 = {
     "<|begin_of_text|>": 128000,
     "<|end_of_text|>": 128001,
@@ -201,7 +197,7 @@ MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 
 class TiktokenEncoder(Encoder):
-    """A vocabulary of tiktoken: its own lines, or Megatron-LM's JSON."""
+    """An encoder by tiktoken: a vocabulary of its own format, or of Megatron-LM's JSON."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         super().__init__(spec)
@@ -209,7 +205,7 @@ class TiktokenEncoder(Encoder):
         of_json = self.file.endswith(".json")
         ranks, special = _ranks_of_json(spec) if of_json else _ranks_of_lines(spec)
         pattern = PATTERNS.get(spec.pattern, spec.pattern)
-        with named_faults(self.file, "no vocabulary of tiktoken"):
+        with named_faults(self.file, "not a vocabulary of tiktoken"):
             self._encoding = module.Encoding(
                 name=Path(self.file).name,
                 pat_str=pattern,
@@ -245,15 +241,14 @@ def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, in
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = _id(int(rank))
         except (ValueError, binascii.Error):
-            raise CorruptData(
-                f"{file}: line {number}: is not a token in base64 and a rank"
-            ) from None
+            raise CorruptData(f"{file}: line {number}: not a token in base64 and a rank") from None
     return ranks, dict(spec.special_tokens) or _special(spec.pattern, ranks)
 
 
 def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
-    """Return the special tokens of a file that says none: those that are known of it, or one behind
-    its tokens.
+    """Return the special tokens of a file without a list of them.
+
+    They are those of a known vocabulary, or else `<|endoftext|>` after the last token.
     """
     largest = max(ranks.values(), default=-1)
     if pattern == "cl100k" and len(ranks) == largest + 1 == min(LLAMA3.values()):
@@ -263,37 +258,38 @@ def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _ranks_of_json(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Return tokens and special tokens of Megatron-LM's form: a list of ranks, behind the ids of
-    special tokens.
-    """
+    """Return tokens and special tokens of Megatron-LM's JSON: special tokens have the first ids."""
     file = spec.files[0]
     first = spec.num_special_tokens
     try:
         body = json.loads(Path(file).read_bytes())
-        most = len(body) if spec.vocab_size is None else spec.vocab_size - first
-        listed = body[: max(0, min(most, (1 << 17) - first if spec.vocab_size is None else most))]
+        # Megatron-LM's default is a vocabulary of 2^17 ids, special tokens included
+        size = 1 << 17 if spec.vocab_size is None else spec.vocab_size
+        listed = body[: max(0, size - first)]
         ranks = {
             base64.b64decode(one["token_bytes"]): _id(int(one["rank"])) + first for one in listed
         }
     except (ValueError, KeyError, TypeError, binascii.Error, RecursionError) as error:
-        raise CorruptData(f"{file}: no list of token_bytes and ranks: {str(error)[:200]}") from None
+        raise CorruptData(
+            f"{file}: not a list of token_bytes and ranks: {str(error)[:200]}"
+        ) from None
     names = [*MEGATRON_SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), first))]
     return ranks, {name: i for i, name in enumerate(names[:first])}
 
 
 def _id(number: int) -> int:
     if not 0 <= number <= MAX_ID:
-        raise ValueError(f"{number} is no token id")
+        raise ValueError(f"{number} is not a token id")
     return number
 
 
 class SentencePieceEncoder(Encoder):
-    """A model of sentencepiece, by its library."""
+    """An encoder by sentencepiece."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         super().__init__(spec)
         module = library("sentencepiece", "data", f"{self.file}: a model of sentencepiece")
-        with named_faults(self.file, "no model of sentencepiece"):
+        with named_faults(self.file, "not a model of sentencepiece"):
             self._model = module.SentencePieceProcessor(model_proto=Path(self.file).read_bytes())
             self.vocab_size = self._model.get_piece_size()
             self.unk = self._model.unk_id()
@@ -309,7 +305,10 @@ class SentencePieceEncoder(Encoder):
 
     def id_of(self, token: str) -> int | None:
         number = self._model.piece_to_id(token)
-        return None if number == self.unk and self._model.id_to_piece(number) != token else number
+        # the library answers an unknown name with the unknown token
+        if number == self.unk and self._model.id_to_piece(number) != token:
+            return None
+        return number
 
     def unknown_bytes(self, text: str) -> int:
         found = zip(
@@ -337,9 +336,9 @@ def load(spec: TokenizerSpec) -> Encoder:
     """Return the tokenizer of a spec.
 
     Raises:
-        CorruptData: a file is not what it should be.
+        CorruptData: a file is not a tokenizer of its kind.
         BadEnvironment: the library of its kind is not installed.
-        ConfigError: it has no token that is chosen to end documents.
+        ConfigError: it lacks the token that the user chose to end documents.
     """
     encoder: Encoder = LOADERS[spec.kind](spec)
     if not 0 < encoder.vocab_size <= MAX_ID + 1:

@@ -1,4 +1,4 @@
-"""Processes that work on units, whose results come back in the order of the units."""
+"""Processes that encode units; their results come back in the order of the units."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from mtrain.errors import (
 from mtrain.processes import die_with
 
 T = TypeVar("T")
-# Units that wait for each process, so that none is idle
+# Units that wait for each process, so that no process is idle
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error of another process: exceptions with their own arguments do not travel."""
+    """An error of another process, since exceptions with arguments of their own cannot be sent."""
 
     kind: str
     lines: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     def error(self) -> MtrainError:
+        """Return the error as an exception of this process."""
         if self.kind == "ConfigError":
             return ConfigError(self.problems)
         kinds = {"CorruptData": CorruptData, "OtherIds": OtherIds, "BadEnvironment": BadEnvironment}
@@ -56,28 +57,29 @@ class _Failed:
 
 
 class _Process:
-    """A process that makes something when it is first asked, and then calls functions of it, one at
-    a time.
-    """
+    """A process that makes an object with the first call, and applies functions to it in turn."""
 
     def __init__(self, make: Callable[[Any], Any], job: Any) -> None:
+        # a fork shares what is imported; elsewhere, system libraries do not survive it
         context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, other_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, os.getpid(), make, job), daemon=True
+            target=_serve, args=(other_end, os.getpid(), make, job), daemon=True
         )
         self._process.start()
-        theirs.close()  # else the end of the process would not end the pipe
+        other_end.close()  # else the end of the process would not end the pipe
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return the value of a function of the made thing and arguments; EOFError or OSError where
-        the process is gone.
+        """Return `function(made object, *arguments)`.
+
+        Raises:
+            EOFError, OSError: the process has ended.
         """
         self._pipe.send((function, arguments))
         return self._pipe.recv()
 
     def end(self, *, at_once: bool) -> None:
-        """End it, after the call that it works on unless `at_once`."""
+        """End the process: after its current call, or `at_once`."""
         if at_once:
             self._process.kill()
         else:
@@ -87,23 +89,23 @@ class _Process:
 
 
 class Pool:
-    """`workers` processes that each make something once, with `make(job)`, and then call its
-    methods.
+    """A context with `workers` processes, each of which makes one object with `make(job)`.
 
-    Nothing heavy is loaded in this process. Used as a context; a process that dies is a
-    BadEnvironment. A thread waits for each process at its pipe: queues between processes would need
-    semaphores, and those a /dev/shm.
+    No heavy library is loaded in this process. The death of a process raises BadEnvironment. A
+    thread waits for each process at its pipe: queues between processes would need semaphores, and
+    those need a /dev/shm.
     """
 
     def __init__(self, workers: int, make: Callable[[Any], Any], job: Any) -> None:
         self.workers = workers
         try:
-            # before any thread is there
+            # before this process has threads, which a fork would not copy
             self._processes = [_Process(make, job) for _ in range(workers)]
         except OSError as error:
             why = error.strerror or type(error).__name__
             raise BadEnvironment(
-                f"{workers} processes cannot be started: {why}", "  fix: workers=N, fewer"
+                f"workers={workers}: cannot start so many processes because {why}",
+                "  fix: workers=N, fewer",
             ) from None
         self._idle = SimpleQueue[_Process]()
         for process in self._processes:
@@ -127,17 +129,15 @@ class Pool:
             process.end(at_once=False)
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the value of a function of the made thing and arguments, from one of the
-        processes.
-        """
+        """Return `function(made object, *arguments)` of one of the processes."""
         return _value(self._submit(function, arguments), "")
 
     def each(
         self, function: Callable[[Any, Any], T], items: Iterable[Any], say: Callable[[Any], str]
     ) -> Iterator[tuple[Any, T]]:
-        """Yield each item and what a function made of it, in order; a few are worked on ahead.
+        """Yield each item with `function(made object, item)`, in order and a few items ahead.
 
-        `say` names an item.
+        `say` names an item, for errors.
         """
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         for item in items:
@@ -174,7 +174,7 @@ def _died(name: str) -> BadEnvironment:
     where = f" near {name}" if name else ""
     return BadEnvironment(
         f"a process that reads{where} was killed: out of memory, or a library ended it",
-        "  fix: workers=N, fewer; what was done so far is kept, and the same command goes on",
+        "  fix: workers=N, fewer; the finished part is kept, and the same command continues it",
     )
 
 
@@ -182,14 +182,15 @@ def _serve(pipe: Connection, parent: int, make: Callable[[Any], Any], job: Any) 
     """Serve calls in a worker process until the pipe closes."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # one thread: the processes already use all cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     made: Any = None
     with suppress(EOFError):
         while asked := pipe.recv():
             if made is None:
-                # what is made lives as long as a unit; lists of pieces would be looked through
-                # often
+                # A unit makes millions of short-lived objects, which automatic collections would
+                # visit again and again; one collection before each unit suffices.
                 gc.disable()
                 made = _caught(make, (job,))
                 gc.freeze()
@@ -207,9 +208,9 @@ def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return _Failed(type(error).__name__, tuple(str(error).split("\n")))
     except MemoryError:
         return _Failed("BadEnvironment", ("there is not enough memory", "  fix: workers=N, fewer"))
-    except Exception as error:  # said in one line, as main does with what nobody expected
-        if (of_here := of_the_place(error)) is not None:
-            return _Failed("BadEnvironment", tuple(str(of_here).split("\n")))
+    except Exception as error:  # in one line, as `main` reports an unexpected error
+        if (fault := of_the_place(error)) is not None:
+            return _Failed("BadEnvironment", tuple(str(fault).split("\n")))
         return _Failed(
             "MtrainError",
             (f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}",),
@@ -295,7 +296,7 @@ class Worker:
         if job.language is not None:
             self._split = splitter(job.language, job.keep_newlines)
         if job.append_eod and self.encoder.eod is None:
-            rule = f"documents end with a token, and {job.spec.files[0]} names none for it"
+            rule = f"cannot end documents because {job.spec.files[0]} names no token for it"
             raise ConfigError.of(
                 "MT608", "eod", True, rule, "eod_token=NAME, or eod=false", "command line"
             )
@@ -308,7 +309,8 @@ class Worker:
             self._part(part, out)
         tokens = b"".join(out.tokens)
         largest = int(np.frombuffer(tokens, self.dtype).max()) if tokens else -1
-        lengths, sequences = (np.array(of, "<i4").tobytes() for of in (out.lengths, out.sequences))
+        lengths = np.array(out.lengths, "<i4").tobytes()
+        sequences = np.array(out.sequences, "<i4").tobytes()
         return Result(tokens, lengths, sequences, largest, out.parts, zlib.crc32(tokens))
 
     def _part(self, part: Part, out: _Out) -> None:
@@ -333,7 +335,7 @@ class Worker:
                 counted.reject(Rejected(number, surrogate_fault(error)))
                 continue
             texts.append(text)
-            if size >= self._packer.many:
+            if size >= self._packer.batch_chars:
                 counted.counts["text_bytes"] += size
                 self._encode(texts, counted, out)
                 texts = []
@@ -348,6 +350,8 @@ class Worker:
         place = 0
         size = self.dtype.itemsize
         for text in texts:
+            # as Megatron-LM's tool, which leaves out sentences without a token, and ends only
+            # documents that have tokens
             held = [one for one in packed[place : place + len(text)] if one]
             place += len(text)
             if held:
@@ -385,10 +389,10 @@ class _Out:
 
 
 def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
-    """Return the dtype of tokens: what was chosen, or what Megatron takes.
+    """Return the dtype of tokens: the chosen one, or Megatron's for the vocabulary.
 
     Raises:
-        ConfigError: the chosen one cannot hold the ids of the tokenizer.
+        ConfigError: the chosen dtype cannot hold the ids of the tokenizer.
     """
     from mtrain.data.store.indexed import token_dtype
 
@@ -397,8 +401,8 @@ def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
     dtype = np.dtype(chosen)
     if encoder.vocab_size - 1 > np.iinfo(dtype).max:
         rule = (
-            f"holds ids to {np.iinfo(dtype).max}, and the tokenizer has ids to"
-            f" {encoder.vocab_size - 1}"
+            f"cannot hold all ids because it ends at {np.iinfo(dtype).max}, and the tokenizer has"
+            f" ids to {encoder.vocab_size - 1}"
         )
         raise ConfigError.of("MT603", "dtype", chosen, rule, "dtype=int32", "command line")
     return dtype

@@ -43,6 +43,8 @@ class Greedy:
 
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = np.asarray(weights, np.float64)
+        # after about this many samples, every corpus has been picked twice, and a guess of the
+        # counts has settled to the true ones
         settled = 2 / max(float(self.weights.min()), 1e-9)
         self._piece = BLOCK * int(min(max(1, -(-settled // BLOCK)), LONGEST // BLOCK))
         self._known = [np.zeros(len(self.weights), np.int64)]
@@ -84,10 +86,10 @@ class Greedy:
         """Compute the counts up to the beginning of a block and some more."""
         if block < len(self._known):
             return
-        self._known = list(self._known)
         while len(self._known) <= block:
             pieces = -(-(block - len(self._known) + 1) * BLOCK // self._piece)
             kept = self._side_by_side(min(self._lanes, max(pieces, FEWEST)))
+            # pieces after a wrong guess are thrown away: compute fewer at once while guesses fail
             self._lanes = max(1, min(LANES, 2 * kept))
 
     def _side_by_side(self, lanes: int) -> int:
@@ -99,6 +101,7 @@ class Greedy:
         counts = np.empty((lanes, len(self.weights)), np.float64)
         early = firsts - self._piece
         counts[0] = self._known[-1]
+        # guesses start one piece early, so that they have settled where their piece begins
         if lanes > 1:
             counts[1:] = _likely(self.weights, early[1:])
             moving = counts[1:]
@@ -203,6 +206,7 @@ def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np
     stream of every 1024th of them, and its end. `shuffled` uint32, or int64 if that is too small:
     the sample at each place.
     """
+    # the legacy generator, in megatron-core's order of calls: another one gives another order
     random = np.random.RandomState(shape.seed)
     order = array("sequences", "<i4", shape.epochs * shape.sequences)
     one = np.arange(shape.first, shape.first + shape.sequences, dtype=np.int32)
@@ -211,6 +215,7 @@ def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np
     for part in (order[:cut], order[cut:]):
         if len(part):
             random.shuffle(part)
+    # megatron-core's own bound of its shuffle index, one below what uint32 could number
     wide = shape.samples >= np.iinfo(np.uint32).max - 1
     shuffled = array("shuffled", "<i8" if wide else "<u4", shape.samples)
     for first in range(0, shape.samples, CHUNK):
@@ -235,8 +240,8 @@ def write_starts(
             np.arange(0, min(CHUNK, len(order) - first), STRIDE),
         )
         starts[at : at + len(sums)] = end + np.cumsum(sums) - sums
-        end = end + int(sums.sum())
-        at = at + len(sums)
+        end += int(sums.sum())
+        at += len(sums)
     starts[at] = end
 
 
@@ -331,13 +336,13 @@ class MegatronSamples(Samples):
             lengths = dataset.lengths[some].astype(np.int64)
             ends = np.cumsum(lengths)
             # the part of each sequence after the skipped tokens and before the last needed one
-            behind = np.clip(skipped - (ends - lengths), 0, lengths)
-            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
-            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
+            unused = np.clip(skipped - (ends - lengths), 0, lengths)
+            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - unused
+            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + unused)
             counts.append(used)
-            found = found + int(used.sum())
+            found += int(used.sum())
             skipped = max(0, skipped - int(ends[-1]))
-            at = at + STRIDE
+            at += STRIDE
         if found < need:
             raise CorruptData(
                 f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does"
@@ -373,8 +378,11 @@ def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
     for first in range(0, len(order), CHUNK):
         some = order[first : first + CHUNK]
         if int(some.min()) < shape.first or int(some.max()) >= shape.first + shape.sequences:
-            said = f"sequences {some.min()} to {some.max()}, and the split has {shape.first} to "
-            raise CorruptData(f"{order.filename}: {said}{shape.first + shape.sequences - 1}")  # type: ignore[attr-defined]
+            file = order.filename  # type: ignore[attr-defined]
+            raise CorruptData(
+                f"{file}: sequences {some.min()} to {some.max()}, and the split has"
+                f" {shape.first} to {shape.first + shape.sequences - 1}"
+            )
 
     def array(name: str, dtype: str, length: int) -> np.ndarray:
         found[name] = np.zeros(length, dtype)
@@ -464,8 +472,8 @@ class MegatronBlend(Blend):
         for part, count in zip(self.parts, counts.tolist(), strict=True):
             if count > len(part) and not self._repeat:
                 rule = (
-                    f"the run needs {count} samples of {part.dataset.prefix}, and Megatron's order"
-                    f" makes {len(part)}"
+                    f"cannot be kept because the run needs {count} samples of"
+                    f" {part.dataset.prefix}, and Megatron's order makes {len(part)}"
                 )
                 fix = "data.order=keyed, or other data.blend_weights"
                 raise ConfigError.of("MT640", "data.order", "megatron", rule, fix)
@@ -482,6 +490,7 @@ def blended(
         made = [part(None) for part in parts]
         sizes = [len(one) for one in made]
         return MegatronBlend(made, normalized(sizes), min(samples or sum(sizes), sum(sizes)), name)
+    # normalized twice, as megatron-core does: the last bits of a weight decide ties
     shares = normalized(weights)
     target = [math.ceil(samples * share) for share in shares.tolist()]
     made = [

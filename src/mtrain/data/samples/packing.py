@@ -20,11 +20,13 @@ def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
     count = len(sizes)
     if count and int(sizes.max()) > capacity:
         raise ValueError(f"an item of {sizes.max()} does not fit into {capacity}")
+    # a list and not an array: single elements of a numpy array take many times as long
     leaves = 1 << max(0, count - 1).bit_length()
     room = [capacity] * (2 * leaves)
     window = np.empty(count, np.int64)
     for item, size in enumerate(sizes.tolist()):
         node = 1
+        # to the left wherever there is room, so that the leaf is the first window that fits
         while node < leaves:
             node = 2 * node + (room[2 * node] < size)
         window[item] = node - leaves
@@ -45,6 +47,7 @@ def first_fits(sizes: np.ndarray, capacity: int) -> np.ndarray:
     item of size 0 opens no window.
     """
     groups, count = sizes.shape
+    # every item is compared with the room of all groups, which int16 halves
     dtype = np.int16 if capacity <= np.iinfo(np.int16).max else np.int32
     room = np.full((groups, 16), capacity, dtype)
     window = np.empty((count, groups), np.int64)

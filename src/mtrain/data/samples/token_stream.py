@@ -35,7 +35,7 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     share is above zero.
     """
     if sum(shares) <= 0:
-        rule = "all shares are zero"
+        rule = "cannot divide the documents because all shares are zero"
         raise ConfigError.of("MT604", "data.split", list(shares), rule, "data.split=[1,0,0]")
     return token_files.split_documents(dataset, shares)
 
@@ -46,7 +46,8 @@ def split_records(count: int, shares: Sequence[float]) -> list[range]:
     A share above zero gets at least one record, if there are enough.
     """
     bounds = [round(cut) for cut in np.cumsum([0.0, *shares]) / sum(shares) * count]
-    for i in reversed(range(1, len(shares))):  # moves a bound to give a share its one record
+    # from the last bound on, each one moves left to leave its share one record
+    for i in reversed(range(1, len(shares))):
         bounds[i] = min(bounds[i], bounds[i + 1])
         if shares[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
             bounds[i] -= 1
@@ -63,8 +64,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 class Samples:
-    """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on
-    from there.
+    """The samples of a range of documents, in one epoch after another; `len` is the number of one.
 
     Without `shuffle`, the windows come in order, from the first token on. Raises ConfigError if the
     range is too small for one window.
@@ -147,6 +147,7 @@ class Samples:
     def _draw(self, epoch: int) -> tuple[Permutation, int]:
         """Return the order of the windows of an epoch, and the place of the first in the split."""
         words = keys(self.seed, epoch, self.name, ROUNDS + 1)
+        # the last window may not reach beyond the split
         room = min(self.seq_length, self.num_tokens - self._count * self.seq_length)
         return Permutation(self._count, words[:ROUNDS]), int(words[ROUNDS]) % room
 
@@ -167,7 +168,7 @@ class Samples:
         Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id
         outside the vocabulary, and for an index that does not add up.
         """
-        self.dataset.look_on()
+        self.dataset.check_next()
         starts = self.starts(numbers)
         out = np.empty((len(starts), self.seq_length + 1), np.int64)
         self.dataset.expect(starts, self.seq_length + 1)
@@ -198,7 +199,8 @@ class Samples:
 
         Raises CorruptData for an id outside the vocabulary.
         """
-        limit = min(limit, REMOTE_CHECKED) if self.dataset.is_remote else limit
+        if self.dataset.is_remote:
+            limit = min(limit, REMOTE_CHECKED)
         end = self.first + min(limit, self.num_tokens)
         for start in range(self.first, end, SCANNED):
             if not self.dataset.is_remote:
@@ -247,6 +249,7 @@ class FillInTheMiddle:
         for row, window, number in zip(out, windows, numbers.tolist(), strict=True):
             cuts = (np.flatnonzero(np.isin(window, self.ends)) + 1).tolist()
             ends = [*(cut - 1 for cut in cuts), len(window)]
+            # the token that ends a document stays in its place
             for piece, (begin, end) in enumerate(zip([0, *cuts], ends, strict=True)):
                 self._move(row[begin:end], self._words(number, piece))
         return out
@@ -261,6 +264,7 @@ class FillInTheMiddle:
     def _move(self, piece: np.ndarray, words: np.ndarray) -> None:
         """Reorder a piece in place if its random words select it."""
         moved, suffix_first = (words[:2] >> np.uint64(11)) * 2.0**-53 < (self.rate, self.spm_rate)
+        # the three marks take the place of the piece's last tokens, so that its length stays
         kept = len(piece) - MARKS
         if not moved or kept < 1:
             return

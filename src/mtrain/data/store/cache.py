@@ -56,7 +56,8 @@ def use(folder: Path) -> bool:
     """
     name = os.path.abspath(folder)
     path = folder / USED
-    try:
+    # in a read-only folder, or that of another user, the use cannot be marked
+    with contextlib.suppress(OSError):
         if name in _held and not _is_open(_held[name], path):  # it was built again
             os.close(_held.pop(name))
         if name not in _held:
@@ -65,8 +66,6 @@ def use(folder: Path) -> bool:
                 return False
             _held[name] = descriptor
         os.utime(path)
-    except OSError:
-        pass
     return True
 
 
@@ -99,6 +98,7 @@ def build_once(
         return facts
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
+        # another process may have built it while this one waited for the lock
         facts = meta()
         if facts is None:
             for stale in folder.parent.glob(f".building-{folder.name}-*"):  # of one that was killed
@@ -150,6 +150,7 @@ def _is_corpus(folder: Path) -> bool:
         or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name)
     ):
         return False
+    # `data.cache_dir` may be a folder that holds more than caches: only known names are removed
     names = set(os.listdir(folder))
     return META in names and names <= {META, USED, *FILES, *OF_CHATS, *ORDERS}
 
@@ -172,6 +173,7 @@ def _remove(folder: Path) -> bool:
             if held.file is not None:  # a file system without locks: readers are unknown
                 held.release()
                 return False
+            # renamed first, so that no process opens a folder with half of its files
             doomed = folder.with_name(f".removed-{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
@@ -209,6 +211,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
                 yield False
                 return
             try:
+                # the last holder may have deleted the file: that lock excludes nobody, so try again
                 if _is_open(file.fileno(), path):
                     yield True
                     return

@@ -1,4 +1,4 @@
-"""A memory-mapped file with control over readahead."""
+"""Token files of megatron-core, `.bin` and `.idx`: memory maps, the check of an index, a writer."""
 
 from __future__ import annotations
 
@@ -92,12 +92,14 @@ class IndexCheck:
         """Check the index, or only its ends and some parts if it is large; return the size that the
         `.bin` must have.
         """
+        # An index of 1e8 documents has 2 GB, and a run that opens it reads a few of its samples.
+        # Sampled parts find a wrong file at once; `check_next` finds the rest while it trains.
         if whole or self._size <= LARGE:
-            self._look([range(self._size)])
+            self._check_parts([range(self._size)])
             self._next = self._size
         else:
             last = self._size - PART
-            self._look(
+            self._check_parts(
                 [
                     range(last * i // (PARTS - 1), last * i // (PARTS - 1) + PART)
                     for i in range(PARTS)
@@ -107,13 +109,13 @@ class IndexCheck:
             return int(self._pointers[-1]) + int(self._lengths[-1]) * self._itemsize
         return 0
 
-    def look_on(self) -> None:
+    def check_next(self) -> None:
         """Check the next part of a large index."""
         if self._next < self._size:
-            self._look([range(self._next, min(self._next + STEP, self._size))])
+            self._check_parts([range(self._next, min(self._next + STEP, self._size))])
             self._next += STEP
 
-    def look_at(self, documents: range) -> None:
+    def check_documents(self, documents: range) -> None:
         """Check some consecutive documents and their sequences."""
         if self._next < self._size:
             _check_documents(self._path, self._documents, len(self._lengths), [documents])
@@ -125,6 +127,7 @@ class IndexCheck:
         """Return the first sequence of a document."""
         sequence = int(self._documents[document])
         count = len(self._lengths)
+        # unchecked parts of the index are compared before they lead to a place in the `.bin`
         if self._next < self._size:
             if not 0 <= sequence <= count:
                 raise CorruptData(
@@ -136,7 +139,8 @@ class IndexCheck:
                 _check_pointers(self._path, self._lengths, self._pointers, self._itemsize, [around])
         return sequence
 
-    def _look(self, parts: list[range]) -> None:
+    def _check_parts(self, parts: list[range]) -> None:
+        # without readahead, all parts are requested before the first is compared
         count = len(self._lengths)
         documents = len(self._documents) - 1
         for at, size in (
@@ -165,6 +169,7 @@ def _check_pointers(
 
     def wrong(first: int, stop: int) -> int | None:
         """Return the start of the first chunk with a wrong length or pointer."""
+        # used for every chunk, so that they stay in the processor's cache
         bytes_ = np.empty(CHUNK, np.int64)
         steps = np.empty(CHUNK, np.int64)
         differ = np.empty(CHUNK, np.bool_)
@@ -255,6 +260,7 @@ DTYPES: dict[int, np.dtype] = {code: np.dtype(name) for code, name in CODES.item
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the dtype that Megatron picks for token ids below `vocab_size`."""
+    # 65,500 and not 65,536 is megatron-core's bound; another one would give another file
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -267,8 +273,8 @@ class IndexedDataset:
     """A token corpus in memory maps. Opening refuses an `.idx` that does not add up.
 
     `tokens` is the stream of all documents, a flat array of `dtype`. Without `whole`, only the ends
-    and some parts of an index of more than `index_check.LARGE` sequences are checked at open, and
-    `look_on` checks the rest part by part. Raises CorruptData with file and offset.
+    and some parts of an index of more than `LARGE` sequences are checked at open, and
+    `check_next` checks the rest part by part. Raises CorruptData with file and offset.
     """
 
     def __init__(self, prefix: str | Path, *, whole: bool = True) -> None:
@@ -289,28 +295,32 @@ class IndexedDataset:
         arrays = self.lengths, self.pointers, self.document_indices
         self._check = IndexCheck(self.idx, index, arrays, self.dtype.itemsize)
         total = self._check.opened(whole=whole)
-        far = is_mirrored(self.prefix)
-        self._file = None if far else MemoryMap(with_suffix(self.prefix, ".bin"))
-        held: Any = (
-            RemoteTokens(self.prefix, self.dtype) if self._file is None else self._file.bytes
-        )
-        if far:
-            self.bin = f"{held.store.name}.bin"
-        elif self._file is not None and not whole:
-            self._file.scatter()
-        if held.nbytes != total:
+        self._file: MemoryMap | None = None
+        self.tokens: Any
+        if is_mirrored(self.prefix):
+            self.tokens = RemoteTokens(self.prefix, self.dtype)
+            self.bin = f"{self.tokens.store.name}.bin"
+            size = self.tokens.nbytes
+        else:
+            self._file = MemoryMap(with_suffix(self.prefix, ".bin"))
+            if not whole:
+                self._file.scatter()
+            size = self._file.bytes.nbytes
+        if size != total:
             raise CorruptData(
-                f"{self.bin}: {held.nbytes} bytes, but {self.idx.name} describes {total} "
+                f"{self.bin}: {size} bytes, but {self.idx.name} describes {total} "
                 f"({total // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes)"
             )
-        self.tokens: Any = held if far else np.frombuffer(held, self.dtype)
+        # after the check of the size, which need not be a whole number of tokens
+        if self._file is not None:
+            self.tokens = np.frombuffer(self._file.bytes, self.dtype)
 
-    def look_on(self) -> None:
+    def check_next(self) -> None:
         """Check one more part of a large index.
 
         Raises CorruptData if it does not add up.
         """
-        self._check.look_on()
+        self._check.check_next()
 
     @property
     def is_remote(self) -> bool:
@@ -362,7 +372,7 @@ class IndexedDataset:
 
         Raises CorruptData if their part of the index does not add up.
         """
-        self._check.look_at(documents)
+        self._check.check_documents(documents)
         sequences = self.document_indices[documents.start : documents.stop + 1]
         starts = np.full(len(sequences), self.num_tokens, np.int64)
         # documents after the last sequence are empty
@@ -388,6 +398,7 @@ def write_index(
     """
     count = len(lengths)
     dtype = np.dtype(dtype)
+    # the format holds int32; a longer sequence would wrap around to a negative length
     if count and (int(lengths.min()) < 0 or int(lengths.max()) > np.iinfo(np.int32).max):
         raise CorruptData(
             f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1"
@@ -452,7 +463,9 @@ class IndexedWriter:
                 f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit"
                 f" {self.dtype.name}"
             )
-        data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")  # type: ignore[arg-type]
+        array = np.ascontiguousarray(tokens, self.dtype)
+        data = memoryview(array).cast("B")  # type: ignore[arg-type]
+        # hashed on the way, so that no writer reads the file again
         self._digest.update(data)
         self._file.write(data)
         self._lengths.append(lengths)

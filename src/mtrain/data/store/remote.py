@@ -54,12 +54,14 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
     Raises ConfigError for a name with credentials or without files, BadEnvironment if the store or
     its library is not available, CorruptData for an index that does not add up.
     """
+    # the prefix is written to run.yaml, logs and the cache's notes
     if re.search(r"://[^/]*@|[?#]", name):
         shown = SCHEME.match(name)
-        rule = "holds credentials or a query; a path is shown in logs"
+        rule = "cannot be used because it holds credentials or a query, and logs show paths"
         fix = "a path without them: the store's library finds credentials in the environment"
         raise ConfigError.of("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)
     store = Store(name)
+    # sizes and versions name the folder: a replaced file is another corpus, with no old blocks
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
     facts |= store.manifest_facts()
     digest = hashlib.sha256(strict_json.dumps([name, facts]).encode()).hexdigest()[:16]
@@ -94,9 +96,13 @@ def _fetch_index(
     idx = Path(f"{store.name}.idx")
     shown = f"{store.name}.idx"
     if size > limit_bytes:
-        rule = f"{shown} has {units.bytes_(size)}, and the cache takes {units.bytes_(limit_bytes)}"
+        rule = (
+            f"cannot hold {shown} because that has {units.bytes_(size)}, and the cache takes"
+            f" {units.bytes_(limit_bytes)}"
+        )
         fix = "a larger data.remote_cache_gib"
         raise ConfigError.of("MT602", "data.remote_cache_gib", None, rule, fix)
+    # the header first: gigabytes are fetched only for a file that is an index
     try:
         read_header(idx, store.bytes_of(".idx", 0, min(size, HEADER.size)), size)
     except CorruptData as error:
@@ -234,6 +240,7 @@ class RemoteTokens:
         self.store = Store(address["name"])
         self.folder = prefix.parent / "blocks"
         self._block = functools.lru_cache(maxsize=HELD_BLOCKS)(self._from_disk)
+        # so large that the first fetch measures the cache, which earlier runs may have filled
         self._fetched = 1 << 30
 
     def __len__(self) -> int:
@@ -310,6 +317,7 @@ class RemoteTokens:
         ]
         found = self.store.pieces(".bin", ranges)
         with contextlib.suppress(OSError):  # a full disk: the blocks are read from the store again
+            # a cache this small could not keep them until they are read
             if sum(map(len, found)) > self.limit_bytes // 2:
                 return found
             self._make_room(sum(map(len, found)), len(blocks))

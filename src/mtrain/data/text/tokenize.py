@@ -1,4 +1,4 @@
-"""The files of a text corpus, their order, and the documents in them."""
+"""A text corpus: its files, their order, the documents in them, and its tokens in the cache."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from mtrain import durable, strict_json, units
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.write_paths import TAG, TAG_FILE
 from mtrain.config.disk.files import PIECE, SKIPPED_FOLDERS, files_below
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.samples.token_stream import entropy_nats
 from mtrain.data.store import cache as corpora
@@ -68,6 +69,7 @@ class TextCorpus:
         empty = True
         for file in self.files:
             text, read = self._read(file, left)
+            # one file is cut into documents: a single one would leave all splits but one empty
             if len(self.files) > 1:
                 documents = [(file.name, text)]
             else:
@@ -85,7 +87,8 @@ class TextCorpus:
             skipped = f", {len(self.skipped)} of them not UTF-8" if self.skipped else ""
             raise _problem(
                 self.shown,
-                f"the corpus holds no text: {len(self.files)} files{skipped}, the rest empty",
+                "cannot be tokenized because the corpus has no text:"
+                f" {len(self.files)} files{skipped}, the rest empty",
                 "data.path=FOLDER with text files in UTF-8",
             )
 
@@ -153,7 +156,9 @@ def open_corpus(data: DataConfig) -> TextCorpus:
         files = _walk(root, data.suffixes, shown, SKIPPED_FOLDERS, licences=True)
     elif not data.path:
         raise _problem(
-            "", "an empty path", "data.path=FOLDER, or null for the Python standard library"
+            "",
+            "cannot be an empty path",
+            "data.path=FOLDER, or null for the Python standard library",
         )
     else:
         root = Path(os.path.expanduser(data.path))
@@ -165,12 +170,13 @@ def open_corpus(data: DataConfig) -> TextCorpus:
         elif stat.S_ISDIR(mode):
             files = _walk(root, data.suffixes, shown)
         else:
-            raise _problem(shown, "neither a file nor a folder", "data.path=FOLDER")
+            rule = "cannot be read because it is neither a file nor a folder"
+            raise _problem(shown, rule, "data.path=FOLDER")
     if not files:
         raise _problem(
             shown,
-            f"no file ends in any of {', '.join(data.suffixes) or '(no suffixes given)'};"
-            f" {_endings(root)}",
+            "cannot be read because no file ends in any of"
+            f" {', '.join(data.suffixes) or '(no suffixes given)'}; {_endings(root)}",
             "data.suffixes=[.ending] that the folder has, or another data.path",
         )
     return TextCorpus(
@@ -287,7 +293,7 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         from mtrain.data.text.tokenizer import Tokenizer, end_of_document_id
 
         given = {
-            "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+            "tokenizer": sha256_of(tokenizer),
             "eod": end_of_document_id(Tokenizer(tokenizer)),
         }
     # If the same files were seen before and did not change, the digest of their contents is known.
@@ -300,8 +306,11 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
             with contextlib.suppress(OSError):  # another user's file, or a read-only disk
                 os.utime(seen)
             return corpus
+    # before the contents are read: a file that changes meanwhile gets a later time
     settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
     contents = _digest(text)
+    # The tokens of a tokenizer that was trained on this text serve a run that names the same
+    # tokenizer, as one does that continues on the weights.
     digest = _hash({**settings, "contents": contents})[:16]
     corpus = _open(folder := cache / f"{text.name}-{digest}")
     known = None if corpus is None else (corpus.tokenizer_sha256, corpus.meta["eod"])
@@ -347,6 +356,7 @@ def _made(
 
 
 def _hash(values: dict[str, Any]) -> str:
+    # names of files that are not UTF-8 have surrogates, which ASCII escapes and UTF-8 refuses
     text = strict_json.dumps(values, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -361,6 +371,7 @@ def _digest(text: TextCorpus) -> str:
 
 def _absorb(digest: Any, name: str, document: str) -> int:
     data = document.encode()
+    # with the length, so that no text can look like the beginning of the next document
     digest.update(os.fsencode(name) + b"\0%d\0" % len(data))
     digest.update(data)
     return len(data)
@@ -396,7 +407,7 @@ def _build(
     try:
         meta = _tokenize(data, text, building, given)
         if meta["contents"] != contents:
-            rule = "files of the corpus changed while they were read"
+            rule = "cannot be tokenized because files of the corpus changed while they were read"
             fix = "run again when they are complete"
             raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
         if folder.exists():
@@ -430,7 +441,9 @@ def _tokenize(
     trained = time.monotonic()
     durable.write(folder / "tokenizer.json", tokenizer_bytes)
     counts = np.zeros(vocab_size, np.int64)
-    documents = text_bytes = 0
+    documents = 0
+    text_bytes = 0
+    # of the text that is encoded: it must be the text whose digest names the folder
     digest = hashlib.sha256()
 
     def texts() -> Iterator[str]:

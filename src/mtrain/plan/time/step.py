@@ -41,10 +41,11 @@ PARTS = (
     "optimizer",
     "offload",
 )
+# Two kernels cast an operand to low precision: one for its values, one for its scales.
 CASTS = 2
-"""Kernels that bring an operand to low precision: its values, and their scales."""
+# Exponent of the norm that adds the time of the host to that of the device. At 1 the two would
+# add up; at infinity the slower one would hide the other.
 SHARP = 2.0
-"""How sharply the host shows where it is as slow as the device."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,8 @@ def micro_batch(
     )
     host = every * reached.graphed * MICRO
     computes = sum(parts.values())
-    if device.on_host:  # which starts an operation when the one before it is done
+    # A host starts an operation when the one before it is done, so launches hide nothing.
+    if device.on_host:
         return parts | {"host": host}
     return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
 

@@ -16,7 +16,7 @@ from mtrain.config.rules import findings
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
-from mtrain.plan.count import parameters
+from mtrain.plan.count import frozen_parameters, parameters
 from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
@@ -26,8 +26,8 @@ from mtrain.units import GIB, bytes_, devices
 Values = Mapping[str, Any]
 AUTO = "parallel.auto"
 BATCH = "trainer.global_batch_size"
+# Where nothing fits, tune tries so many times the machines, and names the first that suffices.
 MORE = (2, 4, 8, 16)
-"""Times as many machines that are tried where nothing fits."""
 
 
 def said_of(
@@ -131,7 +131,8 @@ def chosen(
     marked = {key: why for key, value in change.items() if value is not None} | {
         AUTO: "answered by tune"
     }
-    if raw.trainer.global_batch_size is None:  # for which the layouts were searched
+    # The layouts were searched for this batch.
+    if raw.trainer.global_batch_size is None:
         change[BATCH] = task.raw.trainer.global_batch_size
         marked |= {key: reason for key, reason in reasons.items() if key == BATCH}
     return changed(plain, {**change, AUTO: False}), marked
@@ -192,7 +193,7 @@ def _least(run: RunConfig) -> int:
     weights of trained ones, each once. Only moments can be offloaded.
     """
     p = run.precision
-    all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
+    all_trained = run.peft.kind is None and not frozen_parameters(run.model)
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     each = bytes_of(p.format) + all_trained * (gradient + main_weight_bytes(run))
     return parameters(run.model) * each

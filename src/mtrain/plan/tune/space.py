@@ -23,7 +23,7 @@ from mtrain.config.rules.rule import Rule
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.registry import family_of
+from mtrain.models.count import active_parameters
 
 Sizes = tuple[int, ...]
 
@@ -67,17 +67,17 @@ def ends_of(model: ModelConfig) -> tuple[float, float]:
     """Return the cost of embedding and loss in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
-    layer = max(
-        1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers
-    )
+    layer = max(1.0, (active_parameters(model) - tables * table) / model.num_layers)
     again = model.mtp_num_layers or 0
     return 0.0, table / layer * (1 + again) + again
 
 
 S = TypeVar("S", bound=Section)
+# Dotted key -> value.
 Change = dict[str, Any]
-"""Dotted key -> value."""
 AGAIN = "parallel.recompute"
+# Axis -> its keys, in the order of choice: a rule is checked at the last axis that it reads, as
+# soon as its keys are chosen.
 AXES: Mapping[str, tuple[str, ...]] = {
     "shards": ("parallel.tp", "parallel.sequence_parallel", "parallel.ep", "parallel.etp"),
     "context": ("parallel.cp", "trainer.sample_tokens"),
@@ -94,23 +94,20 @@ AXES: Mapping[str, tuple[str, ...]] = {
         f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")
     ),
 }
-"""In the order in which they are chosen."""
 KEYS = tuple(key for keys in AXES.values() for key in keys)
+# Keys that split layers into stages by hand; where one is set, tune keeps that split.
 SPLIT = (
     "parallel.layers_per_stage",
     "parallel.pipeline_layout",
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split",
 )
-"""Keys that say how layers are split into stages; where one is set, stages are not split
-otherwise.
-"""
+# Tokens of a micro-batch at most.
 MOST_TOKENS = 1 << 16
-"""Tokens of a micro-batch."""
+# A batch that is a multiple of this is cut only by powers of two.
 HALVED = 16
-"""A batch that is a multiple of this is cut only by powers of two."""
+# Tokens of a sample that a context-parallel rank has at least.
 LEAST_LENGTH = 1024
-"""Tokens of a sample that a context-parallel rank has at least."""
 
 
 def changed(run: Run, change: Mapping[str, Any]) -> Run:

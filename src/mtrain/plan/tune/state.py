@@ -40,7 +40,8 @@ def state_of(run: RunConfig) -> State:
     weights = bytes_of(precision.format) + bytes_of(
         "fp32" if precision.grad_reduce_in_fp32 else precision.format
     )
-    main = main_weight_bytes(run)  # of what is offloaded the moments are in host memory
+    # Offloaded moments are in host memory; main weights stay on the device.
+    main = main_weight_bytes(run)
     state = main + (update_bytes(run) - main) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
@@ -58,10 +59,10 @@ def _copies(run: RunConfig) -> tuple[int, int]:
     return same, p.dp * p.cp
 
 
+# Columns of elements in a piece of `costs`: experts, others, frozen.
 EXPERTS = 3
 OTHERS = 4
 FROZEN = 5
-"""The column of frozen and of trained elements in a piece of `costs`."""
 
 
 def table(run: RunConfig) -> int:
