@@ -68,6 +68,7 @@ def plan(loaded: Loaded) -> dict[str, Any]:
 
     try:
         return report(loaded.run)
+    # `plan` raises a plain ValueError for a family without counts; here it gets its key and a fix.
     except ValueError as error:
         family = loaded.run.model.family
         fix = "a family that can be counted"
@@ -92,6 +93,7 @@ def train(loaded: Loaded) -> Path:
     """
     from mtrain.launching import local, preflight
 
+    # Before any rank starts: a shortage ends here with its exit code, and leaves no run folder.
     preflight.check(loaded.run, loaded.argv)
     return local.launch(loaded.run, list(loaded.argv))
 
@@ -164,6 +166,8 @@ def generate(
     )
 
     source = source_of(folder, "generate RUN")
+    # The run is composed again with the user's overrides, so that the rules judge the new layout,
+    # kernels and formats. Its corpus may be gone: only the tokenizer is needed.
     composed = load(
         [
             f"run={run_file(folder)}",
