@@ -261,7 +261,7 @@ def test_lossless_large_row_group_is_processed_in_pieces(
     assert main([*words, "d.jsonl", "out=a"]) == 0
     assert main([*words, f"d.{form}", "out=b"]) == 0
     assert same_files(Path("a"), Path("b"))
-    assert rejects("b") == [(301, "text is null, and no text")]
+    assert rejects("b") == [(301, "text is null, and not a text")]
 
 
 def test_lossless_command_words_match_the_work() -> None:

@@ -165,7 +165,7 @@ def weights_of(run: RunConfig) -> Path | None:
     checkpoint = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
     if checkpoint is None:
         rule = f"cannot start from {path} because it has no checkpoint yet"
-        fix = "another run or checkpoint, or this one when it has saved a checkpoint"
+        fix = "wait until it has saved one, or name another run or checkpoint"
         raise ConfigError.of("MT502", "checkpoint.init_from", start, rule, fix)
     other = read_run_file(checkpoint / RUN_FILE)
     if other.peft.kind is not None and run.peft.kind is None:
