@@ -26,7 +26,7 @@ test: install
 	$(PYTEST)
 
 # What `make test` leaves out: whole products, all sizes of the interpreted kernels, the oracle and the fuzz.
-# PART=K/N: one of N parts of these cases
+# PART=K/N: one of N parts of all that
 test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
@@ -76,11 +76,11 @@ $(VENV)/.docs: $(STAMP)
 
 # 500 random configurations: `check` says yes exactly where the model builds and makes a step. CASES= and SEED=
 oracle: install
-	$(BIN)/python -m tests.support.oracle --cases $(or $(CASES),500) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.support.oracle --cases $(or $(CASES),500) --seed $(or $(SEED),1) --part $(or $(PART),1/1)
 
 # 10,000 mutated recipes and 500 hostile inputs: no traceback, nothing slow, nothing done
 fuzz: install
-	$(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),1) --part $(or $(PART),1/1)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

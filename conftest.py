@@ -7,12 +7,13 @@ from __future__ import annotations
 import gc
 import os
 import zlib
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from itertools import combinations
 
 import pytest
 
-from tests.support.covering import cover
+from tests.support.covering import Part, cover
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,11 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     _mark_samples(items)
     _mark_products(items)
-    option = config.getoption("--part")
-    part, _, parts = (int(word) if word.isdigit() else 0 for word in option.partition("/"))
-    if not 1 <= part <= parts:
-        raise pytest.UsageError(f"--part {option}: K/N with K from 1 to N")
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part - 1]
+    try:
+        part = Part.parse(config.getoption("--part"))
+    except ArgumentTypeError as error:
+        raise pytest.UsageError(f"--part {error}") from None
+    others = [item for item in items if not part.has(zlib.crc32(item.nodeid.encode()))]
     if others:
         config.hook.pytest_deselected(items=others)
         gone = set(others)

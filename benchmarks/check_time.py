@@ -1,13 +1,12 @@
-"""Times of `check` and of a run of one step, as whole processes, relative to `import
-megatron.core`.
+"""Times of `check` and of a run of one step, as whole processes, against `import megatron.core`.
 
     python benchmarks/check_time.py [--rounds 3] [--out FILE] [RECIPE ...]
 
-Every shared recipe, one process after another, with an import of megatron.core in each round. Times
-are of the wall and of the CPU (user and system); of each the fastest round counts: a busy machine
-only adds. The ratio is of the fastest import and the slowest recipe. `first_step` is a run of the
-default model, from the command to its end after one step and its checkpoint, on one rank and on
-two, over the import; the first round tokenizes its corpus.
+Each round checks every shared recipe, one process after another, and imports megatron.core. Wall
+and CPU time (user and system) are measured, and the fastest round counts, because a busy machine
+only adds time. The ratio divides the fastest import by the slowest recipe. `first_step` is a run of
+the default model, from the command to its end after one step and its checkpoint, on one rank and on
+two, divided by the import; the first round tokenizes its corpus.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ IMPORT = [sys.executable, "-c", "import megatron.core"]
 
 
 def main() -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,8 +48,8 @@ def main() -> int:
 
 
 def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return seconds of each recipe, of a run of one step in each of `layouts` and of the import,
-    and their ratios.
+    """Return the seconds of each recipe, of one step in each of `layouts` and of the import, and
+    their ratios.
     """
     commands = {
         name: [sys.executable, str(ROOT / "launch.py"), "check", f"recipe={name}"]
@@ -70,16 +69,17 @@ def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> 
         best = fastest({"megatron.core": IMPORT, **commands, **runs}, rounds)
     engine = best.pop("megatron.core")
     runs_took = {name: best.pop(name) for name in layouts}
-    slowest = {i: max(best, key=lambda name, i=i: best[name][i]) for i in (0, 1)}  # type: ignore[misc]
+    slowest_wall = max(best, key=lambda name: best[name][0])
+    slowest_cpu = max(best, key=lambda name: best[name][1])
     return {
         "rounds": rounds,
         "check_wall_s": {name: round(wall, 3) for name, (wall, _) in best.items()},
         "check_cpu_s": {name: round(cpu, 3) for name, (_, cpu) in best.items()},
         "import_megatron_core_s": {"wall": round(engine[0], 3), "cpu": round(engine[1], 3)},
-        "slowest": {"wall": slowest[0], "cpu": slowest[1]},
+        "slowest": {"wall": slowest_wall, "cpu": slowest_cpu},
         "ratio": {
-            "wall": round(engine[0] / best[slowest[0]][0], 1),
-            "cpu": round(engine[1] / best[slowest[1]][1], 1),
+            "wall": round(engine[0] / best[slowest_wall][0], 1),
+            "cpu": round(engine[1] / best[slowest_cpu][1], 1),
         },
         "first_step": {
             name: {
@@ -95,10 +95,9 @@ def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> 
 
 
 def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return seconds of the wall and of the CPU of each command, the least of `rounds`, in each of
-    which all take turns.
-    """
+    """Return the least wall and CPU seconds of each command in `rounds`."""
     best: dict[str, tuple[float, float]] = {}
+    # all take turns, so that a busy minute slows down every command alike
     for _ in range(rounds):
         for name, command in commands.items():
             wall, cpu = timed(command)
@@ -108,10 +107,10 @@ def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[floa
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Return seconds of the wall and of the CPU that a process takes.
+    """Return the wall and CPU seconds of a process.
 
     Raises:
-        RuntimeError: it fails.
+        RuntimeError: the process fails.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Conversion against the disk: `convert import` and `export` of synthetic weights, and a raw write
-of as many bytes through the page cache: wall and CPU seconds, rates as a share of the raw one, and
-the peak memory of each command.
+"""Conversion of synthetic weights, by `convert import` and `export`, against the speed of the disk.
 
     python benchmarks/convert.py --model llama32_1b --out benchmarks/results/convert_cpu.json
+
+A raw write of as many bytes through the page cache is the baseline. Each round has wall and CPU
+seconds, rates as a share of the raw one, and the peak memory of each command.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCK = np.random.default_rng(0).integers(0, 0x3C00, 1 << 22, dtype=np.uint16)
 
 
 def make(model: str, out: Path) -> int:
-    """Write a folder of a shipped model with made-up weights in bf16; its bytes."""
+    """Write a folder of a shipped model with made-up weights in bf16; return its bytes."""
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.huggingface.model import tables
@@ -87,6 +88,7 @@ def command(*words: object) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    """Measure, print each round, and write the rounds to a file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama32_1b")
     parser.add_argument("--rounds", type=int, default=2)
@@ -98,9 +100,8 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(prefix="convert-", dir=args.folder))
     rows = []
     try:
-        with ProcessPoolExecutor(
-            1
-        ) as other:  # the memory of this process would count as that of its children
+        # in another process: the kernel counts the peak of this one as that of its children
+        with ProcessPoolExecutor(1) as other:
             size = other.submit(make, args.model, home / "theirs").result()
         start = command("inspect", home / "theirs")[0]
         for number in range(args.rounds):

@@ -1,9 +1,9 @@
 """`data tokenize` against megatron-core's builder with the same tokenizer, document by document.
 
 It prints MB of JSONL per second and per CPU second, ratios, and the peak memory of all processes;
-and the time of an `.idx` of many documents against megatron-core's writer. Documents are pieces of
-the text files and sources of this Python installation. The builder and each engine take turns, and
-the best round of each counts. Our tokens must begin with those of the builder.
+then the time to write an `.idx` of many documents against megatron-core's writer. Documents are
+pieces of the text files and sources of this Python installation. The builder and each engine take
+turns, and the best round of each counts. Our file must begin with the tokens of the builder's.
 
     python benchmarks/data_tokenize.py --out benchmarks/results/data_tokenize_cpu.json
     python benchmarks/data_tokenize.py --mb 2000 --rounds 1 --engines tokenizers
@@ -31,14 +31,14 @@ import numpy as np
 import psutil
 
 from mtrain.data.store.indexed import write_index
-from mtrain.data.text import bpe
+from mtrain.data.text import tokenizer as bpe
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
 VOCAB = 32000
 
 
 def texts() -> list[str]:
-    """Return text files and sources of this Python installation."""
+    """Return the text files and sources of this Python installation."""
     out = []
     for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(root).rglob("*")):
@@ -57,13 +57,13 @@ def texts() -> list[str]:
 
 
 def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]:
-    """Return the documents, those for the baseline, and a tokenizer."""
+    """Write the documents, the first ones for the baseline, and a tokenizer; return the files."""
     held = [text for text in texts() if len(text) > 200]
     rng = random.Random(1)
     tokenizer = folder / "tokenizer.json"
     source = folder / "docs.jsonl"
     less = folder / "less.jsonl"
-    bpe.train(iter(held), VOCAB).save(str(tokenizer))
+    bpe.train_bpe(iter(held), VOCAB).save(str(tokenizer))
     size = 0
     with open(source, "w") as file, open(less, "w") as few:
         while size < megabytes * 1_000_000:
@@ -120,7 +120,7 @@ def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
 
 
 def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, Any]:
-    """Return the rate of the whole command, with its start, and its memory."""
+    """Return the rate of the whole command, with the start of Python, and its memory."""
     words = [
         "data",
         "tokenize",
@@ -152,7 +152,8 @@ def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, 
 
 
 def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the builder and each engine in turn; the best of each, and ratios."""
+    """Measure the builder and each engine in turn; return the best of each, and ratios."""
+    # the builder gets fewer documents: it is slow, and its rate does not depend on their number
     source, less, tokenizer = make(folder, given.mb, given.baseline_mb)
     theirs = list[dict[str, float]]()
     engines = given.engines.split(",")
@@ -179,7 +180,7 @@ def begins_alike(shorter: Path, longer: Path) -> bool:
 
 
 def indexes(folder: Path, documents: int) -> dict[str, float]:
-    """Return seconds of the index of many documents."""
+    """Return the seconds to write the index of many documents."""
     from megatron.core.datasets.indexed_dataset import _IndexWriter
 
     lengths = np.random.default_rng(0).integers(1, 2000, documents).astype(np.int32)
@@ -197,7 +198,7 @@ def indexes(folder: Path, documents: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure, print, and write the result to a file if one is named."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--engines", default="tokenizers,gigatoken")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--documents", type=int, default=10_000_000, help="of the index; 0: none is written"
+        "--documents", type=int, default=10_000_000, help="documents of the index; 0: no index"
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Tokens per second with a KV cache, and without one, in one run.
+"""Tokens per second of generation with a KV cache and without it.
 
     python benchmarks/generate.py [--prompt 8] [--tokens 512] [--threads 2] [--rows 1 8] [--out
     FILE] [OVERRIDES ...]
 
-Both take the most likely token after a prompt, on one rank, with one model of random weights; the
-tokens are compared. Without a cache, only one row is measured. CPU seconds are what a busy machine
-disturbs least; with several threads they include waiting.
+Both continue a prompt by the most likely token, on one rank, with one model of random weights, and
+their tokens are compared. Without a cache, only one row is measured. A busy machine disturbs CPU
+seconds least; with several threads they include waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AGAIN = "no cache, 1 row"
 
 
 def main() -> int:
-    """Measure, print, and write where asked; returns the exit code."""
+    """Measure, print, and write the result to a file if one is named; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,8 +45,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    said = {word.partition("=")[0] for word in options.overrides}
-    words = [*(word for word in WORDS if word.partition("=")[0] not in said), *options.overrides]
+    overridden = {word.partition("=")[0] for word in options.overrides}
+    words = [word for word in WORDS if word.partition("=")[0] not in overridden]
+    words += options.overrides
     result = measured(words, options.prompt, options.tokens, options.rows, options.threads)
     result |= circumstances(options.threads)
     print(json.dumps(result, indent=2))
@@ -58,7 +59,7 @@ def main() -> int:
 def measured(
     words: list[str], prompted: int, tokens: int, rows: list[int], threads: int
 ) -> dict[str, Any]:
-    """Return tokens a second of each, and the ratio for one prompt."""
+    """Return tokens per second of each, and the ratio for one prompt."""
     from mtrain import mcore as adapter
     from mtrain.api import load
     from mtrain.devices import registry

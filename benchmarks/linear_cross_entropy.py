@@ -1,13 +1,12 @@
-"""Linear layer and cross entropy in parts against plain torch with all logits at once: seconds, and
-peak memory.
+"""Time and peak memory of a linear layer with cross entropy in parts, against all logits at once.
 
     python benchmarks/linear_cross_entropy.py [--rounds 15] [--threads 2] [--out FILE]
 
-Forward and backward on the CPU, one of each in turn, the order turned round every time. A ratio is
-the median over the rounds of torch's seconds over those of the loss in parts (above 1: the parts
-are faster), with its quartiles: of the wall and of the CPU. `torch` is the faster of its two usual
-forms: in bf16, logits widened to fp32 or left as they are. Peak memory is what a process of its own
-holds more at its highest than before.
+Plain torch computes all logits at once. Each round runs forward and backward of both on the CPU, in
+an order that alternates. A ratio is torch's seconds divided by those of the loss in parts (above 1:
+the parts are faster), the median over the rounds with its quartiles, of wall and of CPU time.
+`torch` is the faster of its two usual forms: in bf16, logits widened to fp32 or left as they are.
+Peak memory is the growth of a separate process during the call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DTYPES = ("fp32", "bf16")
 
 
 def main() -> int:
-    """Run the comparison and print it; returns the exit code."""
+    """Run the comparison and print it; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +72,8 @@ def contenders(dtype: str, tokens: int, hidden: int, vocab: int) -> dict[str, Ca
 
     def run(loss: Callable[[], Any]) -> Callable[[], None]:
         def once() -> None:
-            x.grad = weight.grad = None
+            x.grad = None
+            weight.grad = None
             loss().backward()
 
         return once
@@ -139,7 +139,7 @@ def _peak_of(name: str, dtype: str, shape: tuple[int, int, int]) -> float:
 
 def peak(once: Callable[[], None]) -> float:
     """Return the MiB by which the peak of this process in the call exceeds its size before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _mib("VmRSS")
     once()
     return _mib("VmHWM") - before

@@ -3,13 +3,12 @@
     python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder
     FOLDER] [--out FILE]
 
-Makes the corpus, of documents of 0 to 3 tokens, where it is not there; with --tokens, of so many on
-average, drawn from a lognormal distribution, in a sparse file. `--order documents` reads whole
-documents, which are put into samples by first fit: what that found is removed before each cold
-start, so that these find it anew. Then each of six processes opens it as a run does, reads the
-first global batch of 256 samples, and says how long that took and what it read from the disk. The
-index of 1e8 documents has 2 GB. Before every other process the files are put out of the memory
-(Linux).
+The corpus is written if it does not exist. Its documents have 0 to 3 tokens; with --tokens, so many
+on average, of a lognormal distribution, in a sparse file. Each of six processes opens it as a run
+does, reads the first global batch of 256 samples, and reports its seconds and its reads from the
+disk. The index of 1e8 documents has 2 GB. Every other process starts cold: its files are dropped
+from the page cache (Linux), and with `--order documents`, which packs whole documents by first fit,
+the cached packing is removed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import psutil
 
 
 def main() -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def make(prefix: Path, documents: int, tokens: int) -> None:
-    """Write the corpus; its index last."""
+    """Write the corpus, and its index last."""
     import numpy as np
 
     from mtrain.data.store.indexed import write_index
@@ -89,16 +88,17 @@ def make(prefix: Path, documents: int, tokens: int) -> None:
 
 
 def forget(prefix: Path) -> None:
-    """Put the files of a corpus out of the memory."""
+    """Drop the files of a corpus from the page cache."""
     for suffix in (".bin", ".idx"):
         with open(prefix.with_name(f"{prefix.name}{suffix}"), "rb") as file:
+            # the kernel drops only pages that are on the disk
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def opened(prefix: str, order: str) -> dict[str, Any]:
-    """Return seconds until the corpus is open, and until the first batch is read,
-    without imports.
+    """Return the seconds until the corpus is open and until its first batch is read, after the
+    imports.
     """
     from mtrain.config.schema.data import DataConfig
     from mtrain.data import WholeDocuments, open_splits, prepare

@@ -4,11 +4,10 @@ layouts.
     python benchmarks/plan_calibrate.py [--rounds 3] [--steps 4] [--out FILE]
 
 Two ranks with one thread each train every configuration in turn, a few steps in each of several
-rounds, so that whatever else the machine does falls on all of them. The step times of one model fit
-the rates of the machine, as `plan --calibrate` does; the plan then predicts other widths, depths,
-lengths and layouts. Medians are compared, and so are the fastest steps. Other work on the
-machine keeps ranks waiting for each other, which no rate says: the figures count on a machine that
-does nothing else, and the load is printed.
+rounds, so that other work on the machine affects all of them. The step times of one model fit the
+rates of the machine, as `plan --calibrate` does; the plan then predicts other widths, depths,
+lengths and layouts. Medians are compared, and so are the fastest steps. Other work makes ranks wait
+for each other, which no rate describes: measure on an idle machine. The load is printed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CALIBRATED = {
         " trainer.global_batch_size=8"
     ),
 }
-"""Of one model: what the rates are fitted on."""
+"""Layouts of one model, on which the rates are fitted."""
 PREDICTED = {
     "wider, tp2": (
         "model.num_layers=3 model.hidden_size=512 model.ffn_hidden_size=1408 parallel=tp2"
@@ -81,14 +80,14 @@ PREDICTED = {
         " data.seq_length=128 trainer.micro_batch_size=2 trainer.global_batch_size=12"
     ),
 }
-"""Other shapes and layouts."""
+"""Other shapes and layouts, which the plan predicts."""
 KERNELS = "kernels"
 SIDE = 768
+"""Rows and columns of the matrices of a product."""
 COPIED = 64 << 20
+"""Bytes of a copy, more than caches hold."""
 REPEATED = 5
-"""Of the matrices of a product; bytes of a copy, more than caches hold; how often each is done in a
-turn.
-"""
+"""Times that a product and a copy run in a turn."""
 WARM = 1
 """Steps of each turn that are not counted."""
 BOUND = 0.15
@@ -127,7 +126,7 @@ def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[st
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=turn, args=(words, steps, store, send))
     process.start()
-    send.close()  # the process has its own: when that is closed nothing more comes
+    send.close()  # else `recv` would wait for ever for a process that died
     try:
         found: list[dict[str, float]] = receive.recv()
     except EOFError:
@@ -139,8 +138,9 @@ def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[st
 
 
 def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
-    """Send seconds of steps of a configuration, or of kernels; in a world that ends with this
-    process.
+    """Send the seconds of steps of a configuration, or of kernels without `words`.
+
+    The process groups end with this process.
     """
     import torch.distributed as dist
 
@@ -163,7 +163,7 @@ def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
 
 
 def kernels() -> dict[str, float]:
-    """Return seconds of a product and of a copy, which all ranks do at the same time."""
+    """Return the seconds of a product and of a copy, which all ranks run at the same time."""
     import torch
     import torch.distributed as dist
 
@@ -219,8 +219,9 @@ def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
 def compared(
     seconds: dict[str, list[dict[str, float]]], of_steps: Callable[[list[float]], float]
 ) -> dict[str, Any]:
-    """Return the fit on one model, and what it predicts of the others; `of_steps`: the median, or
-    another one of them.
+    """Return the fit on one model, and its predictions for the others.
+
+    `of_steps` reduces the seconds of steps to one figure, such as the median.
     """
     from mtrain.api import load
     from mtrain.plan.time import step_time
@@ -278,9 +279,7 @@ def printed(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, fit, predict, print, and return the exit code: 1 where a prediction is further off
-    than the bound.
-    """
+    """Measure, fit, predict and print; return 1 if a prediction is further off than the bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,12 +2,11 @@
 
     python benchmarks/plan_memory.py [FILE.csv] [--set precision.grad_reduce_in_fp32=false ...]
 
-FILE, else benchmarks/data/published_memory.csv, has the columns of that file; gradients and offload
-may be missing, and lines with # are left out. A row is compared where it states everything that
-decides the memory; each other row is listed with what it leaves out, and with the plan for what it
-does say, where that is a configuration. Of a row that says what offloading saves, what both runs
-have alike does not count. `--set` adds keys to every row, to see what one that is not stated
-decides.
+FILE, by default benchmarks/data/published_memory.csv, has the columns of that file; gradients and
+offload may be missing, and lines with # are skipped. A row is compared if it states everything that
+decides the memory. Every other row is listed with its missing settings, and with the plan for its
+stated ones if those are a configuration. A row on the savings of offloading is compared with the
+difference of two plans. `--set` adds keys to every row, to see the effect of an unstated one.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ ELSEWHERE = {
     "packed text": "how full its samples of packed text are",
     "weights in 8 bits": "weights are kept in 8 bits, and here they are not",
 }
-"""Words of a row -> what the plan does not know of them."""
+"""Words of a row -> the unknown setting behind them."""
 Row = dict[str, str]
 
 
 def base_model(row: Row) -> str:
-    """Return the model that a row trains, without how."""
+    """Return the model that a row trains, without the way of training."""
     return row["model"].removesuffix("_sft").removesuffix("_lora")
 
 
 def missing(row: Row) -> Iterator[str]:
-    """Yield what a row leaves out that decides the memory."""
+    """Yield the settings that decide the memory and that a row leaves out."""
     needed = LAYOUT if row["kind"] == "saved" else NEEDED
     yield from (name for name in needed if not row.get(name))
     if base_model(row) not in choices_of_group("model"):
@@ -65,7 +64,7 @@ def missing(row: Row) -> Iterator[str]:
 
 
 def words(row: Row) -> list[str]:
-    """Return the configuration of a row, with what it does not say as mtrain has it by default."""
+    """Return the configuration of a row, with mtrain's defaults for unstated settings."""
     layout = "".join(
         f"{key}{row[name]}"
         for key, name in (
@@ -109,8 +108,8 @@ def words(row: Row) -> list[str]:
 
 
 def peak(row: Row, more: list[str]) -> float:
-    """Return bytes that the plan allocates at the peak, without the context, and the reserve where
-    that was not measured.
+    """Return the planned bytes at the peak, without the context, and without the reserve unless it
+    was measured.
     """
     stages = stage_memories(load([*words(row), *more], BIG, {}, to_run=False).run)
     worst = max(stages, key=lambda stage: stage.peak)
@@ -132,7 +131,7 @@ def planned(row: Row, more: list[str]) -> float | str:
 
 
 def line(row: Row, found: float | str, compared: bool) -> str:
-    """Return a row as it is printed."""
+    """Return the line that is printed for a row."""
     published = float(row["peak"]) * UNITS[row["unit"]]
     layout = " ".join(
         f"{key}{row[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1")

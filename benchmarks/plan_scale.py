@@ -6,11 +6,11 @@ The published figures and their sources are benchmarks/data/megatron_strong_scal
 samples, 96 to 4,608 GPUs) and megatron_weak_scaling.csv (1.7B to 462B, 48 to 6,144 GPUs). Two
 things are predicted of each point:
 
-    as published  tensor and pipeline parallelism as published (of the strong scaling they are
-                  published of 2,304 GPUs, and taken for all), micro-batches of one sample;
-                  virtual stages and recomputation, which nobody states, as tune chooses them; by
-                  the efficiencies that
-                  benchmarks/plan_time.py fits for megatron-core 0.8. The error is of this one.
+    as published  tensor and pipeline parallelism as published (for the strong scaling they are
+                  published only for 2,304 GPUs, and used for all), micro-batches of one sample;
+                  virtual stages and recomputation, which are not published, as tune chooses them;
+                  by the efficiencies that benchmarks/plan_time.py fits for megatron-core 0.8. The
+                  error is that of this prediction.
     tune          the layout that tune chooses among all, by the efficiencies of mtrain
 
 TFLOP/s are model FLOPs with attention to every key, as Megatron-LM counts them. `--write` saves
@@ -39,8 +39,9 @@ DATA = ROOT / "benchmarks" / "data"
 RESULTS = ROOT / "benchmarks" / "results" / "plan_scale.json"
 DOCS = ROOT / "docs" / "reference" / "scaling.md"
 SOFTWARE = "core 0.8"
+"""The software whose efficiencies predict the published points."""
 PEAK = 989.0
-"""Whose efficiencies predict what is published; TFLOP/s of an H100 in bf16."""
+"""TFLOP/s of an H100 in bf16."""
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 COMMON = ("cluster=h100", "data=mock", "data.seq_length=4096")
 KEPT = {
@@ -104,16 +105,16 @@ def as_published(row: Mapping[str, Any], reached: Efficiencies) -> Row:
         "kernels.loss=megatron",
     ]
     raw = compose([*words, f"trainer.global_batch_size={row['batch']}"]).run
-    said = {
+    fixed = {
         **KEPT,
         "parallel.tp": row["tp"],
         "parallel.pp": row["pp"],
         "parallel.sequence_parallel": row["tp"] > 1,
     }
-    found = search(raw, said, BIG, None, 1)[0].best[0]
-    predicted = step_time(found.run, reached).mfu_all_keys * PEAK
+    best = search(raw, fixed, BIG, None, 1)[0].best[0]
+    predicted = step_time(best.run, reached).mfu_all_keys * PEAK
     return {
-        "layout": found.words,
+        "layout": best.words,
         "predicted": predicted,
         "error": predicted / row["published"] - 1,
     }
@@ -141,7 +142,7 @@ def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[R
 
 
 def results() -> dict[str, list[Row]]:
-    """Return both tables, rounded to what is stored."""
+    """Return both tables, with four decimals."""
     made = {
         "strong": table(strong(), COMMON, is_weak=False),
         "weak": table(weak(), COMMON, is_weak=True),
@@ -209,9 +210,9 @@ def written(text: str, found: Mapping[str, Sequence[Row]]) -> str:
     """Return the page with its tables, each between its marks."""
     for name, rows in found.items():
         inner = f"<!-- {name} -->\n{markdown(name, rows)}\n\n{summary(rows)}\n<!-- /{name} -->"
-        found_ = re.findall(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.S)
-        if len(found_) == 1:
-            text = text.replace(found_[0], inner)
+        marked = re.findall(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.S)
+        if len(marked) == 1:
+            text = text.replace(marked[0], inner)
         else:
             raise SystemExit(
                 f"{DOCS}: needs one table between <!-- {name} --> and <!-- /{name} -->"

@@ -3,18 +3,18 @@ out.
 
     python benchmarks/plan_time.py [FILE.csv] [--write]
 
-Prints for each row the published rate and the errors of three fits: on all rows, on the other
-models, on the other devices; then the errors in the median and at the 95th percentile, and how many
-pairs of rows of one model on as many devices are ranked as published. Rows that are no
-configuration are listed with the reason, and so are rows of one configuration that contradict each
-other: those are predicted and not fitted, and errors are printed without and with them. `--write`
-saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With
-a FILE, its rows are predicted by that fit.
+For each row, print the published rate and the errors of three fits: on all rows, on the other
+models, on the other devices. Then print the median and 95th percentile of the errors, and the share
+of pairs of rows (one model, equally many devices) that are ranked as published. Rows that describe
+no valid configuration are listed with the reason. Rows of one configuration that contradict each
+other are predicted but not fitted, and errors are printed without and with them. `--write` saves
+the fit on all other rows and its errors, which `tune` and `plan --scale` print. With a FILE, that
+fit predicts its rows.
 
-Software enters as two named factors for each release, on the speed of everything that the device
-does, and on that of models with experts; both change little from one release to the next. What a
-row of Megatron-Bridge leaves out (graphs, recomputation, dispatcher, overlap) is of the recipe of
-its release, in data/bridge_recipes.csv.
+Software enters as two named factors per release: one on the speed of all device work, and one on
+models with experts. Both change little between releases. If a row of Megatron-Bridge does not
+state graphs, recomputation, dispatcher or overlap, they come from the recipe of its release, in
+data/bridge_recipes.csv.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACCURACY_HEAD = """# Relative errors of predicted throughput on published runs o
 # the fit did not see; measured by benchmarks/plan_time.py.
 """
 PRIORS: dict[str, tuple[float, float]] = {
-    # name: what is expected, and how far off it may be, as a logarithm
+    # name: the expected value, and the standard deviation of its logarithm
     "products.bf16": (0.75, 0.07),
     "products.tensorwise": (0.95, 0.15),
     "products.mxfp8": (0.95, 0.07),
@@ -74,19 +74,20 @@ PRIORS: dict[str, tuple[float, float]] = {
     "exposed.pp": (0.5, 0.25),
 }
 LAYERS = {"attn", "mamba"}
-"""What graphs of layers hold in addition to routers, which are half of the host's work of a
-mixture.
+"""Modules that graphs of layers capture in addition to routers; a router is half of a mixture's
+host work.
 """
 BACKWARD = 0.7
-"""Of attention, against its forward: FlashAttention-3 and cuDNN on an H100."""
+"""Speed of attention's backward relative to its forward: FlashAttention-3 and cuDNN, H100."""
 SPEED = 0.02
+"""Standard deviation between releases in the speed of all kernels."""
 MIXTURES = 0.05
-"""How far releases may be apart, in the speed of kernels and of the host."""
+"""Standard deviation between releases in the speed of models with experts."""
 BASE = "bridge 26.02"
 MEGATRON = "core 0.8"
 CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
 FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
-"""Software whose attention is FlashAttention-2, which is of the generation before Hopper."""
+"""Software that uses FlashAttention-2, which predates Hopper."""
 OTHERS = {"core 0.8": 0.1, "torchtitan 24": 0.05, "torchtitan 25": 0.05, "automodel": 0.1}
 EXPECTED = {"core 0.8": 0.9, "torchtitan 24": 0.75, "torchtitan 25": 0.75, "automodel": 0.9}
 
@@ -172,12 +173,12 @@ def efficiencies(
 
 
 def predicted(case: Case, theta: Theta) -> float:
-    """Return tokens a second and device."""
+    """Return tokens per second and device."""
     return timed(case, theta).tokens_per_second_per_device
 
 
 def timed(case: Case, theta: Theta) -> StepTime:
-    """Return the step of a row."""
+    """Return the planned step of a row."""
     m = case.measured
     row = m.row
     return priced(
@@ -211,11 +212,14 @@ def prior(theta: Theta) -> list[float]:
 
 
 NOISE = 0.06
-"""Of published repetitions of one configuration."""
+"""Relative spread of published repetitions of one configuration."""
 
 
 def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> Theta:
-    """Least squares of logarithms, with outliers weighed less; Gauss and Newton."""
+    """Fit the parameters by least squares of logarithms with less weight for outliers.
+
+    The method is Gauss-Newton with a halved step where the full one would not improve the fit.
+    """
     keys = names(cases)
     x = np.array([(start or {}).get(key, 0.0) for key in keys])
 
@@ -269,7 +273,7 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
 def without(
     cases: Sequence[Case], theta: Theta, what: Callable[[Case], str], apart: Sequence[Case] = ()
 ) -> list[float]:
-    """Errors of each case, and of those `apart`, by a fit on the cases that differ in `what`."""
+    """Return the error of each case, and of those `apart`, by fits without cases of its `what`."""
     every = [*cases, *apart]
     out = [0.0] * len(every)
     for left in sorted({what(case) for case in every}):
@@ -281,7 +285,7 @@ def without(
 
 
 def error(case: Case, theta: Theta) -> float:
-    """Predicted throughput over the published one, less one."""
+    """Return the relative error of the predicted throughput."""
     return predicted(case, theta) / case.measured.tokens - 1
 
 
@@ -302,8 +306,8 @@ def pairs(cases: Sequence[Case], errors: Sequence[float]) -> tuple[int, int]:
     return right, number
 
 
-def said(what: str, errors: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile and largest of errors, printed."""
+def print_errors(what: str, errors: Sequence[float]) -> dict[str, float]:
+    """Print and return the median, the 95th percentile and the largest of errors."""
     size = np.abs(errors)
     found = {
         "median": float(np.median(size)),
@@ -315,7 +319,7 @@ def said(what: str, errors: Sequence[float]) -> dict[str, float]:
 
 
 def read(path: Path) -> list[Case]:
-    """Return rows of a file that are configurations; the others are printed with the reason."""
+    """Return the rows of a file that are configurations, and print the others with the reason."""
     cases: list[Case] = []
     for row in published.rows(path):
         found = published.measured(row)
@@ -329,7 +333,7 @@ def read(path: Path) -> list[Case]:
 
 
 def agreeing(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    """Return the cases to fit, and those that contradict another row, which are printed."""
+    """Return the cases to fit, and those that contradict another row; print the latter."""
     found = published.disagreeing([case.measured for case in cases])
     for index, why in found.items():
         print(
@@ -382,7 +386,7 @@ def main() -> int:
                 f"{case.measured.label()} {case.measured.tokens:8.0f} {predicted(case, theta):8.0f}"
                 f" {error(case, theta):+7.1%}"
             )
-        said("rows that were not fitted", [error(case, theta) for case in others])
+        print_errors("rows that were not fitted", [error(case, theta) for case in others])
         return 0
     every = [*cases, *apart]
     inside = [error(case, theta) for case in every]
@@ -397,20 +401,20 @@ def main() -> int:
     results: dict[str, Any] = {
         "rows": n,
         "rows_that_disagree": len(apart),
-        "fitted": said("fitted", inside[:n]),
+        "fitted": print_errors("fitted", inside[:n]),
     }
-    results["model_left_out"] = said("each model left out", by_model[:n])
-    results["device_left_out"] = said("each device left out", by_device[:n])
+    results["model_left_out"] = print_errors("each model left out", by_model[:n])
+    results["device_left_out"] = print_errors("each device left out", by_device[:n])
     newest = [
         e for case, e in zip(cases, by_model[:n], strict=True) if case.measured.software in CHAIN
     ]
-    results["model_left_out_megatron_bridge"] = said(
+    results["model_left_out_megatron_bridge"] = print_errors(
         "each model left out, only rows of Megatron-Bridge", newest
     )
-    results["model_left_out_with_all"] = said(
+    results["model_left_out_with_all"] = print_errors(
         "each model left out, with rows that disagree", by_model
     )
-    results["device_left_out_with_all"] = said(
+    results["device_left_out_with_all"] = print_errors(
         "each device left out, with rows that disagree", by_device
     )
     right, number = pairs(every, by_model)

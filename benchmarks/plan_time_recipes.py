@@ -18,13 +18,13 @@ class Recipe:
     """The settings of a model on a device, in one precision and release."""
 
     graphs: frozenset[str] = frozenset()
-    """What CUDA graphs hold: attn, mamba, mlp, router, preprocess; or whole: all of an iteration or
-    of each layer.
+    """The parts that CUDA graphs capture: attn, mamba, mlp, router, preprocess; or whole, an
+    iteration or each layer.
     """
     recompute: tuple[str, ...] = ()
-    """Modules."""
+    """The modules that are recomputed."""
     block: int = 0
-    """Or so many whole layers of each stage."""
+    """The number of whole layers of each stage that are recomputed instead."""
     flex: bool = False
     """Tokens go to a domain once, by DeepEP or HybridEP."""
     overlaps_experts: bool = False
@@ -34,11 +34,11 @@ class Recipe:
 
 
 def recipe(model: str, gpu: str, precision: str, release: str, layout: str) -> Recipe:
-    """Return the newest up to a release, or the oldest; of another precision where this one has
-    none.
+    """Return the newest recipe up to a release, or the oldest one; in another precision if there is
+    no recipe for this one.
 
-    A table is printed behind the recipes of its release: the first later one that has the `layout`
-    (tp, pp, virtual stages, ep) counts where that one has another.
+    Tables are published after the recipes of their release: if that recipe has another `layout`
+    (tp, pp, virtual stages, ep), the first later one with the layout counts.
     """
     known = [line for line in _lines() if (line["model"], line["gpu"]) == (model, gpu)]
     same = [line for line in known if precision in line["precisions"].split()] or known

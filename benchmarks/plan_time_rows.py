@@ -1,6 +1,4 @@
-"""Rows of published throughput as configurations of mtrain, with the software that they were
-measured with.
-"""
+"""Rows of published throughput as configurations of mtrain, each with the software behind it."""
 
 from __future__ import annotations
 
@@ -54,11 +52,11 @@ class Measured:
 
     row: Row
     model: str
-    """Whole models are left out together: one model with all its variants."""
+    """The model without its variants, which are left out together."""
     run: RunConfig
     software: str
     tokens: float
-    """Tokens a second and device, published."""
+    """Published tokens per second and device."""
 
     def label(self) -> str:
         """Return the first columns of a line of the table."""
@@ -94,7 +92,7 @@ def software(row: Row) -> str:
 
 
 def base_name(row: Row) -> str:
-    """Return the model that a row trains, without how it does."""
+    """Return the model that a row trains, without the way of training."""
     return row["model"].removesuffix("_tokendrop").removesuffix("_nomtp").removesuffix("_lora")
 
 
@@ -113,7 +111,7 @@ def recipe_of(row: Row) -> Recipe:
 
 
 def graphed(row: Row) -> frozenset[str]:
-    """Return the parts that CUDA graphs hold."""
+    """Return the parts that CUDA graphs capture."""
     return recipe_of(row).graphs
 
 
@@ -135,7 +133,7 @@ def overlapped(row: Row) -> bool:
 
 
 def obstacle(row: Row) -> str | None:
-    """Return why a row is no configuration of mtrain."""
+    """Return why a row is not a configuration of mtrain, or None."""
     base = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     if NAMES.get(base, base) not in choices_of_group("model"):
         return f"{base} is not a model that ships"
@@ -199,15 +197,16 @@ def words(row: Row) -> list[str]:
         f"cluster.nodes={gpus // per_node}",
         f"cluster.devices_per_node={per_node}",
         f"parallel.ranks={gpus}",
-        "cluster.device_memory_gib=4096",  # what is published did fit, with what it does not say
+        # a published run fitted, perhaps by settings that the row leaves out
+        "cluster.device_memory_gib=4096",
     ]
     found += ["parallel.sequence_parallel=true"] if p["tp"] > 1 else []
     found += [f"model.max_position_embeddings={seq}"] if int(seq) > LONGEST else []
     found += (
         ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
     )
-    # TransformerEngine's fused rotary positions know no scale of yarn; Automodel's experts are no
-    # megatron-core's
+    # TransformerEngine's fused rotary positions have no scale of yarn, and Automodel has experts of
+    # its own
     found += (
         ["kernels.rope=reference"] if base_name(row).startswith("gpt_oss") and release(row) else []
     )
@@ -243,7 +242,7 @@ def _experts(row: Row, p: dict[str, int]) -> list[str]:
 
 
 def _flex(row: Row) -> bool:
-    """Return whether tokens go to a domain once, by DeepEP or HybridEP."""
+    """Return whether a token is sent once to each domain, by DeepEP or HybridEP."""
     return not release(row) or recipe_of(row).flex
 
 
@@ -276,7 +275,7 @@ def _recomputed(*words: str) -> list[str]:
 
 
 def layers_of(name: str) -> int:
-    """Return layers of a model that ships."""
+    """Return the number of layers of a model that ships."""
     base = name.removesuffix("_tokendrop").removesuffix("_lora")
     values = yaml.safe_load((ROOT / "conf" / "model" / f"{NAMES.get(base, base)}.yaml").read_text())
     if "num_layers" in values:
@@ -285,8 +284,9 @@ def layers_of(name: str) -> int:
 
 
 def _stages(row: Row, p: dict[str, int]) -> list[str]:
-    """Return layers that do not divide: the embedding and the output layer count as one, or the
-    last stages have fewer.
+    """Return the keys for layers that do not divide evenly among the stages.
+
+    The embedding and the output layer count as a layer each, or the last stages have fewer layers.
     """
     parts = p["pp"] * (p["vp"] if p["pp"] > 1 else 1)
     if parts == 1:
@@ -313,9 +313,7 @@ def _stages(row: Row, p: dict[str, int]) -> list[str]:
 
 
 def contradicted(m: Measured) -> str | None:
-    """Return why a row cannot have been measured as it says: to gather its weights takes longer
-    than its step.
-    """
+    """Return why a row cannot be right, if gathering its weights takes longer than its step."""
     run = m.run
     c = m.run.cluster
     p = run.parallel
@@ -356,17 +354,17 @@ def _loaded(row: Row) -> RunConfig:
 
 STATED = ("gpu", "gpus", "precision", "tp", "pp", "vp", "cp", "ep", "mbs", "seq")
 AGREE = 1.5
-"""How far apart two rows of one configuration may be; repetitions differ by 5.8% in the median, and
+"""The largest ratio of two rows of one configuration; repetitions differ by 5.8% in the median, and
 releases by up to a fifth.
 """
 
 
 def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
-    """Rows, by their place, that another row of the same configuration contradicts by more than
-    `AGREE`, and how.
+    """Return place -> contradiction of each row that differs by more than `AGREE` from another row
+    of the same configuration.
 
-    Nobody can say which of the two is wrong, so both are listed. A batch of more samples is the
-    same configuration, and so are dropped tokens, of which experts compute as many rows.
+    It is unknown which of the two is wrong, so both are listed. A batch of more samples is the same
+    configuration, and so are dropped tokens, with which experts compute as many rows.
     """
     out: dict[int, str] = {}
     for (i, one), (j, two) in combinations(enumerate(found), 2):
@@ -382,7 +380,7 @@ def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
 
 
 def measured(row: Row) -> Measured | str:
-    """Return a row as a configuration, or why it is not a configuration."""
+    """Return a row as a configuration, or the reason why it is not one."""
     why = obstacle(row)
     if why:
         return why

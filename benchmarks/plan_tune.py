@@ -1,19 +1,19 @@
-"""Layouts that `tune` finds against published ones, both priced by the plan.
+"""The layouts of `tune` against published ones, both priced by the plan.
 
     python benchmarks/plan_tune.py [--table | --rows | --oom] [--only WORD]
 
-`--table` takes the clusters and layouts that recipes and guides name, `--rows` every published
-throughput that is a configuration, `--oom` what is published as out of memory
-(data/published_oom.csv); without any, all. Of each it
-says: the published layout, whether the plan lets it fit, the time of both, and one of
+`--table` compares the clusters and layouts of recipes and guides, `--rows` every published
+throughput that is a configuration, and `--oom` layouts that are published as out of memory
+(data/published_oom.csv); the default is all. For each it prints the published layout, whether it
+fits by the plan, the time of both, and one of
 
     equal   the same degrees, or predicted within 1% of each other
     better  tune's is predicted to be faster; by which parts
     misfit  the published one needs more memory than the plan allows, though it ran
     wrong   tune's is predicted to be slower: the search missed a layout
-    none    tune finds nothing, or the row is no configuration
+    none    tune finds nothing, or the row is not a configuration
 
-and of what is published as out of memory
+and for a layout that is published as out of memory one of
 
     refused  the plan says that it does not fit
     passed   it fits by the plan, and tune gives another layout first
@@ -136,9 +136,7 @@ def verdict(own: Layout, other: Layout, fits: bool) -> str:
 
 
 def main() -> int:
-    """Compare, print, and return the exit code: 1 where the search missed a layout or offers one
-    that did not fit.
-    """
+    """Compare and print; return 1 if the search missed a layout or offers one that did not fit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

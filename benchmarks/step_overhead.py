@@ -2,11 +2,11 @@
 
     python benchmarks/step_overhead.py [--pairs 60] [--out FILE] [OVERRIDES ...]
 
-Both train in this one process, on one rank with one thread, from the same weights and the same
-samples, a step of one and a step of the other in turn, the order swapped every time. Ratios are of
-medians, in seconds of the CPU (which a busy machine disturbs least) and of the wall; the quartiles
-of the ratio of neighbouring steps say how far noise goes. mtrain's step is the whole of it: reading
-samples, forward, backward, update, the report over all ranks, and all hooks of a training run.
+Both train in this process, on one rank with one thread, from the same weights and samples, in turn
+and in an order that alternates. Ratios are of medians, in CPU seconds (which a busy machine
+disturbs least) and in wall seconds; the quartiles of the ratio of neighbouring steps show the
+noise. mtrain's step is a complete one: it reads samples, runs forward, backward and update, reports
+over all ranks, and calls all hooks of a training run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULTS = [
 
 
 def main() -> int:
-    """Run the comparison and print it; returns the exit code."""
+    """Run the comparison and print it; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def measured(words: list[str], pairs: int) -> dict[str, Any]:
-    """Median seconds of a step of each, and their ratio."""
+    """Return the median seconds of a step of each, and their ratio."""
     from mtrain import mcore as adapter
     from mtrain.api import load
     from mtrain.devices import registry
@@ -84,7 +84,7 @@ def measured(words: list[str], pairs: int) -> dict[str, Any]:
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, their ratio, and the quartiles of the ratio of neighbouring steps."""
+    """Return medians, their ratio, and the quartiles of the ratio of neighbouring steps."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [a / b for a, b in zip(seconds["mtrain"], seconds["bare"], strict=True)]
     return {
@@ -97,7 +97,7 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
 def mtrain_step(
     run: Any, world: Any, folder: Path
 ) -> tuple[Callable[[], float], Callable[[], None]]:
-    """Return one step of a training run with its hooks, and what ends it."""
+    """Return one step of a training run with its hooks, and the function that ends the run."""
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.hooks.base import HookList
     from mtrain.train.hooks.evaluation import Evaluation
@@ -120,7 +120,7 @@ def mtrain_step(
         report_step(parts, result)
         return result.loss
 
-    return step, lambda: [hook.finish(parts) for hook in (metrics,)] and None
+    return step, lambda: metrics.finish(parts)
 
 
 def bare_step(run: Any, world: Any) -> Callable[[], float]:

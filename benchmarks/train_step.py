@@ -4,20 +4,20 @@
     python benchmarks/train_step.py [--steps 20] [--threads 2] [--out FILE] [--dtypes fp32 bf16]
     [OVERRIDES ...]
 
-All train in this one process, on one rank, from the same weights and on the same samples; a step of
-each in turn, the order turned round every time. A ratio is the median over the rounds of another's
-seconds over mtrain's in one round (above 1: mtrain is faster), with its quartiles: of the wall, and
-of the CPU, which a busy machine disturbs least (but with several threads it counts their waiting).
-transformers is no dependency of mtrain: install it to have its rows.
+All train in this process, on one rank, from the same weights and samples, in turn and in an order
+that alternates. A ratio is another's seconds in a round divided by mtrain's (above 1: mtrain is
+faster), the median over the rounds with its quartiles, of wall and of CPU time. A busy machine
+disturbs CPU time least, but with several threads it includes waiting. mtrain does not depend on
+transformers: install it for its rows.
 
 - `mtrain`: the whole step, with reading samples, the report over all ranks and the hooks of a
   training run.
 - `megatron-core`: its GPTModel of its local layer specs, its DistributedDataParallel and optimizer,
   in a bare loop.
-- `transformers`: LlamaForCausalLM, its loss, gradient clipping, and the fused AdamW that its
-  Trainer takes unasked. In bf16 there are two: `transformers`, all in bf16 with no fp32 main
-  weights, which is less than mtrain keeps; and `transformers, autocast`, fp32 weights under
-  autocast, which is what `TrainingArguments(bf16=True)` does.
+- `transformers`: LlamaForCausalLM, its loss, gradient clipping, and the fused AdamW that is its
+  Trainer's default. In bf16 there are two: `transformers`, all in bf16 without the fp32 main
+  weights that mtrain has; and `transformers, autocast`, fp32 weights under autocast, as with
+  `TrainingArguments(bf16=True)`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Step = Callable[[], float]
 
 
 def main() -> int:
-    """Run the comparison and print it; returns the exit code."""
+    """Run the comparison and print it; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,9 +77,9 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     result: dict[str, Any] = {}
     for dtype in options.dtypes:
-        for matmul in (
-            options.matmul if dtype == "fp32" else ["auto"]
-        ):  # torch gives half precision to oneDNN
+        # torch computes half-precision products by oneDNN, whatever the choice
+        libraries = options.matmul if dtype == "fp32" else ["auto"]
+        for matmul in libraries:
             words = [
                 *WORDS,
                 f"precision={dtype}",
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
-    """Median seconds of a step of each contender, tokens a second, and ratios to mtrain."""
+    """Return the median seconds of a step of each contender, and the ratios to mtrain."""
     from mtrain import mcore as adapter
     from mtrain.api import load
     from mtrain.devices import registry
@@ -150,10 +150,10 @@ def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
 
 
 def costliest(step: Step, count: int) -> dict[str, float]:
-    """Milliseconds of the calling thread in the operations of a step that cost most, by name and
-    largest shape.
+    """Return the milliseconds of a step's most expensive operations, by name and largest shape.
 
-    Each operation is the least of three steps. An operation of mtrain's own is counted as a whole.
+    Times are those of the calling thread, the least of three steps. An operation of mtrain's own is
+    counted as a whole.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,8 +186,8 @@ def costliest(step: Step, count: int) -> dict[str, float]:
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and of each other contender the median and the quartiles of its seconds over
-    mtrain's in one round.
+    """Return medians, and for each other contender the median and quartiles of its ratio to mtrain
+    in a round.
     """
     out: dict[str, Any] = {"rounds": len(seconds["mtrain"]), "median_seconds": {}, "ratios": {}}
     for name, values in seconds.items():
@@ -225,9 +225,7 @@ def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Step, Any]:
 
 
 def samples(run: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield tokens and labels [batch, seq] of one step after another, the ones that
-    mtrain draws.
-    """
+    """Yield tokens and labels [batch, seq] of one step after another, as mtrain draws them."""
     import numpy as np
     import torch
 
@@ -306,13 +304,11 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
 
 
 def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
-    """Return steps of Hugging Face's Llama with the same weights; none where transformers is not
-    installed.
-    """
+    """Return steps of Hugging Face's Llama with the same weights, or {} without transformers."""
     try:
         import transformers
     except ImportError:
-        print("transformers is not installed: no rows of it", file=sys.stderr)
+        print("transformers is not installed: it has no rows", file=sys.stderr)
         return {}
     import torch
 

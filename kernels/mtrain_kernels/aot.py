@@ -1,9 +1,10 @@
-"""Compiles every kernel for GPUs that are not here, and reads from the binary what it needs and how
-wide it reads.
+"""Ahead-of-time compilation of every kernel for GPUs that are absent: registers, shared memory,
+spills and access widths of each binary.
 
-Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the
-target, so what is compiled is what a launch on that GPU would compile: types, alignments,
-constants, warps and stages. `python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...]
+Each op launches its kernels on meta tensors (`Op.launch`). A stand-in for Triton's driver names the
+target, so the types, alignments, constants, warps and stages are those of a launch on that GPU.
+
+`python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...]
 [--archs 90] [--once] [--json]` prints the table.
 """
 
@@ -31,14 +32,14 @@ from typing import Any
 from mtrain_kernels import sass
 from mtrain_kernels.registry import MODELS, ops
 
-# bytes a block may use, by compute capability
+# Bytes that a block may use, by compute capability.
 SHARED_LIMIT = {
     80: 163 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
 }
 REGISTER_LIMIT = 255
-# bytes a thread that are let pass: a row of 16,384 columns
+# Spilled bytes per thread that are accepted: they come from a row of 16,384 columns.
 SPILLS = {("wide_backward_kernel", 100): 16}
 
 
@@ -71,17 +72,15 @@ class Row:
         if self.spill_bytes > SPILLS.get((self.kernel, self.arch), 0):
             found.append(f"{where} spills {self.spill_bytes} bytes a thread")
         if self.shared_bytes > SHARED_LIMIT[self.arch]:
+            limit = SHARED_LIMIT[self.arch]
             found.append(
-                f"{where} wants {self.shared_bytes} bytes of shared memory of"
-                f" {SHARED_LIMIT[self.arch]}"
+                f"{where} needs {self.shared_bytes} bytes of shared memory; a block has {limit}"
             )
         return found
 
 
 class _Driver:
-    """Says that the current device is a GPU of one compute capability; nothing else matters when
-    only compiling.
-    """
+    """A driver whose device is a GPU of one compute capability: all that compilation reads."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -112,13 +111,13 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if once and self.__name__ in {name for name, _ in compiled.values()}:
             return None
-        # A warm-up compiles and launches nothing, so that meta tensors will do.
+        # A warm-up compiles without a launch, so meta tensors suffice.
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         # Launches that differ only in sizes share a binary, which counts once.
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
 
-    # there may be none, and reading the public property would look for a GPU
+    # The public property would look for a GPU if no driver is active yet.
     active = driver._active
     driver.set_active(_Driver(arch))
     JITFunction.run = compile_
@@ -132,7 +131,7 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
 
 
 def compile_op(name: str, model: str, arch: int, once: bool = False) -> list[Row]:
-    """Compiles every kernel that the op launches at a model's shape, for one compute capability
+    """Compile every kernel that the op launches at a model's shape, for one compute capability
     (80, 90, 100).
 
     With `once`, the first variant of each.

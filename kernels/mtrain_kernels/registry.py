@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,12 +172,11 @@ class Op:
 @functools.cache
 def ops() -> dict[str, Op]:
     """Return every op by name: the `OPS` of each folder's `op.py`."""
-    folder = Path(__file__).parent
     found: dict[str, Op] = {}
-    for module in pkgutil.iter_modules([str(folder)]):
-        if module.ispkg and (folder / module.name / "op.py").exists():
-            for op in importlib.import_module(f"mtrain_kernels.{module.name}.op").OPS:
-                found[op.name] = op
+    # Folders of ops have no `__init__.py`, so `pkgutil` does not list them.
+    for file in sorted(Path(__file__).parent.glob("*/op.py")):
+        for op in importlib.import_module(f"mtrain_kernels.{file.parent.name}.op").OPS:
+            found[op.name] = op
     return found
 
 

@@ -1,14 +1,14 @@
 """An analysis of a compiled kernel's instructions: how wide it reads and writes, and what keeps it
 busy.
 
-An estimate from instructions only, for one tile: the body of the loops that touch global memory,
-or the whole kernel where no loop does. Issue cycles are those of the busiest unit of a
-multiprocessor, every instruction counted once with the throughput that the CUDA C++ Programming
-Guide gives its kind; branches that are not taken are counted, too, waiting is not. Memory cycles
-are the bytes of the tile's loads and stores over the copy rate; a second read of the same tile,
-marked volatile or evict-first, is taken to come from the cache. Where memory cycles are more, the
-kernel can be as fast as memory if enough of its programs run side by side; neither number says that
-it is.
+The estimate uses instructions only and covers one tile: the body of the loops that touch global
+memory, or the whole kernel if no loop does. Issue cycles are those of the busiest unit of a
+multiprocessor. Every instruction counts once, with the throughput that the CUDA C++ Programming
+Guide gives for its kind, on branches that are not taken as well; stalls do not count. Memory cycles
+are the bytes of the tile's loads and stores divided by the copy rate; a second read of the same
+tile, marked volatile or evict-first, is assumed to hit the cache. If memory cycles exceed issue
+cycles, the kernel can reach the speed of memory when enough of its programs run concurrently;
+neither number proves that it does.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ class Reading:
 
 
 def read(cubin: bytes, ttgir: str, warps: int, arch: int, tools: Path) -> Reading:
-    """Disassembles a kernel with `nvdisasm` of the folder `tools` and reads it."""
+    """Disassemble a kernel with `nvdisasm` of the folder `tools` and reads it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
+        listing = subprocess.run(
             [str(tools / "nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True
         )
-    body = tile_of(said.stdout)
+    body = tile_of(listing.stdout)
     accesses = Counter(bits for name, _ in body if (bits := _bits(name)))
     if any(MATRIX.match(name) for name, _ in body):
         return Reading(dict(sorted(accesses.items())), 0, 0)
     fresh, again, looped = tile_bytes(ttgir)
-    asked = sum(bits // 8 * count for bits, count in accesses.items()) * 32 * warps
-    # ptxas writes a short loop out four or more times
-    copies = asked / (fresh + again) if looped else 1.0
+    requested = sum(bits // 8 * count for bits, count in accesses.items()) * 32 * warps
+    # ptxas unrolls a short loop four times or more
+    copies = requested / (fresh + again) if looped else 1.0
     copies = copies if copies > 2.5 else 1.0
     issue = _issue(body, warps) / copies
     memory = fresh / BYTES_PER_CYCLE[arch]
@@ -104,7 +104,7 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        # division and roots of the numbers that the fast path leaves out
+        # division and roots of numbers that the fast path does not cover
         if line.startswith("$__internal"):
             break
         if label := LABEL.match(line):

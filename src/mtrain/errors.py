@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Self, TextIO
+
+from mtrain.codes import Severity, sentence
 
 STANDARD_OUTPUT = "standard output"
 """The name of standard output in an error, in the place of a file's."""
@@ -27,7 +29,15 @@ OF_THE_PLACE = {
 }
 """System errors caused by the place where a command runs -> the fix."""
 
-Severity = Literal["error", "warning"]
+_VERBS = (
+    "add allow bring build change choose close copy correct create cut delete did drop edit "
+    "end enlarge export finish free get give import indent install keep leave let list "
+    "lower make move name omit pass put quote raise read remove rename repeat replace run "
+    "save say see set shorten split start state sweep take tokenize train try turn unset "
+    "use wait write"
+)
+VERBS = frozenset(_VERBS.split())
+"""First words of advice; any other fix is a setting, a flag or a command to use."""
 MAX_SHOWN = 160
 """Characters of a value that a message shows."""
 MAX_PROBLEMS = 50
@@ -44,12 +54,9 @@ class Related:
     """Who set it; empty where that is unknown."""
 
     def render(self) -> str:
-        """Return the key as `parallel.pp = 4 (command line)`."""
-        text = show(self.value)
+        """Return the key as `parallel.pp=4 (command line)`."""
         source = f" ({self.source})" if self.source else ""
-        return (
-            f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}{source}"
-        )
+        return f"{self.path}={shortened(self.value)}{source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,8 @@ class Problem:
     """Dotted key, such as `parallel.tp`; empty for a problem of the whole configuration."""
     value: object
     """The value found at `path`."""
-    rule: str
-    """What is required, with the numbers of this configuration."""
+    detail: str
+    """The numbers of this configuration, or the cause where the code's words do not have it."""
     fix: str
     """What to write instead; for an override in the form `key=value`."""
     source: str = ""
@@ -72,22 +79,49 @@ class Problem:
     related: tuple[Related, ...] = ()
     """The other keys of the rule."""
 
+    @property
+    def rule(self) -> str:
+        """Return the problem as `cannot X because Y (numbers)`, in the words of its code."""
+        return sentence(self.code, self.detail)
+
+    def message(self) -> str:
+        """Return `KEY=VALUE: cannot X because Y (numbers). Use A or B.`"""
+        # Without a value, an MT00x problem is of a file that could not be parsed.
+        unread = self.value is None and self.code.startswith("MT00")
+        if not self.path:
+            subject = self.source
+        elif unread:
+            subject = self.path
+        else:
+            subject = f"{self.path}={shortened(self.value)}"
+        head = f"{subject}: {self.rule}" if subject else self.rule
+        return f"{_ended(head)} {advice(self.fix)}" if self.fix else _ended(head)
+
     def render(self) -> str:
-        """Return the problem as up to three lines of plain text."""
-        origin = f"{self.source}: " if self.source else ""
-        head = f"{self.severity}[{self.code}] {origin}"
-        if self.path:
-            text = show(self.value)
-            # an MT00x problem without a value: the file could not be parsed
-            unread = self.value is None and self.code.startswith("MT00")
-            shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-            head += f"{self.path}: " if unread else f"{self.path} = {shown}: "
-        lines = [head + self.rule]
+        """Return the message with its code, and a second line of who set which key."""
+        origins = []
+        if self.path and self.source:
+            origins.append(f"origin: {self.source}")
         if self.related:
-            lines.append(f"  with {', '.join(key.render() for key in self.related)}")
-        if self.fix:
-            lines.append(f"  fix: {self.fix}")
-        return "\n".join(visible(line) for line in lines)
+            origins.append(f"with {', '.join(key.render() for key in self.related)}")
+        head = visible(f"{self.severity}[{self.code}] {self.message()}")
+        return f"{head}\n  {visible('; '.join(origins))}" if origins else head
+
+
+def advice(fix: str) -> str:
+    """Return a fix as a sentence: `Use A or B.`, or the advice itself."""
+    first = fix.partition(" ")[0].rstrip(",")
+    return _ended(f"{fix[0].upper()}{fix[1:]}" if first in VERBS else f"Use {fix}")
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def shortened(value: object) -> str:
+    """Return a value as YAML spells it, cut where it is long."""
+    text = show(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def visible(text: str) -> str:
@@ -163,7 +197,9 @@ def _put(text: str, stream: TextIO) -> None:
     """
     encoding = stream.encoding or "utf-8"
     try:
+        # Flush here: an error at the end of the process would have no message.
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    # A reader that closed the pipe, such as `head`, is no fault of this machine.
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -175,6 +211,7 @@ def show(value: object) -> str:
     """Return a configuration value as YAML would spell it, in one line."""
     if value is None:
         return "null"
+    # Before other types: True is an int, too.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -221,6 +258,11 @@ class ConfigError(MtrainError):
             )
         super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
 
+    @classmethod
+    def of(cls, code: str, path: str, value: object, rule: str, fix: str, source: str = "") -> Self:
+        """Return the error of a single problem."""
+        return cls([Problem(code, path, value, rule, fix, source)])
+
 
 class CorruptInput(ConfigError):
     """Every problem is of a damaged file."""
@@ -246,6 +288,7 @@ def of_the_place(error: BaseException) -> BadEnvironment | None:
 
     Every error of writing standard output counts as one; None: the cause is elsewhere.
     """
+    # Python raises it without a number of the system.
     if isinstance(error, MemoryError):
         return BadEnvironment(
             "this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}"

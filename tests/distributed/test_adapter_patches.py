@@ -29,9 +29,9 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
     each.
     """
     names = [
-        item.callspec.params["name"]
+        item.callspec.params["name"]  # type: ignore[attr-defined]
         for item in request.session.items
-        if "without" in item.fixturenames
+        if "without" in item.fixturenames  # type: ignore[attr-defined]
     ]  # type: ignore[attr-defined]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.patch_cases", *names],

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mtrain.config.schema.data import DataConfig
-from mtrain.data.text.bpe import train as train_bpe
-from mtrain.data.text.tokenizer import Tokenizer
+from mtrain.data.text.tokenizer import Tokenizer, train_bpe
 from mtrain.errors import ConfigError
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.data.text.bpe import train as train_bpe
-from mtrain.data.text.tokenizer import Tokenizer
+from mtrain.data.text.tokenizer import Tokenizer, train_bpe
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 

@@ -73,6 +73,6 @@ def test_oracle_failing_case_is_found(fault: str) -> None:
     )
     change = {"loss": {"optim": {"lr": 1e38}}, "build": {"model": {"num_query_groups": 3}}}[fault]
     raw = drawn.raw.model_copy(
-        update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()}
+        update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()}  # type: ignore[attr-defined]
     )
     assert validated(Drawn(raw)).fault

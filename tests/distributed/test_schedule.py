@@ -54,6 +54,8 @@ FORMULAS = {
     "linear": lambda step: MIN + (LR - MIN) * (1 - share(step)),
     "cosine": lambda step: MIN + (LR - MIN) * (1 + math.cos(math.pi * share(step))) / 2,
     "inverse_sqrt": lambda step: max(MIN, LR * math.sqrt(WARMUP / step)),
+    # 80% of 20 steps is 16, 90% is 18.
+    "multi_step": lambda step: [LR, math.sqrt(LR * MIN), MIN][(step > 16) + (step > 18)],
 }
 
 

@@ -79,7 +79,7 @@ def test_check_prints_all_errors_to_stderr() -> None:
         "optim.min_lr=1.0",
     )
     assert (done.returncode, done.stdout) == (2, "")
-    for piece in ("MT101", "MT107", "MT130", "MT421", "command line", "fix: parallel.tp=2"):
+    for piece in ("MT101", "MT107", "MT130", "MT421", "command line", "Use parallel.tp=2"):
         assert piece in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.rstrip().splitlines()[-1].startswith("7 problems")
@@ -112,9 +112,9 @@ def test_check_json_covers_both_verdicts() -> None:
 def test_check_unknown_verb_or_flag_names_nearest() -> None:
     done = mtrain("chekc")
     assert done.returncode == 2
-    assert "fix: check" in done.stderr
+    assert "Use check." in done.stderr
     done = mtrain("check", "--jsno")
-    assert "fix: --json" in done.stderr
+    assert "Use --json." in done.stderr
 
 
 def test_check_show_resolved_is_runnable(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_check_only_first_rank_prints() -> None:
 def test_check_wrong_process_count_is_refused() -> None:
     done = mtrain("check", "parallel=tp2dp2", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert "fix: parallel.ranks=2" in done.stderr
+    assert "Use parallel.ranks=2" in done.stderr
 
 
 def test_check_closed_streams_keep_exit_code() -> None:

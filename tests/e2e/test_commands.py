@@ -108,13 +108,13 @@ MEETS: dict[str, Met] = {
     "24: a range that counts the wrong way": Met(
         "-m trainer.seed=range(10,1)", (r"range\(10,1,-1\)",), 2
     ),
-    "24: a comma with nothing behind it": Met("-m optim.lr=1e-3,", (r"fix: optim\.lr=1e-3\n",), 2),
+    "24: a comma with nothing behind it": Met("-m optim.lr=1e-3,", (r"Use optim\.lr=1e-3\.\n",), 2),
     "24: a stage of fewer layers than none": Met(
         "check model=llama_tiny parallel=pp2 parallel.layers_per_stage=[5,-1]",
-        (r"MT142", "-1 layers", r"fix: parallel\.layers_per_stage=\[3,1\]"),
+        (r"MT142", "-1 layers", r"Use parallel\.layers_per_stage=\[3,1\]"),
     ),
     "27: the smallest model of a name is first": Met(
-        "check model=llama3", ("fix: model=llama3_8b",), 2
+        "check model=llama3", ("Use model=llama3_8b",), 2
     ),
     "27: what was changed": Met(
         "show --changed optim.lr=0.5", (r"^optim\.lr=0\.5  # command line$",), 0
@@ -126,7 +126,7 @@ MEETS: dict[str, Met] = {
         files={"theirs/config.json": json.dumps(MIXTRAL)},
     ),
     "27: a name on the hub": Met(
-        "convert import Org/Model runs/x", ("fix: hf download Org/Model",), 2
+        "convert import Org/Model runs/x", ("Use hf download Org/Model",), 2
     ),
     "30: Nemotron-4 has the parameters of its report": Met(
         "plan model=nemotron4_340b --json", (r"34\d{10}\b",), 0
@@ -136,28 +136,28 @@ MEETS: dict[str, Met] = {
     ),
     "import_arithmetic_commands": Met(
         "recipe import t.sh",
-        (r"parallel\.tp = \?\?\?", r"\(\(TP\*=2\)\)"),
+        (r"parallel\.tp=\?\?\?", r"\(\(TP\*=2\)\)"),
         2,
         (r"verified: composes",),
         script("TP=1", "((TP*=2))", f"{START} {MOCK} --tensor-model-parallel-size $TP"),
     ),
     "import_command_in_a_word": Met(
         "recipe import t.sh",
-        (r"data\.path = \?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
+        (r"data\.path=\?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
         2,
         ("[\ue000-\uf8ff]", "blend:", r"\$\(python3$"),
         script(f"{START} --data-path $(python3 blend.py --split train) --split 90,5,5"),
     ),
     "import_command_in_a_word, inside of bash -c": Met(
         "recipe import t.sh",
-        (r"data\.path = \?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
+        (r"data\.path=\?\?\?", r"split: \[90\.0, 5\.0, 5\.0\]"),
         2,
         ("[\ue000-\uf8ff]", "blend:"),
         script(f'bash -c "{START} --data-path \\$(python3 blend.py --split train) --split 90,5,5"'),
     ),
     "import_unreadable_architecture": Met(
         "recipe import t.sh",
-        (r"model\.moe\.first_dense_layers = \?\?\?", "--moe-layer-freq"),
+        (r"model\.moe\.first_dense_layers=\?\?\?", "--moe-layer-freq"),
         2,
         ("verified: composes",),
         script(
@@ -168,7 +168,7 @@ MEETS: dict[str, Met] = {
     ),
     "import_words_that_vanish": Met(
         "recipe import t.sh",
-        (r"optim\.weight_decay = \?\?\?", r"precision\.dtype = \?\?\?", r"\$\{ALL\[@\]:0:4\}"),
+        (r"optim\.weight_decay=\?\?\?", r"precision\.dtype=\?\?\?", r"\$\{ALL\[@\]:0:4\}"),
         2,
         ("verified: composes", "MT011"),
         script(
@@ -221,7 +221,7 @@ def test_command_small_blend_share_is_accepted(order: str, corpora: Path) -> Non
     done = mtrain("check", *words, "data.blend_weights=[1,0]", cwd=corpora)
     assert done.returncode == 0
     assert "MT319" in done.stdout
-    assert "b has a weight of 0 and is not read" in done.stdout
+    assert "because its weight is 0 (b)" in done.stdout
 
 
 def test_command_sample_has_requested_tokens(corpora: Path) -> None:

@@ -50,9 +50,9 @@ ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "a stage with less than nothing": (
         "check parallel=pp2 parallel.layers_per_stage=[5,-1]",
         2,
-        ("would hold -1 layers", "fix: parallel.layers_per_stage=[3,1]"),
+        ("would hold -1 layers", "Use parallel.layers_per_stage=[3,1]"),
     ),
-    "the beginning of a name": ("check model=llama3", 2, ("fix: model=llama3_8b or",)),
+    "the beginning of a name": ("check model=llama3", 2, ("Use model=llama3_8b or",)),
     "what was changed": ("show --changed optim.lr=1e-3", 0, ("optim.lr=0.001  # command line\n",)),
     "a name on the hub": ("recipe import org/a-model", 2, ("hf download org/a-model config.json",)),
     "a trillion parameters": (

@@ -43,7 +43,7 @@ def test_longer_run_cosine_extension_is_reported_and_accepted(tmp_path: Path) ->
     assert (
         "would go from 0.001 at step 2 to 0.00232 at step 3 and 0.001 at step 4" in refused.stderr
     )
-    assert "fix: checkpoint.accept_changes=true" in refused.stderr
+    assert "Use checkpoint.accept_changes=true" in refused.stderr
     # as the page of resume says it
     words = (
         "trainer.train_iters=4",

@@ -129,9 +129,9 @@ def test_model_tokenizer_foreign_is_refused_by_name(where: str, home: Path) -> N
     done = mtrain(*words, cwd=home)
     assert done.returncode == 2
     assert "MT345" in done.stderr
-    assert "other/tokenizer.json: is another tokenizer" in done.stderr
+    assert "other/tokenizer.json: cannot give the model another tokenizer" in done.stderr
     own = "hf" if "checkpoint.init_from=hf" in words else "runs/mine"
-    assert f"fix: data.tokenizer={own}/tokenizer.json" in done.stderr
+    assert f"Use data.tokenizer={own}/tokenizer.json" in done.stderr
     shutil.copy(home / "hf/tokenizer.json", home / "same.json")
     words = [
         "check",
@@ -155,7 +155,7 @@ def test_model_tokenizer_begun_or_resumed_run_keeps_it(begun: str, home: Path) -
     words += [f"checkpoint.resume={begun}", "log.name=new", "checkpoint.accept_changes=true"]
     refused = mtrain("check", *words[:-1], "data.tokenizer=other/tokenizer.json", cwd=home)
     assert refused.returncode == 2
-    assert "other/tokenizer.json: is another tokenizer" in refused.stderr
+    assert "other/tokenizer.json: cannot give the model another tokenizer" in refused.stderr
     if begun == "auto":
         shutil.rmtree(home / "cache", ignore_errors=True)
         done = mtrain("data", "preview", *words, cwd=home)
@@ -307,5 +307,5 @@ def test_model_tokenizer_is_not_trained_for_weights_without_one(size: int, home:
     )
     assert done.returncode == 2
     assert f"{bare.name} has weights and no tokenizer.json" in done.stderr
-    assert "fix: data.tokenizer=PATH of the model's tokenizer.json" in done.stderr
+    assert "Use data.tokenizer=PATH of the model's tokenizer.json" in done.stderr
     assert "model.vocab_size=" not in done.stderr, "which the weights do not have"

@@ -41,7 +41,7 @@ def test_no_devices_refuse_only_runs(verb: str, tmp_path: Path) -> None:
     assert done.returncode == VERBS[verb], done.stdout + done.stderr
     code = "[MT051] needs 1 GPU on this machine; here: 0" if VERBS[verb] == 3 else "error[MT113]"
     assert code in done.stdout + done.stderr
-    assert "fix: " in done.stdout + done.stderr
+    assert ("fix: " if VERBS[verb] == 3 else " Use ") in done.stdout + done.stderr
 
 
 @pytest.mark.sampled(3)

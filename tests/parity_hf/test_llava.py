@@ -468,7 +468,7 @@ def test_llava_image_equals_transformers(size: tuple[int, int], tmp_path: Path) 
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
     from PIL import Image
 
-    from mtrain.data.image_text.images import load
+    from mtrain.data.image_text import load
 
     noise = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")

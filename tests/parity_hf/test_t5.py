@@ -240,7 +240,7 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
     found.note("logits", "", logits[there], their_logits[there])
     found.note("loss", "", torch.tensor(loss), their_loss)
     # main_grad is the mean over the tokens once gradients are finished, as run_schedule leaves them
-    ours = _as_theirs(run, {n: p.main_grad for n, p in _own(chunk).items()})
+    ours = _as_theirs(run, {n: p.main_grad for n, p in _own(chunk).items()})  # type: ignore[attr-defined]
     gradients = {n: p.grad for n, p in made.named_parameters()}
     assert ours.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -384,7 +384,7 @@ def test_t5_shipped_model_round_trips(name: str, tmp_path: Path) -> None:
     assert values["architectures"] == ["T5ForConditionalGeneration"]
     model, refused = _read(tmp_path, **values)
     assert (shipped(model), refused) == (name, [])
-    assert _made_by(values) == section("model", name).tie_word_embeddings
+    assert _made_by(values) == section("model", name).tie_word_embeddings  # type: ignore[attr-defined]
 
 
 def _made_by(values: dict[str, Any]) -> bool:

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several parts of a list of cases; together they have each case once."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Read K/N. Raises `ArgumentTypeError` unless K is from 1 to N."""
+        part, _, parts = (int(word) if word.isdigit() else 0 for word in text.partition("/"))
+        if not 1 <= part <= parts:
+            raise ArgumentTypeError(f"{text}: a part is K/N with K from 1 to N")
+        return cls(part, parts)
+
+    def has(self, index: int) -> bool:
+        """Return whether the case at an index, or of a hash, belongs to this part."""
+        return index % self.parts == self.number - 1
+
+
+EVERY_CASE = Part(1, 1)
 
 
 def some(table: Iterable[str], always: Iterable[str], engine: Iterable[str] = ()) -> list[Any]:

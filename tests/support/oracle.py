@@ -26,6 +26,7 @@ from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes
 from tests.support.configs import LAPTOP, errors
+from tests.support.covering import Part
 from tests.support.forked import import_engine
 from tests.support.oracle_cases import Drawn, draw
 
@@ -188,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--from", type=int, default=0, dest="first", help="the first case that is tried"
     )
+    parser.add_argument("--part", type=Part.parse, default="1/1", help="K/N: each N-th case")
     parser.add_argument("--all", action="store_true", help="print agreements too")
     args = parser.parse_args(argv)
     import_engine()
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     found = Counter[str]()
     reasons = Counter[str]()
     for index, drawn in enumerate(cases(args.cases, args.seed)):
-        if index < args.first:
+        if index < args.first or not args.part.has(index):
             continue
         case = validated(drawn)
         found[case.report] += 1

@@ -49,10 +49,10 @@ def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
 
 def bpe(folder: Path, vocab_size: int = 400) -> Path:
     """Return a tokenizer.json: byte-level BPE, id 0 ends documents."""
-    from mtrain.data.text import bpe as trained
+    from mtrain.data.text import tokenizer as trained
 
     path = folder / "tokenizer.json"
-    trained.train(documents(200, 1), vocab_size).save(str(path))
+    trained.train_bpe(documents(200, 1), vocab_size).save(str(path))
     return path
 
 

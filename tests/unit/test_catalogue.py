@@ -38,7 +38,7 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     if first == SWEPT:
         return list(jobs(words)[0].argv)
     if problem.code in REPLACED and not problem.source.startswith(str(file)):
-        key = problem.path or re.split(r"[=: ]", problem.rule)[0]
+        key = problem.path or re.split(r"[=: ]", problem.detail)[0]
         words = [word for word in words if key not in word]
     if first == NOTHING and problem.source == COMMAND_LINE:
         words = [word for word in words if word.partition("=")[0] != problem.path]
@@ -62,7 +62,7 @@ WRONG_VALUES = "MT012", "MT013", "MT014"
 
 def is_for_a_person(problem: Problem) -> bool:
     """Tell if only somebody can say what is to stand there: a file, or which of the choices."""
-    words = problem.fix.startswith(("python launch.py choices", "say again what is to stay"))
+    words = problem.fix.startswith(("python launch.py choices", "set again the values to keep"))
     return words or "there is no such file or folder" in problem.rule
 
 

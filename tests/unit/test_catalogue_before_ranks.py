@@ -104,7 +104,7 @@ def _a_split_without_one_sample(home: Path) -> None:
 
 @row(79)
 def _masking_the_end_of_documents_that_nobody_knows(home: Path) -> None:
-    with refused(ConfigError, "MT608", "data.eod_mask_loss", "fix: data.eod_mask_loss=false"):
+    with refused(ConfigError, "MT608", "data.eod_mask_loss", "Use data.eod_mask_loss=false"):
         prepared(indexed(home, np.ones(1000, np.int64), data__eod_mask_loss=True))
 
 
@@ -114,9 +114,9 @@ def _a_checkpoint_of_another_model(home: Path) -> None:
     with refused(
         ConfigError,
         "MT503",
-        "model.num_layers = 2",
+        "model.num_layers=2",
         "has 4",
-        "fix: model.num_layers=4",
+        "Use model.num_layers=4",
         "model.hidden_size",
     ):
         resumed(home, model__num_layers=2, model__hidden_size=128)
@@ -134,14 +134,14 @@ def _a_folder_that_is_no_whole_checkpoint(home: Path) -> None:
 @row(82)
 def _another_learning_rate_on_resume(home: Path) -> None:
     begun(home)
-    with refused(ConfigError, "MT504", "optim.lr = 0.5", "checkpoint.accept_changes=true"):
+    with refused(ConfigError, "MT504", "optim.lr=0.5", "checkpoint.accept_changes=true"):
         resumed(home, optim__lr=0.5)
 
 
 @row(82)
 def _another_batch_on_resume(home: Path) -> None:
     begun(home)
-    with refused(ConfigError, "MT504", "trainer.global_batch_size = 32", "has 16"):
+    with refused(ConfigError, "MT504", "trainer.global_batch_size=32", "has 16"):
         resumed(home, trainer__global_batch_size=32)
 
 

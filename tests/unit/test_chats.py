@@ -17,10 +17,10 @@ from mtrain.config.rules import apply
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import MicroBatch, averaged, chat_collator
-from mtrain.data.chats import workers
+from mtrain.data.chats import prepare as workers
 from mtrain.data.chats.messages import NotJson, parse_chat, parse_line, parse_pair
 from mtrain.data.chats.samples import NOTHING, ChatSamples, PairSamples
-from mtrain.data.samples.bin_packing import first_fit
+from mtrain.data.samples.packing import first_fit
 from mtrain.errors import ConfigError, CorruptData, MtrainError
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import errors, tiny

@@ -290,7 +290,7 @@ def test_check_misspelt_resume_word_is_no_missing_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (problem,) = errors([f"checkpoint.resume={said}"])
-    assert problem.rule == "there is no such run or checkpoint folder"
+    assert problem.detail == "there is no such folder"
     assert problem.fix.split(" or ")[0] == (f"checkpoint.resume={meant}" if meant else "")
 
 

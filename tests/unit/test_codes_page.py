@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mtrain.config.messages.codes import codes
-from mtrain.config.messages.codes_page import codes_page
+from mtrain.config.messages.codes import codes, codes_page
 
 ROW = re.compile(r"^\| `(MT\d+)`( \(warning\))? \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli import completion
+from mtrain.cli.command import Subverbs
+from mtrain.cli.completion import SHELLS, candidates
 from mtrain.cli.main import main
-from mtrain.cli.offers import SHELLS, candidates
-from mtrain.cli.verbs import NAMES
-from mtrain.cli.verbs.completion import SCRIPTS
-from mtrain.cli.verbs.recipe import recipe
+from mtrain.cli.verbs import NAMES, command_of
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.messages.json_schema import KINDS
 from mtrain.config.messages.keys import schema_keys
@@ -24,6 +24,8 @@ from tests.support.patience import patient
 from tests.support.tables import tables
 
 TABLES = tables("completion")
+
+SCRIPTS = {shell: (completion.SCRIPTS / f"mtrain.{shell}").read_text() for shell in SHELLS}
 
 
 def test_completion_first_word_is_verb_or_setting() -> None:
@@ -54,6 +56,8 @@ def test_completion_offers_by_position(line: str, found: list[str]) -> None:
 
 
 def test_completion_offers_every_subverb_and_schema() -> None:
+    recipe = command_of("recipe")
+    assert isinstance(recipe, Subverbs)
     assert set(candidates("mtrain recipe ")) >= set(recipe.commands)
     assert candidates("mtrain schema ") == sorted(KINDS)
 

@@ -147,7 +147,7 @@ def test_compose_value_over_choice_is_no_repetition(argv: list[str]) -> None:
 @pytest.mark.parametrize("base", ["recipe", "run"])
 def test_compose_empty_file_is_refused(tmp_path: Path, text: str, base: str) -> None:
     (tmp_path / "nothing.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="the file says nothing"):
+    with pytest.raises(ConfigError, match="the file is empty"):
         compose([f"{base}={tmp_path / 'nothing.yaml'}"])
 
 

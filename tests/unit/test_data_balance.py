@@ -11,8 +11,8 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
 from mtrain.data.batch import GlobalBatches, Packing, next_token_collator
-from mtrain.data.samples.bin_packing import balance_by_work
 from mtrain.data.samples.mock import MockSamples
+from mtrain.data.samples.packing import balance_by_work
 from tests.support.configs import LAPTOP
 
 END = 7

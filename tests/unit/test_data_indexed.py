@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.data.store import index_check
+from mtrain.data.store import indexed
 from mtrain.data.store.indexed import (
     HEADER,
     IndexedDataset,
@@ -240,7 +240,7 @@ def test_indexed_1500_mutations_are_refused_or_harmless(tmp_path: Path) -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index of a few hundred sequences is read in parts."""
     for name, value in (("LARGE", 100), ("PARTS", 3), ("PART", 8), ("STEP", 64)):
-        monkeypatch.setattr(index_check, name, value)
+        monkeypatch.setattr(indexed, name, value)
 
 
 @pytest.mark.usefixtures("large")
@@ -272,7 +272,7 @@ def test_indexed_large_index_is_verified_while_running(tmp_path: Path, what: str
             damaged(number, -5)
     held = damaged(200, 5)  # of no part that is read at open
     with pytest.raises(CorruptData, match="offset"):
-        [held.look_on() for _ in range(many // 64 + 1)]
+        [held.check_next() for _ in range(many // 64 + 1)]
     with pytest.raises(CorruptData):
         IndexedDataset(prefix)
     held = damaged(200, 1 << 30)
@@ -281,5 +281,5 @@ def test_indexed_large_index_is_verified_while_running(tmp_path: Path, what: str
     (tmp_path / "a.idx").write_bytes(whole)
     held = IndexedDataset(prefix, whole=False)
     for _ in range(many // 64 + 3):
-        held.look_on()
+        held.check_next()
     assert [held.document_start(i) for i in (0, 200, many)] == [0, 600, 3 * many]

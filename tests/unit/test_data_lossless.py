@@ -16,10 +16,8 @@ import pytest
 from mtrain.cli.data import tokenize as tokenize_words
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, journal
-from mtrain.data.preprocess.encoders import loader, spec
-from mtrain.data.preprocess.inputs import sources, tables, units
-from mtrain.data.preprocess.inputs.sources import find_sources
+from mtrain.data.preprocess import build, encoder, journal, readers, sources, tokenizers
+from mtrain.data.preprocess.sources import find_sources
 from tests.support.covering import some
 from tests.support.token_corpora import bpe, documents, gpt2, same_files
 from tests.unit.test_data_tokenize import as_tar, as_zst, lines, packed
@@ -34,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def here(tmp_path: Path, tokenizer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with `tokenizer.json`, and small units."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(units, "UNIT", 1 << 12)
+    monkeypatch.setattr(sources, "UNIT", 1 << 12)
     monkeypatch.setattr(build, "UNIT", 1 << 12)
     Path("tokenizer.json").write_bytes(tokenizer)
 
@@ -234,7 +232,7 @@ def test_lossless_training_counts_bytes_and_names_lines(
     assert json.loads(capsys.readouterr().out)["text"] == 6
     assert main(["data", "train-tokenizer", "d.jsonl", "out=u.json", "max_rejects=1"]) == 4
     assert (
-        "2 records are left out so far; the last: d.jsonl:9003: no JSON" in capsys.readouterr().err
+        "2 records are left out so far; the last: d.jsonl:9003: not JSON" in capsys.readouterr().err
     )
 
 
@@ -246,8 +244,8 @@ def test_lossless_large_row_group_is_processed_in_pieces(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr(tables, "PIECE", 1 << 13)
-    monkeypatch.setattr(tables, "ROWS", 16)
+    monkeypatch.setattr(readers, "PIECE", 1 << 13)
+    monkeypatch.setattr(readers, "ROWS", 16)
     texts = documents(700, 4)
     Path("d.jsonl").write_bytes(lines(texts))
     table = pa.table({"text": [*texts[:300], None, *texts[300:]]})
@@ -256,7 +254,7 @@ def test_lossless_large_row_group_is_processed_in_pieces(
     else:
         with pa.ipc.new_file("d.arrow", table.schema) as out:
             out.write_table(table)
-    parts = tables.cut(find_sources([Path(f"d.{form}")])[0])
+    parts = readers.cut(find_sources([Path(f"d.{form}")])[0])
     assert max(size for *_, size in parts) < 3 << 13
     assert [stop for _, stop, _ in parts] == [*(first for first, *_ in parts[1:]), 701]
     words = ("data", "tokenize", "tokenizer=tokenizer.json", "workers=2")
@@ -268,4 +266,4 @@ def test_lossless_large_row_group_is_processed_in_pieces(
 
 def test_lossless_command_words_match_the_work() -> None:
     assert tuple(sources.FORMATS) == tokenize_words.FORMATS
-    assert tokenize_words.KINDS == spec.KINDS == tuple(loader.LOADERS)
+    assert tokenize_words.KINDS == encoder.KINDS == tuple(tokenizers.LOADERS)

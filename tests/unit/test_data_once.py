@@ -48,7 +48,7 @@ def splits_of(tmp_path: Path, asked: int, **more: Any) -> Splits:
 
 def counted(splits: Splits, asked: int, batch: int) -> list[int]:
     """Every label whose loss counts in an evaluation of `asked` samples."""
-    from mtrain.data.samples.evaluated import evaluation_samples
+    from mtrain.data.batch import evaluation_samples
 
     data = GlobalBatches(
         evaluation_samples(splits.validation, asked), batch, batch, 0, 1, limit=asked

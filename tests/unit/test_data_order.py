@@ -13,7 +13,7 @@ import pytest
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches, next_token_collator
-from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.samples.token_stream import FillInTheMiddle
 from mtrain.data.store.indexed import IndexedWriter
 from tests.support.covering import some
 

@@ -15,10 +15,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mtrain.data.preprocess.encoders.bulk_pieces import BulkPieces
-from mtrain.data.preprocess.encoders.pieces import GPT2, LATER, Pieces, pieces_of
-from mtrain.data.preprocess.encoders.spec import find_tokenizer
-from mtrain.data.preprocess.encoders.tiktoken_vocabulary import TiktokenEncoder
+from mtrain.data.preprocess.encoder import find_tokenizer
+from mtrain.data.preprocess.pieces import GPT2, LATER, BulkPieces, Pieces, pieces_of
+from mtrain.data.preprocess.tokenizers import TiktokenEncoder
 from tests.support.token_corpora import TEXTS, documents
 
 LETTERS = (
@@ -149,7 +148,7 @@ def test_pieces_cut_letters_as_the_library(name: str, kind: type[Pieces]) -> Non
 
 
 def test_pieces_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.data.preprocess.encoders import pieces as module
+    from mtrain.data.preprocess import pieces as module
 
     made = trained(LATER[0])
     monkeypatch.setattr(module, "NOT_BEHIND_SIGNS", module.AT_SPACES)

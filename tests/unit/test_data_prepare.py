@@ -21,7 +21,7 @@ from mtrain.data import open_splits, prepare, verify
 from mtrain.data.samples.token_stream import entropy_nats
 from mtrain.data.store import cache
 from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
-from mtrain.data.text.files import TextCorpus, cut, open_corpus
+from mtrain.data.text.tokenize import TextCorpus, cut, open_corpus
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def config(folder: Path, **more: object) -> DataConfig:
     values = {
         "path": str(folder),
+        "kind": "text",
         "cache_dir": str(folder.parent / "cache"),
         "tokenizer_vocab_size": 500,
     }
@@ -141,7 +142,7 @@ def test_prepare_pieces_make_the_text(text: str) -> None:
 
 
 def test_prepare_standard_library_excludes_its_tests() -> None:
-    corpus = open_corpus(DataConfig())
+    corpus = open_corpus(DataConfig(kind="text", seq_length=16))
     names = {file.name for file in corpus.files}
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= names
     assert not any(
@@ -212,16 +213,16 @@ def test_prepare_verify_finds_flipped_bit(folder: Path) -> None:
 BUILDER = """
 import json, os, sys, time
 import mtrain.data.text.tokenize as t
-from mtrain.data.text import bpe
+from mtrain.data.text import tokenizer as bpe
 from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
-data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
+data = DataConfig(kind='text', path=folder, cache_dir=cache, tokenizer_vocab_size=500,
                   seq_length=16, split=(0.7, 0.2, 0.1))
 def hang():
     open(mark, "w").close()
     time.sleep(10_000)
-train, encode, tokenize, build = bpe.train, bpe.encode, t._tokenize, t._build
+train, encode, tokenize, build = bpe.train_bpe, bpe.encode_documents, t._tokenize, t._build
 def slow_train(*a):
     out = train(*a); hang(); return out
 def slow_encode(*a):
@@ -233,8 +234,8 @@ def slow_rename(*a):
 def counted(*a):
     with open(mark, "a") as file: file.write("built\\n")
     return build(*a)
-if where == "train": bpe.train = slow_train
-if where == "encode": bpe.encode = slow_encode
+if where == "train": bpe.train_bpe = slow_train
+if where == "encode": bpe.encode_documents = slow_encode
 if where == "rename": t._tokenize = slow_rename
 if where == "count": t._build = counted
 print(json.dumps(t.prepare(data).meta))
@@ -277,8 +278,11 @@ import os, signal, sys
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.text.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
-first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
-                 for size in (300, 400))
+first, second = (
+    DataConfig(kind='text', path=sys.argv[1], cache_dir=cache, seq_length=16,
+               tokenizer_vocab_size=size)
+    for size in (300, 400)
+)
 prepare(first)
 if (pid := os.fork()) == 0:
     signal.alarm(30)
@@ -298,15 +302,15 @@ def test_prepare_forks_work_after_tokenizing(folder: Path) -> None:
 
 
 def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtrain.data.text import bpe
+    from mtrain.data.text import tokenizer as bpe
 
-    train = bpe.train
+    train = bpe.train_bpe
 
     def meddle(*arguments: object) -> object:
         (folder / "d0" / "00.txt").write_text("changed")
         return train(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bpe, "train", meddle)
+    monkeypatch.setattr(bpe, "train_bpe", meddle)
     assert "changed while they were read" in refused(config(folder)).rule
     assert not list((folder.parent / "cache").glob("*/meta.json"))
 
@@ -314,7 +318,7 @@ def test_prepare_changing_files_are_refused(folder: Path, monkeypatch: pytest.Mo
 def test_prepare_missing_path_names_nearest(folder: Path) -> None:
     problem = refused(config(folder.parent / "texs"))
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
-    assert problem.rule.endswith("No such file or directory")
+    assert problem.detail.endswith("No such file or directory")
     assert problem.fix == f"data.path={folder}"
     assert (
         f"of this one {folder.parent} does"
@@ -340,8 +344,9 @@ def test_prepare_corpus_without_text_is_refused_in_numbers(folder: Path) -> None
 
 
 def test_prepare_irregular_path_is_refused(folder: Path) -> None:
-    assert refused(config(folder, path="")).rule == "an empty path"
-    assert refused(config(Path("/dev/null"))).rule == "neither a file nor a folder"
+    assert refused(config(folder, path="")).rule == "cannot be an empty path"
+    irregular = refused(config(Path("/dev/null")))
+    assert irregular.rule == "cannot be read because it is neither a file nor a folder"
     assert "no path" in refused(config(folder).model_copy(update={"path": "a\0b"})).rule
 
 
@@ -404,7 +409,10 @@ def test_prepare_given_files_report_every_problem(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
         writer.add(np.arange(9))
     data = DataConfig(
-        kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json")
+        kind="indexed",
+        seq_length=16,
+        path=str(tmp_path / "wika"),
+        tokenizer=str(tmp_path / "none.json"),
     )
     with pytest.raises(ConfigError) as caught:
         prepare(data)
@@ -416,11 +424,10 @@ def test_prepare_given_files_report_every_problem(tmp_path: Path) -> None:
         refused(data.model_copy(update={"path": f"{tmp_path}/wiki.bin", "tokenizer": None})).fix
         == f"data.path={tmp_path / 'wiki'}"
     )
-    assert refused(DataConfig(kind="indexed")).path == "data.path"
+    assert refused(data.model_copy(update={"path": None, "tokenizer": None})).path == "data.path"
     (tmp_path / "wiki.bin").unlink()
-    assert (
-        "no file wiki.bin in" in refused(DataConfig(kind="indexed", path=f"{tmp_path}/wiki")).rule
-    )
+    missing = data.model_copy(update={"path": f"{tmp_path}/wiki", "tokenizer": None})
+    assert "no file wiki.bin in" in refused(missing).rule
 
 
 def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
@@ -428,20 +435,23 @@ def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
     for value in (1, 2):
         with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
             writer.add(np.full(5000, value))
-        prints.append(
-            prepare(DataConfig(kind="indexed", path=str(tmp_path / "a"))).meta["fingerprint"]
-        )
+        data = DataConfig(kind="indexed", seq_length=16, path=str(tmp_path / "a"))
+        prints.append(prepare(data).meta["fingerprint"])
     assert prints[0] != prints[1]
 
 
 def test_prepare_too_large_tokenizer_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="has 500 tokens, the model 499"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 499: .* has 500 tokens"):
         open_splits(config(folder), 499, 1, prepare(config(folder)))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{}", "no tokenizer.json"), (b"\xff", "offset 0: not UTF-8"), (b"[1", "no tokenizer.json")],
+    [
+        (b"{}", "not a tokenizer.json"),
+        (b"\xff", "offset 0: not UTF-8"),
+        (b"[1", "not a tokenizer.json"),
+    ],
 )
 def test_prepare_non_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.json"
@@ -470,7 +480,7 @@ def test_prepare_imports_no_torch(folder: Path) -> None:
 import sys
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-data = DataConfig(kind='mock')
+data = DataConfig(kind='mock', seq_length=16)
 open_splits(data, 99, 1, prepare(data))
 assert not {'torch', 'tokenizers'} & set(sys.modules)
 """

@@ -187,7 +187,7 @@ def test_samples_labels_are_next_tokens(dataset: IndexedDataset) -> None:
             torch.float32,
             torch.int64,
         ]
-        assert all(t.shape == (3, L) and t.is_contiguous() for t in batch.values())
+        assert all(t.shape == (3, L) and t.is_contiguous() for t in batch.values())  # type: ignore[attr-defined]
 
 
 def test_samples_masked_end_of_document_has_no_loss(dataset: IndexedDataset) -> None:
@@ -267,6 +267,7 @@ def test_samples_unigram_entropy_uses_validation_split(
 def test_samples_mask_without_known_end_is_refused(dataset: IndexedDataset, tmp_path: Path) -> None:
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
     with pytest.raises(
-        ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"
+        ConfigError,
+        match=r"data.eod_mask_loss=true: cannot separate documents because no end",
     ):
         open_splits(data, VOCAB, 1, prepare(data), need=("train",))

@@ -20,11 +20,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.disk.manifest import read_manifest
-from mtrain.data.preprocess import build, journal
-from mtrain.data.preprocess.encoders import gigatoken
-from mtrain.data.preprocess.encoders.base import OtherIds
-from mtrain.data.preprocess.inputs import units
-from mtrain.data.preprocess.inputs.sentences import splitter
+from mtrain.data.preprocess import build, gigatoken, journal, sources
+from mtrain.data.preprocess.encoder import OtherIds
+from mtrain.data.preprocess.record import splitter
 from tests.support.covering import some
 from tests.support.token_corpora import (
     MAKERS,
@@ -52,7 +50,7 @@ def tokenize(*words: object) -> int:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "UNIT", 1 << 12)
+    monkeypatch.setattr(sources, "UNIT", 1 << 12)
     monkeypatch.setattr(build, "UNIT", 1 << 12)
 
 
@@ -195,7 +193,7 @@ def test_tokenize_folder_is_ordered_and_ignores_readme(tmp_path: Path, tokenizer
 
 
 BAD = {
-    3: (b'{"text": "cut', "no JSON"),
+    3: (b'{"text": "cut', "not JSON"),
     5: (b'{"other": 1}', "no key text"),
     9: (b'{"text": "\xff\xfe"}', "0xff at offset 10"),
     12: (b'{"text": 7}', "a number"),
@@ -510,13 +508,14 @@ def test_tokenize_unexpected_json_column_ends_without_loss(
     rows[99][key] = value
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert source.stat().st_size > 2 * units.UNIT, "the line is not of the first unit"
+    assert source.stat().st_size > 2 * sources.UNIT, "the line is not of the first unit"
     words = (source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", f"workers={workers}")
     assert tokenize(*words) == 2
     said = capsys.readouterr().err
-    assert f"{source}:100: {key} = " in said
+    assert f"origin: {source}:100" in said
+    assert f" {key}=" in said
     assert str(value)[:3] in said
-    assert f"fix: ignored_keys={key}" in said
+    assert f"Use ignored_keys={key}" in said
     assert tokenize(*words, f"ignored_keys={key}") == 0, "nothing is left of what was begun"
     held = read_manifest(tmp_path / "o")
     assert held is not None

@@ -89,7 +89,7 @@ def test_device_defaults_unfitting_model_names_more_nodes() -> None:
     done = mtrain("check", "model=llama31_405b", "cluster=h100x8", cwd=Path.cwd())
     assert done.returncode == 2
     assert "[MT257]" in done.stderr
-    assert "fix: cluster.nodes=" in done.stderr
+    assert "Use cluster.nodes=" in done.stderr
 
 
 def test_device_defaults_cluster_recipes_have_no_laptop_value(tmp_path: Path) -> None:

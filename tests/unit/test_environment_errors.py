@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli import main as command
-from mtrain.data.preprocess import pool
+from mtrain.data.preprocess import workers
 from mtrain.errors import OF_THE_PLACE
 
 
@@ -66,6 +66,6 @@ def test_environment_errors_include_tokenizing_workers() -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
 
-    failed = pool._caught(full, ())
+    failed = workers._caught(full, ())
     assert failed.kind == "BadEnvironment"
     assert failed.lines[0] == "/somewhere/file: No space left on device"

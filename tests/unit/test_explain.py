@@ -56,7 +56,7 @@ def test_explain_example_shows_message_and_fix(explain: Explain) -> None:
     facts = explain("MT101")
     assert facts["keys"][:2] == ["parallel.tp", "model.num_attention_heads"]
     assert facts["example"] == "parallel=tp3"
-    assert "8 attention heads do not divide by tp 3" in facts["says"][0]
+    assert "(8 attention heads, tp 3" in facts["says"][0]
     assert "parallel.tp=2" in facts["fix"]
     assert explain("MT132")["severity"] == "warning"
     assert explain("MT131")["severity"] == "error"

@@ -119,18 +119,18 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
     "has single_word": ("bytes", lambda b: added(b, "tool", single_word=True)),
     "has lstrip": ("bytes", lambda b: added(b, "tool", lstrip=True)),
     "has rstrip": ("llama", lambda b: added(b, "tool", rstrip=True)),
-    "are not of one kind": ("bytes", lambda b: (added(b, "ab"), added(b, "bc", special=False))),
-    "'abc' and 'b' share letters": (
+    "are of different kinds": ("bytes", lambda b: (added(b, "ab"), added(b, "bc", special=False))),
+    "'abc' and 'b' may share letters": (
         "bytes",
         lambda b: (added(b, "abc"), added(b, "b", normalized=True)),
     ),
     "found in text that is normalized": ("llama", lambda b: added(b, "tool", normalized=True)),
-    "an added token without letters": ("bytes", lambda b: added(b, "")),
+    "an added token without characters": ("bytes", lambda b: added(b, "")),
     "a key regex, which is not known": ("bytes", lambda b: b["added_tokens"][0].update(regex=True)),
     "left out by chance": ("bytes", lambda b: b["model"].update(dropout=0.1)),
     "has end_of_word_suffix": ("bytes", lambda b: b["model"].update(end_of_word_suffix="</w>")),
     "a key scores, which is not known": ("bytes", lambda b: b["model"].update(scores=[1])),
-    "a letter for each byte": ("bytes", lambda b: b["model"]["vocab"].pop("\u0100")),
+    "lacks a letter for some byte": ("bytes", lambda b: b["model"]["vocab"].pop("\u0100")),
     "not written in the letters of bytes": (
         "bytes",
         lambda b: b["model"]["vocab"].update({"\u65e5": 900}),
@@ -139,8 +139,8 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
     "its normalizer is Lowercase": ("bytes", lambda b: b.update(normalizer={"type": "Lowercase"})),
     "does not end with ByteLevel": ("bytes", lambda b: b.update(pre_tokenizer=None)),
     "puts a space in front": ("bytes", lambda b: b["pre_tokenizer"].update(add_prefix_space=True)),
-    "or not where none does": ("bytes", lambda b: b["pre_tokenizer"].update(use_regex=False)),
-    "cuts words where others do": (
+    "or not at all": ("bytes", lambda b: b["pre_tokenizer"].update(use_regex=False)),
+    "cuts words twice": (
         "bytes",
         lambda b: b.update(
             pre_tokenizer=split("Isolated", invert=False, last={**LAST, "use_regex": True})
@@ -166,7 +166,7 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
             b["model"]["merges"].append(["<0x", "41>"]),
         ),
     ),
-    "a token for each byte": ("llama", lambda b: b["model"]["vocab"].pop("<0x00>")),
+    "lacks a token for some byte": ("llama", lambda b: b["model"]["vocab"].pop("<0x00>")),
     "and has tokens of bytes": ("llama", lambda b: b["model"].update(ignore_merges=True)),
     "its normalizer has Strip": (
         "llama",
@@ -184,7 +184,7 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
 
 @pytest.mark.parametrize("said", CHANGES)
 def test_fast_features_names_what_gigatoken_may_differ_in(said: str) -> None:
-    from mtrain.data.preprocess.encoders.gigatoken_features import unsupported
+    from mtrain.data.preprocess.gigatoken import unsupported
 
     kind, change = CHANGES[said]
     body = body_of(kind)
@@ -255,7 +255,7 @@ def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.full)])
 def test_fast_features_gigatoken_equals_tokenizers_where_used(first: int) -> None:
     gigatoken = pytest.importorskip("gigatoken")
-    from mtrain.data.preprocess.encoders.gigatoken_features import unsupported
+    from mtrain.data.preprocess.gigatoken import unsupported
 
     taken = 0
     for seed, body in drawn(400 if first else 40, first):

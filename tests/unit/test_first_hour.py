@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.combinations import Report
+from mtrain.cli.check_all import Report
 from mtrain.cli.main import main
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
@@ -56,7 +56,7 @@ def test_first_hour_hub_name_suggests_download(
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert "nothing is downloaded here" in said
-    assert "fix: hf download Org/Model-1B " in said
+    assert "Use hf download Org/Model-1B " in said
     assert "--local-dir Model-1B, then " in said
     for placeholder in ("PATH", " A B"):
         assert placeholder not in said
@@ -90,7 +90,7 @@ def test_first_hour_only_changes_are_shown(capsys: pytest.CaptureFixture[str]) -
 def test_first_hour_full_table_is_a_summary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mtrain.cli import matrix
+    from mtrain.cli import check_all
 
     def few(axes: dict[str, list[str]], *_: object) -> list[Report]:
         rows = [
@@ -98,7 +98,7 @@ def test_first_hour_full_table_is_a_summary(
         ]
         return [*rows, Report("gpt2", "tp3", "bf16", "cpu", False, "MT101", "12 heads")]
 
-    monkeypatch.setattr(matrix, "validated", few)
+    monkeypatch.setattr(check_all, "validated", few)
     assert main(["check", "--all"]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 60

@@ -13,8 +13,7 @@ import torch
 
 from mtrain.cli.generate import WORDS, read_prompts
 from mtrain.cli.named_values import read_words
-from mtrain.data.text.bpe import EOD, train
-from mtrain.data.text.tokenizer import Tokenizer
+from mtrain.data.text.tokenizer import EOD, Tokenizer, train_bpe
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
 from mtrain.train.generate.sampling import draw, limited
@@ -67,7 +66,7 @@ def test_generated_text_temperature_zero_is_greedy() -> None:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     text = "the cat sat on the mat. über den Dächern\n" * 20
-    path.write_text(train([text], 300).to_str())
+    path.write_text(train_bpe([text], 300).to_str())
     return Tokenizer(path)
 
 

@@ -4,19 +4,21 @@ are written.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from mtrain.cli import evaluate, generate
-from mtrain.cli.command import Verb
+from mtrain.cli.command import Page, Subverbs, Verb
+from mtrain.cli.completion import SHELLS, candidates
+from mtrain.cli.explain import about
 from mtrain.cli.main import main
-from mtrain.cli.offers import SHELLS, candidates
-from mtrain.cli.parsing import commands, parse
-from mtrain.cli.verbs import NAMES
-from mtrain.cli.verbs.choices import about
+from mtrain.cli.parsing import parse
+from mtrain.cli.verbs import NAMES, commands
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.overrides import read_overrides
@@ -28,15 +30,27 @@ from mtrain.config.schema.run import GROUPS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
 ALL = dict(commands())
-EXAMPLES = [(name, words) for name, command in ALL.items() for words, _ in command.examples]
+EXAMPLES = [(name, words) for name, command in ALL.items() for words in command.declared.examples]
 
 
 def test_help_every_verb_and_subverb_has_a_page() -> None:
     for name, command in ALL.items():
         assert command.help, name
-        assert command.examples, name
-        assert command.usage.startswith((name, f"[{name}]")), name
+        assert command.declared.examples, name
+        assert command.declared.usage.startswith((name, f"[{name}]")), name
         assert command.short_help or " " in name, name
+
+
+def test_help_page_declares_arguments_of_function() -> None:
+    for name, command in ALL.items():
+        if isinstance(command, Subverbs):
+            continue
+        function = inspect.signature(resolve_name(f"mtrain.cli.{command.declared.runs}"))
+        taken = {param.name for param in command.params if param.expose_value}
+        accepted = set(function.parameters)
+        assert taken <= accepted, name
+        needed = {key for key, one in function.parameters.items() if one.default is one.empty}
+        assert needed <= taken, name
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -52,7 +66,7 @@ def test_help_prints_page_of_verb(name: str, flag: str, capsys: pytest.CaptureFi
         assert re.search(rf"(^|\s){re.escape(spelled)}\b", page), spelled
     assert all(
         f"  {program()}{'' if words == 'train' else ' ' + words}\n" in f"{page}\n"
-        for words, _ in command.examples
+        for words in command.declared.examples
     )
     assert max(map(len, page.splitlines())) <= 120
 
@@ -104,7 +118,7 @@ def test_help_choices_lists_every_choice(group: str, capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
     assert all(about(group, choice) for choice in choices_of_group(group)), "a file says what it is"
     assert main(["choices", f"{group}s"]) == 2
-    assert f"fix: choices {group}" in capsys.readouterr().err
+    assert f"Use choices {group}" in capsys.readouterr().err
 
 
 def test_help_own_word_verbs_refuse_non_flags() -> None:
@@ -117,14 +131,26 @@ def test_help_own_word_verbs_refuse_non_flags() -> None:
     [
         (
             "--compare runs/one",
-            "--compare: a flag of plan, not of train",
+            "--compare because it is a flag of plan, not of train",
             "plan --compare runs/one",
         ),
-        ("--calibrate", "--calibrate: a flag of plan, not of train", "plan --calibrate"),
-        ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
-        ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
-        ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
-        ("--resolved choices", "--resolved: a flag of show and recipe show", "show --resolved"),
+        (
+            "--calibrate",
+            "--calibrate because it is a flag of plan, not of train",
+            "plan --calibrate",
+        ),
+        (
+            "check --html x.html",
+            "--html because it is a flag of plan, not of check",
+            "plan --html x.html",
+        ),
+        ("show --draw", "--draw because it is a flag of plan, not of show", "plan --draw"),
+        ("rehearse --all", "--all because it is a flag of check, not of rehearse", "check --all"),
+        (
+            "--resolved choices",
+            "--resolved because it is a flag of show and recipe show",
+            "show --resolved",
+        ),
         ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
         (
             "plan --compare runs/one --draw",
@@ -170,7 +196,7 @@ def test_help_hints_use_invoked_program_name(
     program.cache_clear()
     try:
         assert program() == "mtrain"
-        page = Verb("check", params=[], usage="check", examples=(("check", ""),)).page()
+        page = Verb("check", Page("check", "", {"check": ""})).page()
         assert page.count("  mtrain check") == 1
     finally:
         program.cache_clear()
@@ -181,17 +207,15 @@ KEPT = {
     ("config/compose/paths.py", "python launch.py"),  # where it is decided
     ("config/messages/fields_page.py", "python launch.py"),  # a page of the checkout
     ("config/messages/json_schema.py", "mtrain schema"),  # marks a file; the same everywhere
-    ("cli/recipe/new.py", "mtrain recipe"),  # in a recipe that is sent elsewhere
+    ("cli/recipe/files.py", "mtrain recipe"),  # in a recipe that is sent elsewhere
     ("cli/recipe/exchange.py", "mtrain recipe"),
-    ("cli/verbs/completion.py", "python launch.py"),  # a comment of what it completes
-    ("cli/verbs/completion.py", "mtrain completion"),  # a script for the installed command
 }
 
 
 def test_help_hints_never_name_program_themselves() -> None:
     found = set()
     for file in SOURCE.rglob("*.py"):
-        text = re.sub(r'"""(?!# (?:bash|zsh|fish)).*?"""', "", file.read_text(), flags=re.DOTALL)
+        text = re.sub(r'""".*?"""', "", file.read_text(), flags=re.DOTALL)
         found |= {(str(file.relative_to(SOURCE)), name) for name in NAMED.findall(text)}
     assert found <= KEPT, f"use config.paths.program(): {sorted(found - KEPT)}"
 

@@ -91,7 +91,7 @@ def _stored(words: Sequence[str]) -> Iterator[list[str]]:
         ]
         for group in {word.partition("=")[0] for word in words} & {*GROUPS}:
             # a choice on the command line replaces what a recipe says of its group
-            said.pop(group, None)
+            said.pop(group, None)  # type: ignore[call-arg]
         store.store(group="recipe", name="this", node=said, package="_global_")
         out.append("+recipe=this")
     for text in texts:

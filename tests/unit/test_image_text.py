@@ -17,9 +17,17 @@ from PIL import Image
 from mtrain.config.disk.files import records_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
-from mtrain.data.image_text.images import MEAN, STD, inside, load
-from mtrain.data.image_text.records import IMAGE, NOTHING, encode_record, parse_record
-from mtrain.data.image_text.samples import ImageTextSamples
+from mtrain.data.image_text import (
+    IMAGE,
+    MEAN,
+    NOTHING,
+    STD,
+    ImageTextSamples,
+    encode_record,
+    inside,
+    load,
+    parse_record,
+)
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError
 from mtrain.models.llava.config import LlavaConfig
@@ -216,7 +224,7 @@ def test_image_text_emptied_text_is_padding(tmp_path: Path) -> None:
 def test_image_text_folder_has_one_record_file(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}\n")
-    with pytest.raises(ConfigError, match="one says which text"):
+    with pytest.raises(ConfigError, match="one must tell which text"):
         prepare(data_of(tmp_path, path=str(tmp_path)), lambda note: None)
 
 

@@ -173,7 +173,7 @@ def test_json_schema_header_of_new_recipe_finds_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["recipe", "new", "model=mixtral_tiny", "parallel=ep2"]) == 2
-    assert "fix: recipe new my.yaml model=mixtral_tiny parallel=ep2" in capsys.readouterr().err
+    assert "Use recipe new my.yaml model=mixtral_tiny parallel=ep2" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(["recipe", "new", "mine.yaml", "model=mixtral_tiny", "parallel=ep2"]) == 0
     assert main(["schema", "recipe", "-o", "."]) == 0

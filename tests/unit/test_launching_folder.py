@@ -390,7 +390,7 @@ def test_folder_restart_awaits_replaced_processes(
 
 
 def test_folder_resume_word_is_no_folder_and_suggested() -> None:
-    from mtrain.cli.offers import values_of
+    from mtrain.cli.completion import values_of
     from mtrain.config.rules import check
 
     assert [

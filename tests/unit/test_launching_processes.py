@@ -162,7 +162,7 @@ def test_processes_remote_rank_is_not_bound_here(
     monkeypatch.setattr(machine, "execute", execute)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
     assert machine._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
     assert [found["RANK"] for found in begun] == ["0", "1"]
     assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
@@ -177,7 +177,7 @@ def test_processes_remote_rank_is_not_bound_here(
 
 def test_processes_second_machine_repeats_first_line_by_line() -> None:
     port = free_port()
-    first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, "slurm 7", machines=2)
+    first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, machines=2)
     store = machine._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
     with pytest.raises(BadEnvironment) as caught:
         machine._share(replace(first, rank=1))
@@ -189,7 +189,7 @@ def test_processes_early_stopped_ranks_are_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "execute", started)
-    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
     assert (
         machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None)
         == Preempted.exit_code

@@ -317,7 +317,7 @@ def test_machine_gpus_other_kind_than_cluster_warns(
     run = load(["data=mock", "cluster=h100x8", "parallel=single"], here, {}, to_run=False).run
     preflight.check(run, [], here)
     assert (
-        "[MT056] cluster h100x8 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200"
+        "[MT056] cluster h100x8 has NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200"
         in (capsys.readouterr().err)
     )
 

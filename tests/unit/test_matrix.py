@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from mtrain.api import load
-from mtrain.cli.combinations import AXES, MEMORY, part_of, validated
+from mtrain.cli.check_all import AXES, MEMORY, part_of, shipped, validated
 from mtrain.cli.main import main
-from mtrain.cli.matrix import shipped
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.compose.recipe import read_recipe

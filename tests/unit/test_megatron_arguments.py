@@ -289,7 +289,7 @@ def test_megatron_arguments_key_without_argument_is_reported() -> None:
         theirs | {"num_layers": 4}, of_model("llama_tiny", "model.final_logit_softcapping=30")
     )[-1:]
     problem = _apart(one, Path("common.pt"), "")
-    assert problem.rule == "common.pt was written by Megatron-LM, which has no argument for it"
+    assert problem.detail == "common.pt was written by Megatron-LM, which has no argument for it"
     assert problem.fix == "model.final_logit_softcapping=null"
 
 

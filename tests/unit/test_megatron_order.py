@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.samples.blend import Blend
-from mtrain.data.samples.greedy_blend import BLOCK, Greedy
-from mtrain.data.samples.megatron_order import MegatronSamples, cut, normalized
-from mtrain.data.store import cached_arrays
+from mtrain.data.samples.megatron_order import BLOCK, Greedy, MegatronSamples, cut, normalized
+from mtrain.data.store import cache
 from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import ConfigError, CorruptData
 
@@ -56,7 +55,7 @@ def _no_space(*args: int) -> None:
 def test_megatron_order_is_made_once_and_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached_arrays, "SMALL", 100)
+    monkeypatch.setattr(cache, "SMALL", 100)
     data = config([corpus(tmp_path / "a", 3000, 1)], cache_dir=str(tmp_path / "cache"))
     memory = config([data.path], cache_dir="/dev/null/nowhere")  # type: ignore[list-item]
     asked = (6000, 100, 20)

@@ -190,7 +190,7 @@ def test_fixes_name_intended_verb_flag_or_word(
     capsys: pytest.CaptureFixture[str], argv: list[str], fix: str
 ) -> None:
     assert main(argv) == 2
-    assert f"  fix: {fix}\n" in capsys.readouterr().err
+    assert f" Use {fix}.\n" in capsys.readouterr().err
 
 
 THEIRS = re.compile(
@@ -223,5 +223,5 @@ def test_fixes_group_file_naming_missing_one_is_explained(
     monkeypatch.setattr(paths, "conf_dir", lambda: tmp_path / "conf")
     (tmp_path / "conf/optim/mine.yaml").write_text("defaults: [nowhere]\nlr: 1e-3\n")
     (problem,) = validated("optim=mine")
-    assert "optim/nowhere is named, and is not there" in problem.rule
+    assert "optim/nowhere is listed, and there is no such file" in problem.rule
     assert not THEIRS.search(problem.rule)

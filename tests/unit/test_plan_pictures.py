@@ -144,7 +144,7 @@ def test_plan_pictures_page_needs_no_network(
     assert main(["plan", "--html"]) == 2
     assert "--html FILE" in capsys.readouterr().err
     assert main(["plan", "--html", str(tmp_path / "no" / "plan.html")]) == 2
-    assert "fix: --html FILE in an existing folder" in capsys.readouterr().err
+    assert "Use --html FILE in an existing folder" in capsys.readouterr().err
     (tmp_path / "link.html").symlink_to(tmp_path / "elsewhere.html")
     assert main(["plan", "--html", str(tmp_path / "link.html")]) == 2
     assert "is there already" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_shrink_every_optimizer_stays_comparable(words: list[str], dtype: str) -
     assert [p for p in check(small) if p.severity == "error"] == []
     assert [p for p in check(alone(small)) if p.severity == "error"] == []
     assert small.optim.in_low_precision == (full.optim.in_low_precision and dtype == "bf16")
-    assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)
+    assert small.optim.muon.ns_dtype == (dtype if full.optim.name == "muon" else None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("vocab", "small"), [(50257, 385), (4096, 512)])
@@ -290,9 +290,9 @@ def test_shrink_long_sides_stay_too_long_for_eigenbases() -> None:
         "decoder.layers.mlp.linear_fc1.weight 1",
         "decoder.layers.mlp.linear_fc2.weight 0",
     }
-    assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000
+    assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000  # type: ignore[attr-defined]
     words = "model=mixtral_8x7b parallel=ep4 cluster=h100 optim=soap data=mock"
     # its experts shrink to less than its hidden_size
     small = shrink(load(words.split()).run, steps=2)
-    bases = [length <= small.optim.soap.max_precond_dim for length in _sides(small).values()]
+    bases = [length <= small.optim.soap.max_precond_dim for length in _sides(small).values()]  # type: ignore[attr-defined]
     assert 2 * sum(bases) > len(bases)

@@ -37,12 +37,12 @@ for number, argv in enumerate(json.load(sys.stdin)):
 """
 """A program that runs several command lines, each in a process forked from it."""
 REFUSED = {
-    r"RING001\]( .*\n)+  fix: model.ring.turns=2": (*RING, "model.ring={turns:3}"),
-    "fix: model.ring.turns=3": (*RING, "model.ring={turn:3}"),
-    "model.ring.turns = 0": (*RING, "model.ring={turns:0}"),
+    r"RING001\] .* does not divide by 3\. Use model.ring.turns=2": (*RING, "model.ring={turns:3}"),
+    "Use model.ring.turns=3": (*RING, "model.ring={turn:3}"),
+    "model.ring.turns=0": (*RING, "model.ring={turns:0}"),
     "a ring has one input": (*RING, "model.ring={}", "model.parallel_residual=true"),
     "MT246": RING,
-    "has no effect without model.family=ring": ("model=llama_tiny", "model.ring={}"),
+    "it needs model.family=ring": ("model=llama_tiny", "model.ring={}"),
 }
 EXPLAINED = {
     "Times that each layer is used.": ("model.ring.turns",),

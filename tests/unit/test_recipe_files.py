@@ -368,7 +368,7 @@ def test_recipe_edited_lock_does_not_run(run: Run, tmp_path: Path) -> None:
         (text.replace("interval: 10", "interval: 11"), "content"),
         (text + "# a remark\n", "content"),
         (text.replace(digest, "# digest: a"), "digest"),
-        (text.replace(digest + "\n", ""), "does not say digest"),
+        (text.replace(digest + "\n", ""), "lacks digest"),
     ):
         (tmp_path / "t.yaml").write_text(changed)
         code, _, err = run("check", "run=t.yaml")
@@ -381,7 +381,7 @@ def test_recipe_lock_knows_every_source_file(
     folder = tmp_path / "conf"
     shutil.copytree(paths.conf_dir(), folder)
     monkeypatch.setattr(paths, "conf_dir", lambda: folder)
-    monkeypatch.setattr("mtrain.cli.recipe.lock.conf_dir", lambda: folder)
+    monkeypatch.setattr("mtrain.cli.recipe.files.conf_dir", lambda: folder)
     (folder / "optim/mine.yaml").write_text("defaults: [adamw, _self_]\neps: 1.0e-7\n")
     (tmp_path / "my.yaml").write_text("defaults: [override /optim: mine]\nlog: {interval: 3}\n")
     assert run("recipe", "lock", "my.yaml", "-o", "t.yaml")[0] == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.cli.recipe.diff import diff
+from mtrain.cli.recipe.files import diff
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.lock_file import read_lock
 from mtrain.config.resolve.resolution import resolve
@@ -213,5 +213,5 @@ def test_recipe_fuzz_file_is_compared_or_refused(
         file.write_text(
             mutated(text, rng, (*PIECES, "_target_", "hydra", "${oc.env:HOME}", "null", "{}"))
         )
-        answered(lambda: diff([str(file), "llama/tiny_cpu"]))
+        answered(lambda: diff([str(file), "llama/tiny_cpu"], as_json=False))
     capsys.readouterr()

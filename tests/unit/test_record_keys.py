@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.data.chats.messages import parse_chat, parse_pair
-from mtrain.data.image_text import records
+from mtrain.data.image_text import parse_record
 from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
 from tests.support.commands import mtrain
@@ -208,7 +208,7 @@ def test_record_metadata_keys_are_known_others_named(preview: Preview) -> None:
 
 
 def test_record_message_key_used_by_template_is_known() -> None:
-    from mtrain.data.record_keys import FLAGS, Keys
+    from mtrain.data.records import FLAGS, Keys
 
     message = {**turns("q", "a")[1], "channel": "final"}
     values = {"messages": [*turns("q"), message]}
@@ -339,7 +339,7 @@ def test_record_python_repr_is_not_learned(preview: Preview, tmp_path: Path) -> 
 
 
 def test_record_unread_calls_are_reported() -> None:
-    from mtrain.data.record_keys import Keys
+    from mtrain.data.records import Keys
 
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     values = {"messages": [*turns("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
@@ -416,7 +416,7 @@ def test_record_images_have_flags_and_no_unknown_keys() -> None:
         line = {"id": 1, "image": "a.png", "conversations": said, **more}
         return [
             piece.text
-            for piece in records.parse_record(json.dumps(line).encode()).pieces
+            for piece in parse_record(json.dumps(line).encode()).pieces
             if getattr(piece, "learned", 0)
         ]
 
@@ -433,5 +433,5 @@ def test_record_images_have_flags_and_no_unknown_keys() -> None:
             parsed(**wrong)
     scored = {"text": "a", "weight": 2.5}
     with pytest.raises(CorruptData, match=r"data\.ignored_keys=\[weight\]"):
-        records.parse_record(json.dumps(scored).encode())
-    assert records.parse_record(json.dumps(scored).encode(), frozenset({"weight"})).pieces
+        parse_record(json.dumps(scored).encode())
+    assert parse_record(json.dumps(scored).encode(), frozenset({"weight"})).pieces

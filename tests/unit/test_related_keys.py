@@ -31,16 +31,16 @@ def test_related_keys_layers_and_stages_name_their_setters(
 ) -> None:
     assert main(["check", "model.num_layers=81", "parallel=pp4"]) == 2
     text = capsys.readouterr().err
-    assert "command line: parallel.pp = 4: 81 layers do not divide over 4 stages" in text
-    assert "\n  with model.num_layers = 81 (command line)\n" in text
+    assert "parallel.pp=4: cannot split the layers into equal stages" in text
+    assert "\n  origin: command line; with model.num_layers=81 (command line)\n" in text
     assert main(["check", "model.num_layers=81", "parallel=pp4", "--json"]) == 2
     (row,) = json.loads(capsys.readouterr().out)["problems"]
     assert row["related"] == [{"path": "model.num_layers", "value": 81, "source": "command line"}]
 
 
 def test_related_keys_unknown_setter_has_no_parentheses() -> None:
-    assert Related("parallel.pp", 4, "").render() == "parallel.pp = 4"
-    assert Related("parallel.pp", 4, "command line").render() == "parallel.pp = 4 (command line)"
+    assert Related("parallel.pp", 4, "").render() == "parallel.pp=4"
+    assert Related("parallel.pp", 4, "command line").render() == "parallel.pp=4 (command line)"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_quantized_cpu_needs_are_one_line_with_bf16_fix(
     raw = compose([f"precision={choice}", "cluster=cpu"]).run
     (problem,) = errors(raw)
     assert problem.code == "MT442"
-    assert "TransformerEngine's, on cuda; the device is cpu" in problem.rule
+    assert "runs on cuda, and the device is cpu" in problem.rule
     assert problem.fix.endswith(" or precision=bf16")
     assert errors(apply(raw, first_fix(problem))) == []
     assert errors(compose(["precision=bf16", "cluster=cpu"]).run) == []

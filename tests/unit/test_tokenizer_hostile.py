@@ -120,7 +120,7 @@ def test_tokenizer_hostile_file_is_refused_by_name(
     finally:
         tracemalloc.stop()
     said = str(caught.value)
-    assert said.startswith(f"{path}: no tokenizer.json: ")
+    assert said.startswith(f"{path}: not a tokenizer.json: ")
     assert len(said) < 1000
     assert "\n" not in said
     assert capfd.readouterr().err == "", "the library did not fail by itself"

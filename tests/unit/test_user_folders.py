@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli.completion import candidates
 from mtrain.cli.main import main
-from mtrain.cli.offers import candidates
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import VARIABLE, config_dirs
@@ -173,7 +173,11 @@ def test_user_folder_removed_value_is_default_again() -> None:
     ("text", "code", "said"),
     [
         ("defaults: [bad, _self_]\n", "MT011", "leads back to its own file"),
-        ("defaults: [nothing, _self_]\n", "MT011", "model/nothing is named, and is not there"),
+        (
+            "defaults: [nothing, _self_]\n",
+            "MT011",
+            "model/nothing is listed, and there is no such file",
+        ),
         ("defaults: [{/hydra/launcher: basic}]\n", "MT006", "neither a part of Hydra"),
         ("defaults: [{/data: '${oc.env:HOME}'}]\n", "MT006", "nor a reference"),
         ("# @package hydra\nrun: 1\n", "MT006", "configures no loader"),

@@ -14,7 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from mtrain.cli.combinations import part_of
+from mtrain.cli.check_all import part_of
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.interpolate import leaves
@@ -239,7 +239,9 @@ def test_users_config_refused_recipe_is_named_in_table(
     words = ["model=llama_tiny", "precision=fp32", "cluster=local"]
     assert main(["check", "--all", "parallel=tp2", *words]) == 0
     assert main(["check", "--all", *words]) == 2
-    assert f"error[MT017] {folder}/recipes/mine.yaml:1" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "error[MT017] defaults=_self_: " in shown
+    assert f"\n  origin: {folder}/recipes/mine.yaml:1\n" in shown
     laid({"recipes/mine.yaml": "parallel: {tp: 4}\n", "parallel/mine/small.yaml": "tp: 8\n"})
     assert part_of("parallel", "mine").tp == 4
     assert part_of("parallel", "mine/small").tp == 8

@@ -79,14 +79,14 @@ def test_verb_page_has_many_spellings(
         ("explian data", "explain"),
         ("recpie show x", "recipe"),
         ("Version", "version"),
-        ("data=mock zzzzzz", "python launch.py --help lists the verbs"),
+        ("data=mock zzzzzz", "python launch.py --help, which lists the verbs"),
     ],
 )
 def test_verb_unknown_is_named_not_dropped(
     line: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
-    assert f"  fix: {fix}\n" in capsys.readouterr().err
+    assert f" Use {fix}.\n" in capsys.readouterr().err
 
 
 def test_verb_settings_before_check_start_nothing(tmp_path: Path) -> None:
@@ -122,4 +122,4 @@ def test_verb_generate_knows_foreign_names(
 ) -> None:
     (tmp_path / "run.yaml").write_text("")
     assert main(["generate", str(tmp_path), f"{word}=5"]) == 2
-    assert "  fix: tokens=5\n" in capsys.readouterr().err
+    assert " Use tokens=5.\n" in capsys.readouterr().err

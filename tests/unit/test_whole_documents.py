@@ -18,7 +18,7 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, open_splits, prepare
 from mtrain.data.batch import GlobalBatches, document_collator
 from mtrain.data.samples import whole_documents
-from mtrain.data.samples.bin_packing import first_fit, first_fits
+from mtrain.data.samples.packing import first_fit, first_fits
 from mtrain.data.store.indexed import IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
 
@@ -309,17 +309,15 @@ def test_whole_documents_masked_token_has_no_loss_after(prefix: Path) -> None:
 def test_whole_documents_large_index_is_sampled(
     what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.data.store import index_check
+    from mtrain.data.store import indexed
 
     for name, value in (("LARGE", 10), ("PARTS", 2), ("PART", 4)):
-        monkeypatch.setattr(index_check, name, value)
+        monkeypatch.setattr(indexed, name, value)
     path = corpus(tmp_path, LENGTHS)
     count = len(LENGTHS)
     assert opened(path)
     index = bytearray((tmp_path / "corpus.idx").read_bytes())
-    at = index_check.HEADER.size + (
-        4 * count + 8 * 150 if what == "pointer" else 12 * count + 8 * 150
-    )
+    at = indexed.HEADER.size + (4 * count + 8 * 150 if what == "pointer" else 12 * count + 8 * 150)
     index[at : at + 8] = np.array([4], "<i8").tobytes()
     (tmp_path / "corpus.idx").write_bytes(index)
     with pytest.raises(CorruptData, match=said):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.activation import reference
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def activation(
@@ -34,7 +33,7 @@ def activation(
     reference.require(x, kind, weight)
     if weight is not None and weight.device != x.device:
         raise ValueError(f"x is on {x.device}, its weight on {weight.device}")
-    if pick("activation", impl, x.device, _obstacle(x, weight)) == "reference":
+    if pick("activation", impl, x.device, float_obstacle(x, weight)) == "reference":
         return reference.activation(x, kind, weight=weight, alpha=alpha, limit=limit)
     return _activation(x, weight, kind, alpha, limit)
 
@@ -55,7 +54,7 @@ def activation_gradients(
     reference.require(x, kind, weight)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // (2 if kind in reference.GATED else 1)):
         raise ValueError(f"dy {tuple(dy.shape)} is no gradient of the {kind} of x {tuple(x.shape)}")
-    if pick("activation", impl, x.device, _obstacle(x, weight, dy)) != "reference":
+    if pick("activation", impl, x.device, float_obstacle(x, weight, dy)) != "reference":
         # Only swiglu_clamped reads the two numbers, the defaults of `activation`.
         dx, dweight = _activation_backward(dy, x, weight, kind, 1.702, 7.0)
         return dx, None if weight is None else dweight
@@ -67,26 +66,26 @@ def activation_gradients(
     return dx, rest[0] if rest else None
 
 
-def _obstacle(*tensors: Tensor | None) -> str | None:
-    wrong = {str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
+def _activation_shapes(x, kind):
+    return x.new_empty(
+        (*x.shape[:-1], x.shape[-1] // 2 if kind in reference.GATED else x.shape[-1])
+    )
 
 
-@torch.library.custom_op("mtrain::activation", mutates_args=())
+@operator("activation", shapes=_activation_shapes)
 def _activation(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float) -> Tensor:
     from mtrain_kernels.activation import triton
 
     return triton.forward(x, weight, kind, alpha, limit)
 
 
-@_activation.register_fake
-def _(x, weight, kind, alpha, limit):
-    return x.new_empty(
-        (*x.shape[:-1], x.shape[-1] // 2 if kind in reference.GATED else x.shape[-1])
-    )
+def _activation_backward_shapes(x, weight):
+    # An operator returns a fixed number of tensors: an empty one stands for no weight.
+    d_weight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), d_weight
 
 
-@torch.library.custom_op("mtrain::activation_backward", mutates_args=())
+@operator("activation_backward", shapes=_activation_backward_shapes)
 def _activation_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
@@ -95,25 +94,18 @@ def _activation_backward(
     return triton.backward(dy, x, weight, kind, alpha, limit)
 
 
-@_activation_backward.register_fake
-def _(dy, x, weight, kind, alpha, limit):
-    # An operator returns a fixed number of tensors: an empty one stands for no weight.
-    d_weight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), d_weight
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, *ctx.options = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: Tensor) -> dict[str, Any]:
     x, weight = ctx.saved_tensors
     dx, dweight = _activation_backward(dy, x, weight, *ctx.options)
-    return dx, None if weight is None else dweight, None, None, None
+    return {"x": dx, "weight": None if weight is None else dweight}
 
 
-_activation.register_autograd(_differentiate, setup_context=_save)
+differentiable(_activation, save=_save, gradients=_gradients)
 
 
 def _launch(model: Model) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.attention.seen import Seen
+from mtrain_kernels.operators import differentiable, operator
 
 
 def attention(
@@ -79,7 +80,12 @@ def _run(
     return found
 
 
-@torch.library.custom_op("mtrain::attention", mutates_args=())
+def _attention_shapes(q, v, wide):
+    dtype = torch.float32 if wide else q.dtype
+    return _like(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@operator("attention", shapes=_attention_shapes)
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -104,13 +110,16 @@ def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((s, b, n, width), dtype=dtype or x.dtype).permute(1, 2, 0, 3)
 
 
-@_attention.register_fake
-def _(q, k, v, sink, table, left, right, shift, scale, softcap, wide):
-    dtype = torch.float32 if wide else q.dtype
-    return _like(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _attention_backward_shapes(q, k, v, lse):
+    return (
+        _like(q, q.shape[-1]),
+        _like(k, k.shape[-1]),
+        _like(v, v.shape[-1]),
+        torch.empty_like(lse),
+    )
 
 
-@torch.library.custom_op("mtrain::attention_backward", mutates_args=())
+@operator("attention_backward", shapes=_attention_backward_shapes)
 def _attention_backward(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -132,16 +141,6 @@ def _attention_backward(
     return backward_triton.backward(d_out, d_lse, q, k, v, out, lse, seen, scale, softcap)
 
 
-@_attention_backward.register_fake
-def _(d_out, d_lse, q, k, v, out, lse, table, left, right, shift, scale, softcap):
-    return (
-        _like(q, q.shape[-1]),
-        _like(k, k.shape[-1]),
-        _like(v, v.shape[-1]),
-        torch.empty_like(lse),
-    )
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sink, table, *ctx.numbers, ctx.wide = inputs
     # Mostly only one output has a gradient; None is cheaper than zeros.
@@ -149,7 +148,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(q, k, v, sink, table, *output)
 
 
-def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> dict[str, Any]:
     q, k, v, sink, table, out, lse = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     d_q, d_k, d_v, delta = _attention_backward(d_out, d_lse, q, k, v, out, lse, table, *ctx.numbers)
@@ -157,7 +156,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     if sink is not None:  # one more key, of value zero
         share = (sink.float().view(1, -1, 1) - lse).exp()
         d_sink = -(share * delta).sum((0, 2)).to(sink.dtype)
-    return d_q, d_k, d_v, d_sink, *[None] * 7
+    return {"q": d_q, "k": d_k, "v": d_v, "sink": d_sink}
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
+differentiable(_attention, save=_save, gradients=_gradients)

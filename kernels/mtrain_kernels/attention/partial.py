@@ -1,6 +1,4 @@
-"""Attention over some of the keys, and putting such parts together: what ring attention
-computes.
-"""
+"""Attention over a subset of the keys, and the merge of such parts, as in ring attention."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 HIDDEN = -1e30
-"""The logit of a key that is not seen, and the log-sum-exp of a query that sees none: finite, for
-the gradients.
+"""The logit of a masked key, and the log-sum-exp of a query without visible keys; finite, so that
+gradients are finite as well.
 """
 
 
@@ -24,11 +22,11 @@ def partial_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over only these keys, and the logarithm of the softmax's denominator.
+    """Return softmax attention over these keys only, and the log of the softmax's denominator.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; `mask` [s, t] is
-    True where a query sees a key; `scale` and `softcap` are as in `reference.attention`. Returns
-    the output [b, n, s, e] and the log-sum-exp [b, n, s], both fp32; a query that sees none of the
+    True where a query sees a key; `scale` and `softcap` are as in `reference.attention`. The
+    output is [b, n, s, e] and the log-sum-exp [b, n, s], both fp32; a query that sees none of the
     keys gets zeros and a log-sum-exp of about `HIDDEN`. Source: Liu et al. 2023, arXiv:2310.01889
     (ring attention); Milakov and Gimelshein 2018, arXiv:1805.02867 (the softmax in parts).
     """
@@ -53,8 +51,9 @@ def partial_attention(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two parts of `partial_attention` over different keys as one; outputs [..., e] with
-    log-sum-exps [...].
+    """Merge two results of `partial_attention` over disjoint keys.
+
+    Outputs are [..., e], and log-sum-exps are [...].
     """
     both = torch.logaddexp(lse, more_lse)
     # Both factors are shares of a common denominator and at most 1, so nothing overflows.
@@ -63,8 +62,8 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the output [b, n, s, e] of all parts where each head has one more key of value zero,
-    with logit `sink` [n].
+    """Return the output [b, n, s, e] after one more key per head, with value zero and logit
+    `sink` [n].
     """
     column = sink.float().view(1, -1, 1)
     return out * (lse - torch.logaddexp(lse, column)).exp().unsqueeze(-1)

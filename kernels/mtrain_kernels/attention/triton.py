@@ -1,9 +1,9 @@
-"""Forward of fused attention: scores stay on the chip, key tiles that no query of a tile sees are
-not visited.
+"""Forward of fused attention: scores stay on the chip, and key tiles that no query of a tile sees
+are skipped.
 
-What a query sees is an interval of keys: [i + shift - left, i + shift + right], or what a table
-says. So is what sees a key. A row of queries so has a run of key tiles that it sees whole, which
-need no mask, and few next to it.
+Each query sees an interval of keys: [i + shift - left, i + shift + right], or the interval in a
+table. Each key is seen by an interval of queries. A tile of queries therefore sees a run of key
+tiles in full, which need no mask, and a few partly masked tiles at both ends of the run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.attention.tiles import Tile, Widths, tile_for
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
-# log-sum-exp of a query that sees nothing; finite, for those who subtract it
+# Log-sum-exp of a query without visible keys; finite, because other code subtracts it.
 HIDDEN = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALL = tl.constexpr(0.1)  # below it tanh is a polynomial; above, 1 - exp(-2x) has digits enough
+SMALL = tl.constexpr(0.1)  # a polynomial below; above, 1 - exp(-2x) keeps enough digits
 
 
 @triton.jit
 def _tanh(x):
-    """tanh in fp32, to some 1e-6 of itself."""
+    """Return tanh in fp32 with a relative error of about 1e-6."""
     u = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - u) / (1 + u)
     far = tl.where(x < 0, -far, far)
@@ -38,8 +38,8 @@ def _tanh(x):
 
 @triton.jit
 def _logits(x, scale, cap, CAPPED: tl.constexpr):
-    """Logits of the products `x` in units of log 2, and of what a cap bends tanh: 1 - its square is
-    the slope.
+    """Return the logits of products `x` in base 2, and the tanh of softcapped ones, from which the
+    backward computes the slope 1 - tanh^2.
     """
     if CAPPED:
         bent = _tanh(x * (scale / cap))
@@ -53,7 +53,7 @@ def _rows(
     INSIDE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `start` on and columns from AT on of a matrix [rows, columns], zeros beyond."""
+    """Load rows from `start`, columns from AT of a matrix [rows, columns], with zeros outside."""
     row = tl.arange(0, R)
     column = AT + tl.arange(0, C)
     # Only the start needs int64; offsets inside a tile are small.
@@ -82,9 +82,7 @@ def _store(
 
 @triton.jit
 def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
-    """Return the first of `others` that each of [size] rows interacts with, and the one after the
-    last.
-    """
+    """Return the half-open interval of `others` that each row in `at` interacts with."""
     inside = at < size
     if TABLE:
         # Rows outside get an empty interval, from which no tile is visited.
@@ -98,8 +96,8 @@ def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
 
 @triton.jit
 def _phases(first, last, inside, others, T: tl.constexpr):
-    """Tiles of T of the others: from where on some are seen, from and to where all are, and to
-    where some are.
+    """Return four multiples of T: the begin of the tiles that some row sees, the begin and end of
+    those that every row sees, and the end of those that some row sees.
     """
     # Some row sees the tiles from the least first key to the greatest last one.
     low = tl.min(tl.where(inside, first, others), 0) // T * T

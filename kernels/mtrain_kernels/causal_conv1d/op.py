@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.causal_conv1d import reference
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 
 WIDEST = 8  # taps are unrolled; the backward kernel has their square
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def causal_conv1d(
@@ -39,11 +39,10 @@ def causal_conv1d(
 def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if weight.shape[1] > WIDEST:
         return f"a width of {weight.shape[1]} is more than {WIDEST}"
-    wrong = [str(t.dtype) for t in (x, weight, bias) if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
+    return float_obstacle(x, weight, bias)
 
 
-@torch.library.custom_op("mtrain::causal_conv1d", mutates_args=())
+@operator("causal_conv1d", shapes=lambda x: x.new_empty(x.shape))
 def _conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
 ) -> Tensor:
@@ -52,22 +51,7 @@ def _conv(
     return triton.forward(x, weight, bias, segments, silu)
 
 
-@_conv.register_fake
-def _(x, weight, bias, segments, silu):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("mtrain::causal_conv1d_backward", mutates_args=())
-def _conv_backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from mtrain_kernels.causal_conv1d import triton
-
-    return triton.backward(d_y, x, weight, bias, segments, silu)
-
-
-@_conv_backward.register_fake
-def _(d_y, x, weight, bias, segments, silu):
+def _conv_backward_shapes(x, weight):
     return (
         x.new_empty(x.shape),
         weight.new_empty(weight.shape),
@@ -76,18 +60,28 @@ def _(d_y, x, weight, bias, segments, silu):
     )
 
 
+@operator("causal_conv1d_backward", shapes=_conv_backward_shapes)
+def _conv_backward(
+    d_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mtrain_kernels.causal_conv1d import triton
+
+    return triton.backward(d_y, x, weight, bias, segments, silu)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.silu = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, d_y: Tensor) -> dict[str, Any]:
     x, weight, bias, segments = ctx.saved_tensors
     d_x, d_weight, d_bias = _conv_backward(d_y, x, weight, bias, segments, ctx.silu)
-    return d_x, d_weight, None if bias is None else d_bias.to(bias.dtype), None, None
+    d_bias = None if bias is None else d_bias.to(bias.dtype)
+    return {"x": d_x, "weight": d_weight, "bias": d_bias}
 
 
-_conv.register_autograd(_differentiate, setup_context=_save)
+differentiable(_conv, save=_save, gradients=_gradients)
 
 
 def _channels(model: Model) -> int:

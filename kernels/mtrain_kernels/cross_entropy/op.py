@@ -13,9 +13,8 @@ from torch import Tensor
 from mtrain_kernels.cross_entropy import reference
 from mtrain_kernels.cross_entropy.reference import Terms
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cross_entropy(
@@ -60,8 +59,7 @@ def cross_entropy(
 
 def obstacle(*tensors: Tensor) -> str | None:
     """Return why the Triton kernels do not take these tensors, or None."""
-    wrong = {str(t.dtype) for t in tensors if t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
+    return float_obstacle(*tensors)
 
 
 def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
@@ -86,7 +84,12 @@ def _require(logits: Tensor, labels: Tensor) -> None:
         raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
 
 
-@torch.library.custom_op("mtrain::cross_entropy", mutates_args=())
+def _cross_entropy_shapes(logits, labels):
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(labels.shape, dtype=dtype), logits.new_empty(labels.shape, dtype=dtype)
+
+
+@operator("cross_entropy", shapes=_cross_entropy_shapes)
 def _cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -114,13 +117,7 @@ def _cross_entropy(
     return reference.token_losses(statistics, labels, terms)[0], statistics[0].clone()
 
 
-@_cross_entropy.register_fake
-def _(logits, labels, group, vocab, label_smoothing, z_loss, soft_cap, ignore_index, backend):
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits.new_empty(labels.shape, dtype=dtype), logits.new_empty(labels.shape, dtype=dtype)
-
-
-@torch.library.custom_op("mtrain::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward", shapes=lambda logits: logits.new_empty(logits.shape))
 def _cross_entropy_backward(
     dlosses: Tensor,
     logits: Tensor,
@@ -152,23 +149,6 @@ def _cross_entropy_backward(
     return out
 
 
-@_cross_entropy_backward.register_fake
-def _(
-    dlosses,
-    logits,
-    labels,
-    lse,
-    group,
-    vocab,
-    label_smoothing,
-    z_loss,
-    soft_cap,
-    ignore_index,
-    backend,
-):
-    return logits.new_empty(logits.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, labels, *ctx.settings = inputs
     # The log-sum-exp is a result only because the backward needs it.
@@ -176,11 +156,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(logits, labels, output[1])
 
 
-def _differentiate(ctx: Any, dlosses: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return _cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.settings), *[None] * 8
+def _gradients(ctx: Any, dlosses: Tensor, _: Tensor) -> dict[str, Any]:
+    return {"logits": _cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.settings)}
 
 
-_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+differentiable(_cross_entropy, save=_save, gradients=_gradients)
 
 
 def _dense(logits: Tensor) -> Tensor:

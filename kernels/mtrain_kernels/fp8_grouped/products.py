@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtrain_kernels.fp8_grouped import reference
 from mtrain_kernels.fp8_grouped.reference import BLOCK, blocks_of
+from mtrain_kernels.operators import operator
 from mtrain_kernels.quantize.formats import FORMATS
 from mtrain_kernels.runtime import as_rows, ceil_div
 
@@ -67,7 +68,29 @@ def _typed(found: Sequence[Tensor], format: str, one: bool, amax: Tensor | None)
     return Grouped(data.view(dtype), scale, turned.view(dtype), again, amax)
 
 
-@torch.library.custom_op("mtrain::fp8_grouped_rows", mutates_args=())
+def _rows_shapes(x, ends, amax, one, straight, transposed, swiglu):
+    rows = x.shape[0]
+    width = x.shape[1] // (1 + swiglu)
+    count = ends.shape[0]
+    blocks = blocks_of(rows, count)
+    code = torch.uint8
+    scale = torch.float32
+    if one:
+        shape: tuple[int, ...] = (count,)
+        t_shape: tuple[int, ...] = (0,)  # both forms have the tensor's one scale
+    else:
+        shape = (rows, ceil_div(width, BLOCK)) if straight else (0, 0)
+        t_shape = (width, blocks) if transposed else (0, 0)
+    return (
+        x.new_empty((rows, width) if straight else (0, 0), dtype=code),
+        x.new_empty(shape, dtype=scale),
+        x.new_empty((width, blocks * BLOCK) if transposed else (0, 0), dtype=code),
+        x.new_empty(t_shape, dtype=scale),
+        x.new_empty(count if one and amax is None else 0, dtype=scale),
+    )
+
+
+@operator("fp8_grouped_rows", shapes=_rows_shapes)
 def _rows(
     x: Tensor,
     share: Tensor | None,
@@ -100,45 +123,7 @@ def _rows(
     )
 
 
-@_rows.register_fake
-def _(x, share, ends, amax, format, one, straight, transposed, swiglu, backend):
-    rows = x.shape[0]
-    width = x.shape[1] // (1 + swiglu)
-    count = ends.shape[0]
-    blocks = blocks_of(rows, count)
-    code = torch.uint8
-    scale = torch.float32
-    if one:
-        shape: tuple[int, ...] = (count,)
-        t_shape: tuple[int, ...] = (0,)  # both forms have the tensor's one scale
-    else:
-        shape = (rows, ceil_div(width, BLOCK)) if straight else (0, 0)
-        t_shape = (width, blocks) if transposed else (0, 0)
-    return (
-        x.new_empty((rows, width) if straight else (0, 0), dtype=code),
-        x.new_empty(shape, dtype=scale),
-        x.new_empty((width, blocks * BLOCK) if transposed else (0, 0), dtype=code),
-        x.new_empty(t_shape, dtype=scale),
-        x.new_empty(count if one and amax is None else 0, dtype=scale),
-    )
-
-
-@torch.library.custom_op("mtrain::fp8_grouped_weights", mutates_args=())
-def _weights(
-    weights: Sequence[Tensor], format: str, one: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend == "reference":
-        each = list(weights[0]) if weights[0].ndim == 3 else weights
-        q, scale, turned, turned_scale = reference.quantize_weights(each, format, one)
-        none = turned_scale.new_empty(0)
-        return q.view(torch.uint8), scale, turned.view(torch.uint8), none if one else turned_scale
-    from mtrain_kernels.fp8_grouped import quantize_triton
-
-    return quantize_triton.quantize_weights(weights, format, one)
-
-
-@_weights.register_fake
-def _(weights, format, one, backend):
+def _weights_shapes(weights, one):
     like = weights[0]
     n, k = like.shape[-2:]
     count = like.shape[0] if like.ndim == 3 else len(weights)
@@ -152,7 +137,24 @@ def _(weights, format, one, backend):
     )
 
 
-@torch.library.custom_op("mtrain::fp8_grouped_product", mutates_args=())
+@operator("fp8_grouped_weights", shapes=_weights_shapes)
+def _weights(
+    weights: Sequence[Tensor], format: str, one: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        each = list(weights[0]) if weights[0].ndim == 3 else weights
+        q, scale, turned, turned_scale = reference.quantize_weights(each, format, one)
+        none = turned_scale.new_empty(0)
+        return q.view(torch.uint8), scale, turned.view(torch.uint8), none if one else turned_scale
+    from mtrain_kernels.fp8_grouped import quantize_triton
+
+    return quantize_triton.quantize_weights(weights, format, one)
+
+
+@operator(
+    "fp8_grouped_product",
+    shapes=lambda x, w, dtype: x.new_empty((x.shape[0], w.shape[1]), dtype=dtype),
+)
 def rows_product(
     x: Tensor,
     x_scale: Tensor,
@@ -170,12 +172,12 @@ def rows_product(
     return triton.rows_product(x, x_scale, w, w_scale, ends, dtype)
 
 
-@rows_product.register_fake
-def _(x, x_scale, w, w_scale, ends, dtype, backend):
-    return x.new_empty((x.shape[0], w.shape[1]), dtype=dtype)
-
-
-@torch.library.custom_op("mtrain::fp8_grouped_dw", mutates_args=())
+@operator(
+    "fp8_grouped_dw",
+    shapes=lambda d, x, ends, dtype: d.new_empty(
+        (ends.shape[0], d.shape[0], x.shape[0]), dtype=dtype
+    ),
+)
 def weights_product(
     d: Tensor,
     d_scale: Tensor,
@@ -198,12 +200,7 @@ def weights_product(
     return made
 
 
-@weights_product.register_fake
-def _(d, d_scale, x, x_scale, ends, rows, dtype, backend):
-    return d.new_empty((ends.shape[0], d.shape[0], x.shape[0]), dtype=dtype)
-
-
-@torch.library.custom_op("mtrain::fp8_grouped_add_dw", mutates_args=("into",))
+@operator("fp8_grouped_add_dw", mutates=("into",))
 def add_weights_product(
     d: Tensor,
     d_scale: Tensor,
@@ -227,8 +224,3 @@ def add_weights_product(
     from mtrain_kernels.fp8_grouped import triton
 
     triton.weights_product(d, d_scale, x, x_scale, ends, rows, into)
-
-
-@add_weights_product.register_fake
-def _(d, d_scale, x, x_scale, ends, rows, into, backend):
-    return None

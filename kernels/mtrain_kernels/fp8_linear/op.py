@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from mtrain_kernels.activation.op import activation, activation_gradient
 from mtrain_kernels.fp8_linear import reference
+from mtrain_kernels.operators import operator
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.op import (
     Operand,
@@ -333,7 +334,9 @@ def _instead(device: torch.device) -> str:
     return "triton" if OPS[0].implementations["triton"].available(device) is None else "reference"
 
 
-@torch.library.custom_op("mtrain::scaled_product", mutates_args=())
+@operator(
+    "scaled_product", shapes=lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+)
 def _product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str
 ) -> Tensor:
@@ -344,11 +347,6 @@ def _product(
     from mtrain_kernels.fp8_linear import triton
 
     return triton.scaled_product(a, a_scale, b, b_scale, dtype)
-
-
-@_product.register_fake
-def _(a, a_scale, b, b_scale, dtype, backend):
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
 def too_old(device: torch.device) -> str | None:

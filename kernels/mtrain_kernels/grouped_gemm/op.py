@@ -13,6 +13,7 @@ from torch import Tensor
 from mtrain_kernels.activation.op import _activation_backward, activation
 from mtrain_kernels.grouped_gemm import cpu, reference
 from mtrain_kernels.grouped_gemm.products import _add_dw, _bias_rows, _gated, _grouped, _grouped_dx
+from mtrain_kernels.operators import float_obstacle
 from mtrain_kernels.registry import (
     CPU,
     REFERENCE,
@@ -26,7 +27,6 @@ from mtrain_kernels.registry import (
     pick,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED = ("swiglu", "geglu", "geglu_tanh")  # activations that the kernel knows
 
 PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
@@ -64,7 +64,7 @@ def grouped_gemm(
     """
     reference.require_grouped(x, weight, counts, bias)
     _require_list(weight, main_grads)
-    name = _pick(impl, x.device, _triton_obstacle(x), _torch_obstacle(x, weight))
+    name = _pick(impl, x.device, float_obstacle(x), _torch_obstacle(x, weight))
     if name in PLAIN and main_grads is None:
         return PLAIN[name].grouped_gemm(x, weight, counts, bias)  # type: ignore[no-any-return]
     if name in PLAIN:
@@ -111,7 +111,7 @@ def grouped_gated(
         raise ValueError(
             f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}"
         )
-    name = pick("grouped_gemm", impl, x.device, _triton_obstacle(x))
+    name = pick("grouped_gemm", impl, x.device, float_obstacle(x))
     if name != "triton":
         # torch's grouped product has no gated form, and the definition takes its place
         name = "cpu" if name == "cpu" else "reference"
@@ -130,7 +130,7 @@ def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> T
     """Return the row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group:
     [rows, n].
     """
-    name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
+    name = pick("grouped_gemm", impl, bias.device, float_obstacle(bias))
     if name in PLAIN:
         return reference.bias_rows(bias, counts, rows)
     return _bias_rows(bias, counts.cumsum(0).to(torch.int32), rows, name)
@@ -155,10 +155,6 @@ def _pick(impl: str, device: torch.device, triton: str | None, library: str | No
     this input.
     """
     return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
-
-
-def _triton_obstacle(x: Tensor) -> str | None:
-    return None if x.dtype in DTYPES else f"{x.dtype} is not fp32, fp16 or bf16"
 
 
 def _torch_obstacle(x: Tensor, weight: Weights) -> str | None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from mtrain_kernels.activation.op import _activation_backward
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.linear import add_weight_gradient
+from mtrain_kernels.operators import differentiable, operator
 from mtrain_kernels.runtime import triton_obstacle
 
 
-@torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
+@operator("grouped_gemm", shapes=lambda x, weights: x.new_empty(x.shape[0], weights[0].shape[-2]))
 def _grouped(x: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str) -> Tensor:
     if implementation == "torch":
         return _cleared(
@@ -27,12 +28,9 @@ def _grouped(x: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation:
     return triton.rows_product(x, weights, ends)
 
 
-@_grouped.register_fake
-def _(x, weights, ends, implementation):
-    return x.new_empty(x.shape[0], weights[0].shape[-2])
-
-
-@torch.library.custom_op("mtrain::grouped_gemm_dx", mutates_args=())
+@operator(
+    "grouped_gemm_dx", shapes=lambda d_y, weights: d_y.new_empty(d_y.shape[0], weights[0].shape[-1])
+)
 def _grouped_dx(
     d_y: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str
 ) -> Tensor:
@@ -43,12 +41,10 @@ def _grouped_dx(
     return triton.rows_product(d_y, weights, ends, transposed=True)
 
 
-@_grouped_dx.register_fake
-def _(d_y, weights, ends, implementation):
-    return d_y.new_empty(d_y.shape[0], weights[0].shape[-1])
-
-
-@torch.library.custom_op("mtrain::grouped_gemm_dw", mutates_args=())
+@operator(
+    "grouped_gemm_dw",
+    shapes=lambda d_y, x, ends: x.new_empty(ends.shape[0], d_y.shape[1], x.shape[1]),
+)
 def _grouped_dw(d_y: Tensor, x: Tensor, ends: Tensor, implementation: str) -> Tensor:
     if implementation == "torch":
         return torch._grouped_mm(_dense(d_y).T, _dense(x), offs=ends)
@@ -59,12 +55,7 @@ def _grouped_dw(d_y: Tensor, x: Tensor, ends: Tensor, implementation: str) -> Te
     return made
 
 
-@_grouped_dw.register_fake
-def _(d_y, x, ends, implementation):
-    return x.new_empty(ends.shape[0], d_y.shape[1], x.shape[1])
-
-
-@torch.library.custom_op("mtrain::grouped_gemm_add_dw", mutates_args=("into",))
+@operator("grouped_gemm_add_dw", mutates=("into",))
 def _add_dw(
     d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor], implementation: str
 ) -> None:
@@ -91,11 +82,6 @@ def _add_dw(
             # In the buffer's dtype, so that the product is not rounded before it is added.
             rows_of = (d_y[mine].to(buffer.dtype), x[mine].to(buffer.dtype))
             add_weight_gradient(buffer, *rows_of, plain=implementation == "reference")
-
-
-@_add_dw.register_fake
-def _(d_y, x, ends, into, implementation):
-    return None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -144,39 +130,36 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, ends, *weights)
 
 
-def _gradients(
-    ctx: Any, d_y: Tensor, implementation: str
-) -> tuple[Tensor | None, list[Tensor] | list[None]]:
+def _product_gradients(ctx: Any, d_y: Tensor, implementation: str) -> dict[str, Any]:
     """Return the gradients of x and of the weights, as far as autograd needs them."""
     x, ends, *rest = ctx.saved_tensors
     weights = rest[: len(ctx.needs_input_grad[1])]
     d_x = _grouped_dx(d_y, weights, ends, implementation) if ctx.needs_input_grad[0] else None
     if not any(ctx.needs_input_grad[1]):
-        return d_x, [None] * len(weights)
+        return {"x": d_x, "weights": [None] * len(weights)}
     d_w = _grouped_dw(d_y, x, ends, implementation)
-    return d_x, [d_w] if weights[0].ndim == 3 else list(d_w.unbind())
+    return {"x": d_x, "weights": [d_w] if weights[0].ndim == 3 else list(d_w.unbind())}
 
 
-def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-    return *_gradients(ctx, d_y, ctx.implementation), None, None
+def _gradients(ctx: Any, d_y: Tensor) -> dict[str, Any]:
+    return _product_gradients(ctx, d_y, ctx.implementation)
 
 
-_grouped.register_autograd(_differentiate, setup_context=_save)
+differentiable(_grouped, save=_save, gradients=_gradients)
 
 
-@torch.library.custom_op("mtrain::grouped_gated", mutates_args=())
+def _gated_shapes(x, weights):
+    n = weights[0].shape[-2]
+    return x.new_empty(x.shape[0], n // 2), x.new_empty(x.shape[0], n)
+
+
+@operator("grouped_gated", shapes=_gated_shapes)
 def _gated(
     x: Tensor, weights: Sequence[Tensor], ends: Tensor, share: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:
     from mtrain_kernels.grouped_gemm import triton
 
     return triton.gated_product(x, weights, ends, share, kind)
-
-
-@_gated.register_fake
-def _(x, weights, ends, share, kind):
-    n = weights[0].shape[-2]
-    return x.new_empty(x.shape[0], n // 2), x.new_empty(x.shape[0], n)
 
 
 def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -186,17 +169,17 @@ def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.save_for_backward(x, ends, *weights, output[1], share)
 
 
-def _differentiate_gated(ctx: Any, d_y: Tensor, _: Any) -> tuple[Any, ...]:
+def _gated_gradients(ctx: Any, d_y: Tensor, _: Any) -> dict[str, Any]:
     *_kept, h, share = ctx.saved_tensors
     d_h, d_share = _activation_backward(d_y, h, share, ctx.kind, 0.0, 0.0)
-    d_x, d_w = _gradients(ctx, d_h, "triton")
-    return d_x, d_w, None, None if share is None else d_share, None
+    found = _product_gradients(ctx, d_h, "triton")
+    return found if share is None else {**found, "share": d_share}
 
 
-_gated.register_autograd(_differentiate_gated, setup_context=_save_gated)
+differentiable(_gated, save=_save_gated, gradients=_gated_gradients)
 
 
-@torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
+@operator("grouped_bias", shapes=lambda bias, rows: bias.new_empty(rows, bias.shape[1]))
 def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
     """Return the bias of each of `rows` rows' group, zeros behind the last group."""
     owner = torch.searchsorted(
@@ -206,24 +189,14 @@ def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Te
     return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]
 
 
-@_bias_rows.register_fake
-def _(bias, ends, rows, implementation):
-    return bias.new_empty(rows, bias.shape[1])
-
-
-@torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
+@operator(
+    "grouped_bias_backward", shapes=lambda d_y, ends: d_y.new_empty(ends.shape[0], d_y.shape[1])
+)
 def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
-    """Return a bias is the weight of an input that is always 1: its gradient is a grouped product
-    too, summed in fp32.
-    """
+    """Return the gradient of the bias as a grouped product with ones, which sums in fp32."""
     # rows of 16 bytes, as torch's product wants them
     ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())
     return _grouped_dw(d_y.contiguous(), ones, ends, implementation)[..., 0].contiguous()
-
-
-@_bias_rows_backward.register_fake
-def _(d_y, ends, implementation):
-    return d_y.new_empty(ends.shape[0], d_y.shape[1])
 
 
 def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -231,8 +204,8 @@ def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(ends)
 
 
-def _differentiate_bias(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-    return _bias_rows_backward(d_y, *ctx.saved_tensors, ctx.implementation), None, None, None
+def _bias_gradients(ctx: Any, d_y: Tensor) -> dict[str, Any]:
+    return {"bias": _bias_rows_backward(d_y, *ctx.saved_tensors, ctx.implementation)}
 
 
-_bias_rows.register_autograd(_differentiate_bias, setup_context=_save_bias)
+differentiable(_bias_rows, save=_save_bias, gradients=_bias_gradients)

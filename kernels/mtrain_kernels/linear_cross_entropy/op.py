@@ -16,6 +16,7 @@ from mtrain_kernels.linear import WeightGradient
 from mtrain_kernels.linear_cross_entropy import tiles
 from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows, run
 from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS
+from mtrain_kernels.operators import differentiable, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -258,7 +259,24 @@ def _require_parts(chunk: int | None, logits: int | None) -> None:
         )
 
 
-@torch.library.custom_op("mtrain::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy_shapes(
+    hidden, weight, labels, token_weights, ranked, need_hidden, need_weight, wide
+):
+    return (
+        token_weights.new_empty(()),
+        token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape if ranked else (0,)),
+        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
+        weight.new_empty(
+            weight.shape if need_weight else (0, weight.shape[1]),
+            dtype=torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype,
+        ),
+        token_weights.new_empty(()),
+    )
+
+
+@operator("linear_cross_entropy", shapes=_linear_cross_entropy_shapes)
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -293,23 +311,6 @@ def _linear_cross_entropy(
     return (found.losses * token_weights).sum(), *found
 
 
-@_linear_cross_entropy.register_fake
-def _(hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, *rest):
-    ranked, need_hidden, need_weight, _, wide = rest[7:12]
-    return (
-        token_weights.new_empty(()),
-        token_weights.new_empty(labels.shape),
-        token_weights.new_empty(labels.shape),
-        token_weights.new_empty(labels.shape if ranked else (0,)),
-        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
-        weight.new_empty(
-            weight.shape if need_weight else (0, weight.shape[1]),
-            dtype=torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype,
-        ),
-        token_weights.new_empty(()),
-    )
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, losses, _, _, dhidden, dweight, scale = output
     ctx.mark_non_differentiable(*output[1:])
@@ -318,7 +319,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(losses, dhidden, dweight, scale)
 
 
-def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dtotal: Tensor, *_: Tensor) -> dict[str, Any]:
     if ctx.spent:
         raise RuntimeError(
             "linear_cross_entropy made its gradients once and has given them away: no second"
@@ -328,19 +329,20 @@ def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
     ctx.spent = ctx.in_place
     losses, dhidden, dweight, scale = ctx.saved_tensors
     times = Tensor.mul_ if ctx.in_place else Tensor.mul
-    return (
-        times(dhidden, dtotal * scale) if ctx.need_hidden else None,
-        times(dweight, dtotal * scale) if ctx.need_weight else None,
-        None,
-        losses * dtotal if ctx.needs_input_grad[3] else None,
-        *[None] * 16,
-    )
+    return {
+        "hidden": times(dhidden, dtotal * scale) if ctx.need_hidden else None,
+        "weight": times(dweight, dtotal * scale) if ctx.need_weight else None,
+        "token_weights": losses * dtotal if ctx.needs_input_grad[3] else None,
+    }
 
 
-_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+differentiable(_linear_cross_entropy, save=_save, gradients=_gradients)
 
 
-@torch.library.custom_op("mtrain::token_cross_entropy", mutates_args=())
+@operator(
+    "token_cross_entropy",
+    shapes=lambda hidden, labels: torch.empty_like(_token_ones(hidden, labels)),
+)
 def _token_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -370,17 +372,12 @@ def _token_ones(hidden: Tensor, labels: Tensor) -> Tensor:
     return hidden.new_ones(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
-@_token_cross_entropy.register_fake
-def _(hidden, weight, labels, *rest):
-    return torch.empty_like(_token_ones(hidden, labels))
-
-
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     hidden, weight, labels, class_weights, *ctx.settings = inputs
     ctx.save_for_backward(hidden, weight, labels, class_weights)
 
 
-def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
+def _token_gradients(ctx: Any, dlosses: Tensor) -> dict[str, Any]:
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     *settings, backend = ctx.settings
     hidden, weight, labels, class_weights = ctx.saved_tensors
@@ -391,14 +388,13 @@ def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
     # Fresh tensors that nobody else sees may change in place, though not in a traced graph.
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
-    return (
-        times(dhidden, scale) if need_hidden else None,
-        times(dweight, scale) if need_weight else None,
-        *[None] * 11,
-    )
+    return {
+        "hidden": times(dhidden, scale) if need_hidden else None,
+        "weight": times(dweight, scale) if need_weight else None,
+    }
 
 
-_token_cross_entropy.register_autograd(_differentiate_tokens, setup_context=_save_tokens)
+differentiable(_token_cross_entropy, save=_save_tokens, gradients=_token_gradients)
 
 
 def _launch(model: Model) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mtrain_kernels.moe_permute import reference
 from mtrain_kernels.moe_permute.reference import Plan, plan
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 __all__ = ["OPS", "Plan", "permute", "plan", "row_weights", "unpermute"]
 
@@ -25,7 +24,7 @@ def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
     together, `Unavailable` where the named implementation cannot run.
     """
     reference.require_permute(x, plan.position)
-    if pick("moe_permute", impl, x.device, _obstacle(x)) == "reference":
+    if pick("moe_permute", impl, x.device, float_obstacle(x)) == "reference":
         return reference.permute(x, plan)
     return _permute(x, plan.position, plan.source)
 
@@ -40,7 +39,7 @@ def unpermute(
     in it. Dropped copies add nothing and get none. The rest is as in `permute`.
     """
     reference.require_unpermute(rows, plan.position, plan.source, weights)
-    if pick("moe_permute", impl, rows.device, _obstacle(rows, weights)) == "reference":
+    if pick("moe_permute", impl, rows.device, float_obstacle(rows, weights)) == "reference":
         return reference.unpermute(rows, plan, weights)
     return _unpermute(rows, plan.position, plan.source, weights)
 
@@ -78,36 +77,26 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
     return padded[torch.where(places < 0, values.numel(), places)]
 
 
-def _obstacle(*tensors: Tensor | None) -> str | None:
-    wrong = [str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
-
-
-@torch.library.custom_op("mtrain::moe_permute", mutates_args=())
+@operator("moe_permute", shapes=lambda x, source: x.new_empty(source.shape[0], x.shape[1]))
 def _permute(x: Tensor, position: Tensor, source: Tensor) -> Tensor:
     from mtrain_kernels.moe_permute import triton
 
     return triton.spread(x, source, position.shape[1])[0]
 
 
-@_permute.register_fake
-def _(x, position, source):
-    return x.new_empty(source.shape[0], x.shape[1])
-
-
-@torch.library.custom_op("mtrain::moe_unpermute", mutates_args=())
+@operator(
+    "moe_unpermute", shapes=lambda rows, position: rows.new_empty(position.shape[0], rows.shape[1])
+)
 def _unpermute(rows: Tensor, position: Tensor, source: Tensor, weights: Tensor | None) -> Tensor:
     from mtrain_kernels.moe_permute import triton
 
     return triton.combine(rows, position, weights)
 
 
-@_unpermute.register_fake
-def _(rows, position, source, weights):
-    return rows.new_empty(position.shape[0], rows.shape[1])
-
-
-@torch.library.custom_op("mtrain::moe_unpermute_backward", mutates_args=())
+@operator(
+    "moe_unpermute_backward",
+    shapes=lambda rows, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+)
 def _unpermute_backward(
     d_out: Tensor, rows: Tensor, source: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -116,19 +105,14 @@ def _unpermute_backward(
     return triton.spread(d_out, source, weights.shape[1], weights, rows)  # type: ignore[return-value]
 
 
-@_unpermute_backward.register_fake
-def _(d_out, rows, source, weights):
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
 def _save_permute(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _differentiate_permute(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
+def _permute_gradients(ctx: Any, d_rows: Tensor) -> dict[str, Any]:
     position, source = ctx.saved_tensors
     # The gradient of copying a token is the sum over its copies.
-    return _unpermute(d_rows, position, source, None), None, None
+    return {"x": _unpermute(d_rows, position, source, None)}
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -137,16 +121,16 @@ def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(position, source, weights, None if weights is None else rows)
 
 
-def _differentiate_unpermute(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+def _unpermute_gradients(ctx: Any, d_out: Tensor) -> dict[str, Any]:
     position, source, weights, rows = ctx.saved_tensors
     if weights is None:
-        return _permute(d_out, position, source), None, None, None
+        return {"rows": _permute(d_out, position, source)}
     d_rows, d_weights = _unpermute_backward(d_out, rows, source, weights)
-    return d_rows, None, None, d_weights
+    return {"rows": d_rows, "weights": d_weights}
 
 
-_permute.register_autograd(_differentiate_permute, setup_context=_save_permute)
-_unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_unpermute)
+differentiable(_permute, save=_save_permute, gradients=_permute_gradients)
+differentiable(_unpermute, save=_save_unpermute, gradients=_unpermute_gradients)
 
 
 def _copies(model: Model, device: torch.device) -> Tensor:

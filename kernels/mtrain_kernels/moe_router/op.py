@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.moe_router import reference
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 
 MOST_EXPERTS = 2048  # the experts of one token live in the registers of one program
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def moe_router(
@@ -63,11 +63,19 @@ def moe_router(
 def _obstacle(logits: Tensor, bias: Tensor | None) -> str | None:
     if logits.shape[1] > MOST_EXPERTS:
         return f"{logits.shape[1]} experts are more than {MOST_EXPERTS}"
-    wrong = [str(t.dtype) for t in (logits, bias) if t is not None and t.dtype not in DTYPES]
-    return f"{', '.join(wrong)} is not fp32, fp16 or bf16" if wrong else None
+    return float_obstacle(logits, bias)
 
 
-@torch.library.custom_op("mtrain::moe_router", mutates_args=())
+def _router_shapes(logits, topk):
+    tokens, experts = logits.shape
+    return (
+        logits.new_empty(tokens, topk),
+        logits.new_empty(tokens, topk, dtype=torch.int64),
+        logits.new_empty(experts, dtype=torch.int64),
+    )
+
+
+@operator("moe_router", shapes=_router_shapes)
 def _router(
     logits: Tensor,
     bias: Tensor | None,
@@ -84,17 +92,7 @@ def _router(
     return triton.forward(logits, bias, topk, kind, normalize, scale, groups, group_topk, members)
 
 
-@_router.register_fake
-def _(logits, bias, topk, kind, normalize, scale, groups, group_topk, members):
-    tokens, experts = logits.shape
-    return (
-        logits.new_empty(tokens, topk),
-        logits.new_empty(tokens, topk, dtype=torch.int64),
-        logits.new_empty(experts, dtype=torch.int64),
-    )
-
-
-@torch.library.custom_op("mtrain::moe_router_backward", mutates_args=())
+@operator("moe_router_backward", shapes=lambda logits: logits.new_empty(logits.shape))
 def _router_backward(
     d_weights: Tensor, logits: Tensor, indices: Tensor, kind: str, normalize: bool, scale: float
 ) -> Tensor:
@@ -103,24 +101,20 @@ def _router_backward(
     return triton.backward(d_weights, logits, indices, kind, normalize, scale)
 
 
-@_router_backward.register_fake
-def _(d_weights, logits, indices, kind, normalize, scale):
-    return logits.new_empty(logits.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, _, ctx.kind, ctx.normalize, ctx.scale, *_ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(logits, output[1])
 
 
-def _differentiate(ctx: Any, d_weights: Tensor, *_: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, d_weights: Tensor, *_: Any) -> dict[str, Any]:
     logits, indices = ctx.saved_tensors
-    d_logits = _router_backward(d_weights, logits, indices, ctx.kind, ctx.normalize, ctx.scale)
-    return d_logits, *(None,) * 8
+    return {
+        "logits": _router_backward(d_weights, logits, indices, ctx.kind, ctx.normalize, ctx.scale)
+    }
 
 
-_router.register_autograd(_differentiate, setup_context=_save)
+differentiable(_router, save=_save, gradients=_gradients)
 
 
 def _settings(model: Model) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.newton_schulz import reference
+from mtrain_kernels.operators import float_obstacle, operator
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def newton_schulz(
@@ -35,8 +34,10 @@ def newton_schulz(
             f"newton_schulz takes floats and steps from 0, not {gradient.dtype}, {dtype}, {steps}"
         )
     gradient = gradient.detach()
+    # The iteration runs in `dtype`, whatever the gradient has.
+    obstacle = float_obstacle(gradient.new_empty(0, dtype=dtype))
     if (
-        pick("newton_schulz", impl, gradient.device, _obstacle(dtype)) == "reference"
+        pick("newton_schulz", impl, gradient.device, obstacle) == "reference"
         or not gradient.numel()
     ):
         return reference.newton_schulz(gradient, steps, eps, dtype)
@@ -73,25 +74,16 @@ def symmetric_product(
         )
     x = x.detach()
     added = None if added is None else added.detach()
-    if pick("newton_schulz", impl, x.device, _obstacle(x.dtype)) == "reference":
+    if pick("newton_schulz", impl, x.device, float_obstacle(x)) == "reference":
         return reference.symmetric_product(x, added, alpha, beta)
     return _symmetric_product(x, added, float(alpha), float(beta))
 
 
-def _obstacle(dtype: torch.dtype) -> str | None:
-    return None if dtype in DTYPES else f"{dtype} is not fp32, fp16 or bf16"
-
-
-@torch.library.custom_op("mtrain::symmetric_product", mutates_args=())
+@operator("symmetric_product", shapes=lambda x: x.new_empty((x.shape[0], x.shape[1], x.shape[1])))
 def _symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
     from mtrain_kernels.newton_schulz import triton
 
     return triton.symmetric_product(x, added, alpha, beta)
-
-
-@_symmetric_product.register_fake
-def _(x, added, alpha, beta):
-    return x.new_empty((x.shape[0], x.shape[1], x.shape[1]))
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.norm import cpu, reference
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
 # A row lives in the registers of one program. Behind 16,384 columns the backward spills some: of
 # 20,480 24 bytes a thread on sm_90 and 80 on sm_100, of 32,768 more than 300.
 WIDEST = 20480
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
 """Implementations in plain torch."""
 
@@ -138,11 +138,20 @@ def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
     """Return why the kernels do not take these, or None."""
     if x.shape[-1] > WIDEST:
         return f"a row of {x.shape[-1]} elements is wider than {WIDEST}"
-    wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
+    return float_obstacle(x, *others)
 
 
-@torch.library.custom_op("mtrain::norm", mutates_args=())
+def _norm_shapes(x, residual, subtract_mean):
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0) if residual is None else residual.new_empty(x.shape),
+        x.new_empty(rows if subtract_mean else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+@operator("norm", shapes=_norm_shapes)
 def _norm(
     x: Tensor,
     residual: Tensor | None,
@@ -157,18 +166,12 @@ def _norm(
     return triton.forward(x, residual, weight, bias, eps, zero_centered, subtract_mean)  # type: ignore[return-value]
 
 
-@_norm.register_fake
-def _(x, residual, weight, bias, eps, zero_centered, subtract_mean):
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(0) if residual is None else residual.new_empty(x.shape),
-        x.new_empty(rows if subtract_mean else 0, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.float32),
-    )
+def _norm_backward_shapes(x, weight, has_bias):
+    bias = weight.new_empty(weight.shape[0] if has_bias else 0, dtype=torch.float32)
+    return x.new_empty(x.shape), torch.empty_like(weight), bias
 
 
-@torch.library.custom_op("mtrain::norm_backward", mutates_args=())
+@operator("norm_backward", shapes=_norm_backward_shapes)
 def _norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -187,12 +190,6 @@ def _norm_backward(
     )
 
 
-@_norm_backward.register_fake
-def _(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean):
-    bias = weight.new_empty(weight.shape[0] if has_bias else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), torch.empty_like(weight), bias
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep what was normed and the statistics of its rows."""
     x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
@@ -208,36 +205,25 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
 
-def differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """Return gradients of what `_norm` takes."""
+def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> dict[str, Any]:
+    """Return the gradients of the arguments of `_norm`."""
     x, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the new residual was used
-        return (
-            dtotal.to(ctx.dtype) if dtotal is not None else None,
-            dtotal,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return {"x": None if dtotal is None else dtotal.to(ctx.dtype), "residual": dtotal}
     # Without a residual the second output is empty, and so is its gradient.
     dtotal = dtotal if ctx.has_residual else None
     dx, dweight, dbias = _norm_backward(
         dy, dtotal, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered, ctx.subtract_mean
     )
-    return (
-        dx.to(ctx.dtype),
-        dx if ctx.has_residual else None,
-        dweight,
-        dbias.to(ctx.bias_dtype) if ctx.has_bias else None,
-        None,
-        None,
-        None,
-    )
+    return {
+        "x": dx.to(ctx.dtype),
+        "residual": dx if ctx.has_residual else None,
+        "weight": dweight,
+        "bias": dbias.to(ctx.bias_dtype) if ctx.has_bias else None,
+    }
 
 
-_norm.register_autograd(differentiate, setup_context=save)
+differentiable(_norm, save=save, gradients=gradients)
 
 
 def _launch(model: Model) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.norm import op, reference
+from mtrain_kernels.operators import differentiable, operator
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.quantize.op import (
@@ -158,40 +159,7 @@ def _defined(
     )
 
 
-@torch.library.custom_op("mtrain::norm_operand", mutates_args=())
-def _norm_operand(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    subtract_mean: bool,
-    operand: str,
-    format: str,
-    layout: str,
-    multiplier: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from mtrain_kernels.norm import triton
-
-    given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
-    return triton.forward(*given, operand, format, layout, multiplier)  # type: ignore[return-value]
-
-
-@_norm_operand.register_fake
-def _(
-    x,
-    residual,
-    weight,
-    bias,
-    eps,
-    zero_centered,
-    subtract_mean,
-    operand,
-    format,
-    layout,
-    multiplier,
-):
+def _norm_operand_shapes(x, residual, subtract_mean, operand, layout):
     width = x.shape[-1]
     rows = x.numel() // width if width else 0
     q = (rows, width) if operand in ("blocks", "tensor") else (0,)
@@ -211,19 +179,45 @@ def _(
     )
 
 
+@operator("norm_operand", shapes=_norm_operand_shapes)
+def _norm_operand(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    subtract_mean: bool,
+    operand: str,
+    format: str,
+    layout: str,
+    multiplier: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from mtrain_kernels.norm import triton
+
+    given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
+    return triton.forward(*given, operand, format, layout, multiplier)  # type: ignore[return-value]
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     op.save(ctx, inputs[:7], output[:4])
     ctx.mark_non_differentiable(*output[2:])
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    return *op.differentiate(ctx, dy, dtotal), None, None, None, None
+differentiable(_norm_operand, save=_save, gradients=op.gradients)
 
 
-_norm_operand.register_autograd(_differentiate, setup_context=_save)
+def _codes_shapes(x, weight, multiplier, layout, transpose):
+    width = weight.shape[0]
+    rows = x.numel() // width if width else 0
+    q = x.new_empty((width, rows) if transpose else (rows, width), dtype=torch.uint8)
+    if multiplier is not None:
+        return q, x.new_empty(0, dtype=torch.float32)
+    kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
+    return q, x.new_empty((width, ceil_div(rows, LAYOUTS[layout].columns)), dtype=kind)
 
 
-@torch.library.custom_op("mtrain::norm_codes", mutates_args=())
+@operator("norm_codes", shapes=_codes_shapes)
 def _codes(
     x: Tensor,
     mean: Tensor,
@@ -253,14 +247,3 @@ def _codes(
         transpose,
     )
     return operand_triton.codes(*given)
-
-
-@_codes.register_fake
-def _(x, mean, rstd, weight, bias, multiplier, zero_centered, dtype, format, layout, transpose):
-    width = weight.shape[0]
-    rows = x.numel() // width if width else 0
-    q = x.new_empty((width, rows) if transpose else (rows, width), dtype=torch.uint8)
-    if multiplier is not None:
-        return q, x.new_empty(0, dtype=torch.float32)
-    kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
-    return q, x.new_empty((width, ceil_div(rows, LAYOUTS[layout].columns)), dtype=kind)

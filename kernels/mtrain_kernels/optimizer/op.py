@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mtrain_kernels.operators import operator
 from mtrain_kernels.optimizer import reference
 from mtrain_kernels.optimizer.reference import Hyper, Lists, clip_factor
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK, scales_of, store_moment
@@ -143,7 +144,7 @@ def _require(lists: Lists, hyper: Hyper, grad_scale: Tensor | None, clock: Tenso
 MUTATED = ("params", "exp_avgs", "exp_avg_sqs", "masters", "exp_avg_scales", "exp_avg_sq_scales")
 
 
-@torch.library.custom_op("mtrain::adamw_", mutates_args=MUTATED)
+@operator("adamw_", mutates=MUTATED)
 def _adamw(
     params: list[Tensor],
     grads: list[Tensor],
@@ -179,12 +180,7 @@ def _adamw(
     return triton.adamw_(lists, streams, grad_scale, clock, hyper)
 
 
-@_adamw.register_fake
-def _(*args):
-    return None
-
-
-@torch.library.custom_op("mtrain::grad_norm", mutates_args=())
+@operator("grad_norm", shapes=lambda grads: grads[0].new_empty((), dtype=torch.float32))
 def _grad_norm(grads: list[Tensor], backend: str) -> Tensor:
     if backend == "reference":
         return reference.grad_norm(grads)
@@ -193,12 +189,7 @@ def _grad_norm(grads: list[Tensor], backend: str) -> Tensor:
     return triton.grad_norm(grads)
 
 
-@_grad_norm.register_fake
-def _(grads, backend):
-    return grads[0].new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("mtrain::scale_", mutates_args=("tensors",))
+@operator("scale_", mutates=("tensors",))
 def _scale(tensors: list[Tensor], factor: Tensor, backend: str) -> None:
     if backend == "reference":
         torch._foreach_mul_(tensors, factor)
@@ -206,11 +197,6 @@ def _scale(tensors: list[Tensor], factor: Tensor, backend: str) -> None:
     from mtrain_kernels.optimizer import triton
 
     triton.scale_(tensors, factor)
-
-
-@_scale.register_fake
-def _(tensors, factor, backend):
-    return None
 
 
 # Dtypes of master, moments and gradients, and the bytes moved for each parameter: the weight

@@ -1,4 +1,4 @@
-"""NVFP4 on a GPU: two codes a byte, a scale for 16 numbers, one for the tensor."""
+"""NVFP4 on a GPU: two codes per byte, a scale per 16 numbers, and one for the tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_kernels.quantize.reference import NVFP4_SPAN, span
 from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, greatest_finite
 from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp4, on_device_of
 
-ROUND = tl.constexpr(1.5 * 2.0**23)  # a sum with it is a whole number, in the last bits
+ROUND = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, kept in the last bits
 CONVERT = tl.constexpr(PTX_ENCODE_E2M1)
 PACK = tl.constexpr(PTX_PACK)
 DIVIDE = tl.constexpr(
@@ -23,11 +23,11 @@ DIVIDE = tl.constexpr(
 
 @triton.jit
 def pairs(y):
-    """Codes of `y` [a, 2 n] in e2m1, two a byte [a, n], the even one low: nearest, ties to even,
-    saturating.
+    """Return the e2m1 codes of `y` [a, 2 n], two per byte [a, n] with the even column in the low
+    bits: round to nearest, ties to even, saturating; NaN becomes the greatest number.
 
-    The codes of numbers up to 2, 4 and 6 are 2 y, y + 2 and y / 2 + 4, whichever is least, rounded:
-    so they stand in the last bits of a sum with a power of two. NaN is the greatest number.
+    The codes of numbers up to 2, 4 and 6 are 2 y, y + 2 and y / 2 + 4. The least of the three is
+    the right one, and adding `ROUND` to it rounds it into the last bits of the sum.
     """
     SHAPE: tl.constexpr = (y.shape[0], y.shape[1] // 2, 2)
     if converts_fp4():
@@ -64,8 +64,8 @@ def _signed(code, y):
 def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, SIDE: tl.constexpr):
     """Quantise a tile: round the scales of its blocks to e4m3, then multiply the numbers by them.
 
-    A thread has both halves of a block, so that nothing is exchanged, and the next one the next
-    block of a row.
+    A thread holds both halves of a block, so threads exchange nothing; the next thread holds the
+    next block of the row.
     """
     number = tl.arange(0, SIDE * SIDE // 16)
     row = tl.program_id(0) * SIDE + number // (SIDE // 16)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtrain_kernels.operators import FLOATS, operator
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import GRID, as_rows, ceil_div
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Quantized(NamedTuple):
@@ -132,7 +131,7 @@ def dequantize_blocks(
         scale.shape != wanted
         or scale.dtype != _scale_dtype(layout)
         or format is None
-        or dtype not in DTYPES
+        or dtype not in FLOATS
     ):
         raise ValueError(
             f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}"
@@ -174,7 +173,7 @@ def dequantize_nvfp4(
     fits = (
         fits and scale.shape == (1,) and kinds == (torch.uint8, torch.float8_e4m3fn, torch.float32)
     )
-    if not fits or dtype not in DTYPES:
+    if not fits or dtype not in FLOATS:
         raise ValueError(
             f"packed {tuple(packed.shape)} {packed.dtype}, scales {tuple(block_scale.shape)}"
             f" {block_scale.dtype} and {tuple(scale.shape)} {scale.dtype} to {dtype}:"
@@ -224,7 +223,7 @@ def _require_layout(layout: str) -> None:
 def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
     if format not in ("e4m3", "e5m2"):
         raise ValueError(f"no format {format!r}; choose e4m3 or e5m2")
-    if x.ndim == 0 or x.dtype not in DTYPES:
+    if x.ndim == 0 or x.dtype not in FLOATS:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} must have rows in fp32, fp16 or bf16")
     if swiglu and x.shape[-1] % 2:
         raise ValueError(f"gate and up are two halves of the last axis, x is {tuple(x.shape)}")
@@ -258,7 +257,18 @@ def _swiglu(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-@torch.library.custom_op("mtrain::quantize_tensorwise", mutates_args=())
+def _tensorwise_shapes(x, transpose, swiglu):
+    rows = x.shape[0]
+    columns = x.shape[1] // (1 + swiglu)
+    return (
+        x.new_empty((rows, columns), dtype=torch.uint8),
+        x.new_empty(1, dtype=torch.float32),
+        x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8),
+        x.new_empty(1, dtype=torch.float32),
+    )
+
+
+@operator("quantize_tensorwise", shapes=_tensorwise_shapes)
 def _tensorwise(
     x: Tensor, multiplier: Tensor | None, format: str, transpose: bool, swiglu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -272,32 +282,7 @@ def _tensorwise(
     return triton.quantize_tensorwise(x, multiplier, format, transpose, swiglu)
 
 
-@_tensorwise.register_fake
-def _(x, multiplier, format, transpose, swiglu, backend):
-    rows = x.shape[0]
-    columns = x.shape[1] // (1 + swiglu)
-    return (
-        x.new_empty((rows, columns), dtype=torch.uint8),
-        x.new_empty(1, dtype=torch.float32),
-        x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8),
-        x.new_empty(1, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("mtrain::quantize_blocks", mutates_args=())
-def _blocks(
-    x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend == "reference":
-        found = reference.quantize_blocks(_swiglu(x) if swiglu else x, format, layout, transpose)
-        return tuple(map(_bytes, found))  # type: ignore[return-value]
-    from mtrain_kernels.quantize import triton
-
-    return triton.quantize_blocks(x, format, layout, transpose, swiglu)
-
-
-@_blocks.register_fake
-def _(x, format, layout, transpose, swiglu, backend):
+def _blocks_shapes(x, layout, transpose, swiglu):
     m = x.shape[0]
     n = x.shape[1] // (1 + swiglu)
     rows, columns, kind = LAYOUTS[layout]
@@ -310,7 +295,19 @@ def _(x, format, layout, transpose, swiglu, backend):
     )
 
 
-@torch.library.custom_op("mtrain::dequantize_blocks", mutates_args=())
+@operator("quantize_blocks", shapes=_blocks_shapes)
+def _blocks(
+    x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        found = reference.quantize_blocks(_swiglu(x) if swiglu else x, format, layout, transpose)
+        return tuple(map(_bytes, found))  # type: ignore[return-value]
+    from mtrain_kernels.quantize import triton
+
+    return triton.quantize_blocks(x, format, layout, transpose, swiglu)
+
+
+@operator("dequantize_blocks", shapes=lambda data, dtype: data.new_empty(data.shape, dtype=dtype))
 def _dequantize(
     data: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype, backend: str
 ) -> Tensor:
@@ -327,22 +324,7 @@ def _dequantize(
     return triton.dequantize_blocks(data, scale, format, layout, dtype)
 
 
-@_dequantize.register_fake
-def _(data, scale, format, layout, dtype, backend):
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-@torch.library.custom_op("mtrain::quantize_nvfp4", mutates_args=())
-def _nvfp4(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "reference":
-        return tuple(map(_bytes, reference.quantize_nvfp4(x)))  # type: ignore[return-value]
-    from mtrain_kernels.quantize import nvfp4_triton
-
-    return nvfp4_triton.quantize_nvfp4(x)
-
-
-@_nvfp4.register_fake
-def _(x, backend):
+def _nvfp4_shapes(x):
     m, n = x.shape
     return (
         x.new_empty((m, n // 2), dtype=torch.uint8),
@@ -351,7 +333,21 @@ def _(x, backend):
     )
 
 
-@torch.library.custom_op("mtrain::dequantize_nvfp4", mutates_args=())
+@operator("quantize_nvfp4", shapes=_nvfp4_shapes)
+def _nvfp4(x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        return tuple(map(_bytes, reference.quantize_nvfp4(x)))  # type: ignore[return-value]
+    from mtrain_kernels.quantize import nvfp4_triton
+
+    return nvfp4_triton.quantize_nvfp4(x)
+
+
+@operator(
+    "dequantize_nvfp4",
+    shapes=lambda packed, dtype: packed.new_empty(
+        (packed.shape[0], 2 * packed.shape[1]), dtype=dtype
+    ),
+)
 def _nvfp4_dequantize(
     packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype, backend: str
 ) -> Tensor:
@@ -364,23 +360,13 @@ def _nvfp4_dequantize(
     return nvfp4_triton.dequantize_nvfp4(packed, block_scale, scale, dtype)
 
 
-@_nvfp4_dequantize.register_fake
-def _(packed, block_scale, scale, dtype, backend):
-    return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
-
-
-@torch.library.custom_op("mtrain::amax", mutates_args=())
+@operator("amax", shapes=lambda x: x.new_empty(1, dtype=torch.float32))
 def _amax(x: Tensor, swiglu: bool, backend: str) -> Tensor:
     if backend == "reference":
         return reference.finite_amax(_swiglu(x) if swiglu else x).view(1)
     from mtrain_kernels.quantize import triton
 
     return triton.amax(x, swiglu)
-
-
-@_amax.register_fake
-def _(x, swiglu, backend):
-    return x.new_empty(1, dtype=torch.float32)
 
 
 def _launch(model: Model) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.rope import cpu, reference
 from mtrain_kernels.runtime import GRID
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 1024
 PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
 """Implementations in plain torch."""
@@ -92,11 +92,10 @@ def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
         return f"a head of {x.shape[-1]} elements is wider than {WIDEST}"
     if x.ndim == 4 and x.shape[0] > GRID:
         return f"a batch of {x.shape[0]} is larger than {GRID}"
-    wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
-    return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None
+    return float_obstacle(x, *others)
 
 
-@torch.library.custom_op("mtrain::rope", mutates_args=())
+@operator("rope", shapes=lambda x: torch.empty_like(x))
 def _rope(
     x: Tensor,
     weight: Tensor | None,
@@ -113,12 +112,10 @@ def _rope(
     return triton.forward(x, weight, cos, sin, positions, interleaved, eps, zero_centered, backward)
 
 
-@_rope.register_fake
-def _(x, weight, cos, sin, positions, interleaved, eps, zero_centered, backward):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("mtrain::rope_norm_backward", mutates_args=())
+@operator(
+    "rope_norm_backward",
+    shapes=lambda x, weight: (torch.empty_like(x), weight.new_empty(weight.shape)),
+)
 def _rope_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -135,32 +132,26 @@ def _rope_norm_backward(
     return triton.backward(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered)
 
 
-@_rope_norm_backward.register_fake
-def _(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered):
-    return torch.empty_like(x), weight.new_empty(weight.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, cos, sin, positions, *ctx.options = inputs
     # A rotation is linear: its gradient needs the angles, and x only where a norm precedes it.
     ctx.save_for_backward(None if weight is None else x, weight, cos, sin, positions)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: Tensor) -> dict[str, Any]:
     x, weight, cos, sin, positions = ctx.saved_tensors
     interleaved, eps, zero_centered, backward = ctx.options
     if weight is None:
         # The gradient of the backward turns forward again.
         dx = _rope(dy, None, cos, sin, positions, interleaved, eps, zero_centered, not backward)
-        dweight = None
-    else:
-        dx, dweight = _rope_norm_backward(
-            dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered
-        )
-    return dx, dweight, None, None, None, None, None, None, None
+        return {"x": dx}
+    dx, dweight = _rope_norm_backward(
+        dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered
+    )
+    return {"x": dx, "weight": dweight}
 
 
-_rope.register_autograd(_differentiate, setup_context=_save)
+differentiable(_rope, save=_save, gradients=_gradients)
 
 
 # heads, groups and width of Qwen3-Next's attention, of which a quarter turns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mtrain_kernels.operators import differentiable, operator
 from mtrain_kernels.registry import pick
 from mtrain_kernels.rope import reference
 from mtrain_kernels.rope.op import _obstacle
@@ -56,7 +56,13 @@ def rotate_packed(
     )
 
 
-@torch.library.custom_op("mtrain::rope_packed", mutates_args=())
+def _packed_shapes(qkv, heads, groups):
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    q, k, v = (qkv.new_empty((*qkv.shape[:2], n, width)) for n in (heads, groups, groups))
+    return q, k, v
+
+
+@operator("rope_packed", shapes=_packed_shapes)
 def _packed(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -76,14 +82,15 @@ def _packed(
     return packed_triton.forward(qkv, q_weight, k_weight, cos, sin, how)
 
 
-@_packed.register_fake
-def _(qkv, q_weight, k_weight, cos, sin, heads, groups, *_):
-    width = qkv.shape[-1] // (heads + 2 * groups)
-    q, k, v = (qkv.new_empty((*qkv.shape[:2], n, width)) for n in (heads, groups, groups))
-    return q, k, v
+def _packed_backward_shapes(dq, q_weight, k_weight, heads, groups):
+    dqkv = dq.new_empty((*dq.shape[:2], (heads + 2 * groups) * dq.shape[3]))
+    return (
+        dqkv,
+        *(dq.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)),
+    )
 
 
-@torch.library.custom_op("mtrain::rope_packed_backward", mutates_args=())
+@operator("rope_packed_backward", shapes=_packed_backward_shapes)
 def _packed_backward(
     dq: Tensor,
     dk: Tensor,
@@ -109,24 +116,16 @@ def _packed_backward(
     )
 
 
-@_packed_backward.register_fake
-def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, heads, groups, *_):
-    dqkv = dq.new_empty((*dq.shape[:2], (heads + 2 * groups) * dq.shape[3]))
-    return (
-        dqkv,
-        *(dq.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)),
-    )
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     qkv, q_weight, k_weight, cos, sin, *ctx.options = inputs
     ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
 
 
-def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> dict[str, Any]:
     dqkv, dq_weight, dk_weight = _packed_backward(dq, dk, dv, *ctx.saved_tensors, *ctx.options)
-    normed = ctx.saved_tensors[1] is not None
-    return dqkv, dq_weight if normed else None, dk_weight if normed else None, *[None] * 8
+    if ctx.saved_tensors[1] is None:
+        return {"qkv": dqkv}
+    return {"qkv": dqkv, "q_weight": dq_weight, "k_weight": dk_weight}
 
 
-_packed.register_autograd(_differentiate, setup_context=_save)
+differentiable(_packed, save=_save, gradients=_gradients)

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtrain import locks
+from mtrain.cli.output import refusal
 from mtrain.config.compose.paths import program
 from mtrain.config.disk.files import download_of
 from mtrain.durable import sync
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.errors import BadEnvironment
 from mtrain.units import bytes_
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -29,7 +30,7 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
     """
     if len(argv) != many or any("=" in word for word in argv):
         rule = f"convert {usage.split()[0]} needs {many} path{'s' * (many > 1)}"
-        raise ConfigError([Problem("MT002", "", None, rule, f"{program()} convert {usage}")])
+        raise refusal(rule, f"{program()} convert {usage}", "MT002")
     paths = [Path(word).expanduser() for word in argv]
     for path in paths:
         if not path.exists():
@@ -42,7 +43,7 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
                 if usage.startswith("import"):
                     then = usage.replace("HF_DIR", download[1])
                 fix = f"{download[0]}, then {program()} convert {then}"
-            raise ConfigError([Problem("MT002", "", None, rule, fix)])
+            raise refusal(rule, fix, "MT002")
     return paths
 
 
@@ -54,17 +55,7 @@ def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
     """
     (source,) = given_paths(argv[:1], 1, usage)
     if len(argv) < 2 or "=" in argv[1]:
-        raise ConfigError(
-            [
-                Problem(
-                    "MT002",
-                    "",
-                    None,
-                    "the folder to write is missing",
-                    f"{program()} convert {usage}",
-                )
-            ]
-        )
+        raise refusal("the folder to write is missing", f"{program()} convert {usage}", "MT002")
     return source, new_folder(Path(argv[1]).expanduser()), argv[2:]
 
 
@@ -75,9 +66,7 @@ def new_folder(out: Path) -> Path:
         ConfigError: it is.
     """
     if out.exists():
-        raise ConfigError(
-            [Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")]
-        )
+        raise refusal(f"{out} is there; a new folder is written", f"{out}-2", "MT507")
     return out
 
 
@@ -90,7 +79,7 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
     word = options.get("dtype")
     if word is not None and word not in DTYPES:
         fix = " or ".join(f"dtype={known}" for known in DTYPES)
-        raise ConfigError([Problem("MT003", "dtype", word, "no such format", fix, "command line")])
+        raise refusal("no such format", fix, "MT003", "dtype", word)
     return DTYPES[word] if word is not None else None
 
 
@@ -108,6 +97,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
         try:
             yield draft
             for file in draft.rglob("*"):
+                # A rename can reach the disk before the data does.
                 sync(file)
             sync(draft)
             draft.rename(out)
@@ -119,6 +109,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
             held.release()
             os.close(descriptor)
     except OSError as error:
+        # `disk_usage` needs a folder that exists, and this one may be what could not be made.
         there = next(path for path in draft.parents if path.exists())
         free = bytes_(shutil.disk_usage(there).free)
         raise BadEnvironment(f"{out} cannot be written ({free} free): {error}") from None
@@ -134,6 +125,7 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
         held = locks.Lock()
         try:
             held = locks.lock(descriptor, draft)
+            # The path may have been renamed or removed between `open` and the lock.
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
                 for left in draft.iterdir():
                     if left.is_dir() and not left.is_symlink():
@@ -141,7 +133,8 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
                     else:
                         left.unlink()
                 return descriptor, held
-            held.release()  # who had it has renamed or removed it
+            # The process that held the lock has renamed or removed the folder.
+            held.release()
             os.close(descriptor)
         except BaseException as error:
             held.release()

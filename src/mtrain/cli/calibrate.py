@@ -29,15 +29,15 @@ USAGE = (
     "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU"
     " were measured"
 )
+# Rates that are shares of a data sheet; a measured share outside of the bounds is an error.
 SHARES = ("products", "memory")
 LEAST = 0.02
 MOST = 1.25
-"""Shares of what a data sheet states, and within which bounds they can have been measured."""
+# If half of the steps take so many times longer or shorter than the fitted plan, something else
+# slowed the machine.
 FARTHEST = 3
-"""Times that half of the steps may be longer or shorter than planned with the rates that are found.
-"""
+# Keys that a file of rates does not write, because a measurement knows nothing of them.
 UNSAID = ("price_per_device_hour",)
-"""Keys that no file of rates sets."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -61,7 +61,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     out = Path(expanduser(outs[0]))
     if "\0" in outs[0] or not out.name:
         raise bad("out names no file", "out=FILE.yaml", "MT704")
-    if out.suffix not in YAML_ENDINGS and not out.exists():  # without one it would be no choice
+    # without one it would be no choice
+    if out.suffix not in YAML_ENDINGS and not out.exists():
         out = out.with_name(f"{out.name}.yaml")
     if out.exists() or out.is_symlink():
         raise bad(
@@ -96,6 +97,7 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
         best = fitted([one for _, one in measured.runs], start, measured.kernels)
     except ValueError as error:
         raise bad(str(error), "runs of another model", "MT254") from None
+    # The median ignores a few disturbed runs.
     if runs and (off := median(abs(log(1 + error)) for error in best.errors)) > log(FARTHEST):
         rule = (
             f"no rates explain the runs: with the best, a step is planned {exp(off):.3g} times too"
@@ -138,7 +140,7 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
     lacks = list(missing(start, tuple(formats), 1))
     for _, one in measured.runs:
         p = one.run.precision
-        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.world)
+        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks)
     if lacks:
         rule = (
             f"the reached share of the peak of {start.name} needs {', '.join(dict.fromkeys(lacks))}"
@@ -214,6 +216,8 @@ def _page(measured: Found, best: Fit, out: Path) -> str:
     for (name, one), error in zip(measured.runs, best.errors, strict=True):
         planned = duration(one.step_s * (1 + error))
         lines.append(f"{duration(one.step_s):>8}  {planned:>7}  {error:+7.1%}  {name}")
+    # Fewer measurements than rates: the fit stays near the expected values where nothing pulls it
+    # away.
     if len(measured.runs) < len(EXPECTED) and facts_of(best.cluster.device).on_host:
         lines.append(
             f"note: {_counted(measured)} for {len(EXPECTED)} rates: what they do not show is near"

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrain import strict_json
 from mtrain.api import Loaded, load
+from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import MANIFEST, user_path
 from mtrain.config.disk.manifest import unwatched
 from mtrain.config.engine import kernels
 from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.resolve.resolution import LOCAL
-from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import Problem, say_page, visible
+from mtrain.errors import say_page, visible
+from mtrain.processes import without_collecting
 from mtrain.units import MIB, count
 
+# `check` answers in under a second, so it compares data only with manifests and `.idx` files up
+# to these sizes.
 READ_MANIFEST = 16 * MIB
-"""A manifest up to this size is read in a fraction of a second."""
 READ_INDEXES = 64 * MIB
-"""As are `.idx` files of up to this size together."""
 
 
+def check(words: list[str], *, as_json: bool, multirun: bool, everything: bool) -> int:
+    """Validate one configuration, with -m every combination, with --all every choice."""
+    if multirun:
+        from mtrain.cli import multirun as sweep
+
+        return sweep.check(words, as_json=as_json)
+    if everything:
+        from mtrain.cli import check_all
+
+        return check_all.run(words, as_json=as_json)
+    return run(words, as_json=as_json)
+
+
+@without_collecting()
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
@@ -39,7 +52,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         if chosen.checkpoint is not None:
             _fits(loaded.run, chosen.checkpoint)
     if as_json:
-        say_page(strict_json.dumps(report(loaded.warnings, loaded.run.digest()), indent=2))
+        say_json(problem_report(loaded.warnings, loaded.run.digest()))
     else:
         say_page(summary(loaded))
     return 0
@@ -66,35 +79,14 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     indexes = [prefix.with_name(f"{prefix.name}.idx") for prefix in prefixes]
     if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
         return
-    from mtrain.cli.recipe.lock import digests
+    from mtrain.cli.recipe.files import digests
     from mtrain.data import same_data
 
     saved = manifest["state"]["data"]
     here = digests(run)
-    if "data" in here and (
-        run.data.tokenizer is None or "tokenizer" in here
-    ):  # else they are on another machine
+    # A digest is missing where the files are on another machine.
+    if "data" in here and (run.data.tokenizer is None or "tokenizer" in here):
         same_data(saved, {"fingerprint": here["data"], "tokenizer_sha256": here.get("tokenizer")})
-
-
-def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]:
-    """Return the JSON report: `ok`, every problem, and the digest of a valid configuration."""
-    keys = ("code", "path", "value", "source", "rule", "fix", "severity")
-    rows: list[dict[str, object]] = []
-    for problem in problems:
-        row = {key: getattr(problem, key) for key in keys}
-        rows.append({**row, "value": _finite(problem.value)})
-        related = [
-            {"path": key.path, "value": _finite(key.value), "source": key.source}
-            for key in problem.related
-        ]
-        rows[-1]["related"] = related
-    return {"ok": digest is not None, "problems": rows, "digest": digest}
-
-
-def _finite(value: object) -> object:
-    """Return a value that strict JSON has."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _device(run: RunConfig) -> str:
@@ -116,7 +108,7 @@ def summary(loaded: Loaded) -> str:
     adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
     p = run.parallel
     t = run.trainer
-    dp = dp_of(run)
+    dp = p.dp
     formats = run.precision.words
     axes = {
         "tp": p.tp,

@@ -1,69 +1,81 @@
 """A verb of the command line: a click command with flags, words that click passes on unread, and a
 page of `--help`.
-
-A verb is declared in one file of `mtrain.cli.verbs`, which imports what it runs only when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Never
 
 import click
 
+from mtrain.cli.output import refusal
 from mtrain.config.compose.paths import program
-from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.errors import ConfigError, say_page
 
-OVERRIDES = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
-SETTINGS = (
-    ("GROUP=CHOICE", "a file under conf/, as in model=llama3_8b; `choices GROUP` lists them"),
-    ("parallel=LAYOUT", "a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp"),
-    ("KEY=VALUE", "one key, as in optim.lr=3e-4; `explain KEY` describes it"),
-    ("recipe=NAME", "a recipe under recipes/, or the path of one"),
-    ("run=FILE", "a resolved file, such as the run.yaml of a run folder"),
-)
-RUN = ("RUN", "the folder of a run, or one of its checkpoints")
-RECIPE = ("NAME", "a recipe under recipes/, the path of one, a lock, or the folder of a run")
-OUTPUT = "write to this file; an existing file is an error"
+SETTINGS = {
+    "GROUP=CHOICE": "a file under conf/, as in model=llama3_8b; `choices GROUP` lists them",
+    "parallel=LAYOUT": "a layout in one word: tp4pp4, tp8pp12cp2vpp4ep8, tp2pp2dp2, tp4sp",
+    "KEY=VALUE": "one key, as in optim.lr=3e-4; `explain KEY` describes it",
+    "recipe=NAME": "a recipe under recipes/, or the path of one",
+    "run=FILE": "a resolved file, such as the run.yaml of a run folder",
+}
 DEBUG = "print the traceback of an error"
+FLAGS = {
+    "--json": "print JSON for a machine",
+    "--multirun": "one run for each combination of KEY=A,B or KEY=range(1,4)",
+    "--output": "write to this file; an existing file is an error",
+    "--debug": DEBUG,
+}
+# `json` and `all` would hide a module and a built-in function
+PARAMETERS = {"--json": "as_json", "--all": "everything"}
 HELP = ("-h", "--help")
-SHARED = frozenset({"--json", "-m", "--multirun", "--debug", "-h", "--help", "--version"})
-"""Flags that every verb knows; a page shows those that have an effect."""
+SHARED = frozenset({"--json", "-m", "--multirun", "--debug", *HELP, "--version"})
 WIDTH = 100
 
-Rows = Sequence[tuple[str, str]]
-Offers = Callable[[Sequence[str], str], Iterable[str]]
-"""The words before the cursor and the word at it -> the candidates of a completion."""
 
+@dataclass(frozen=True)
+class Page:
+    """The declaration of a verb: a file under `pages/`, or a part of one for a subverb."""
 
-def refusal(rule: str, fix: str) -> ConfigError:
-    """Return the error of a command line that cannot be read."""
-    return ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
-
-
-def needed(words: Sequence[str], usage: str) -> str:
-    """Return the first word.
-
-    Raises:
-        ConfigError: there are no words.
-    """
-    if not words:
-        raise refusal("a word is missing", usage)
-    return words[0]
+    usage: str
+    """The command line, without the name of the program."""
+    help: str
+    examples: Mapping[str, str]
+    """Command lines, without the name of the program -> what each does."""
+    short: str = ""
+    """What the list of all verbs says."""
+    runs: str = ""
+    """Module and function under `mtrain.cli`; the function receives `words` and the flags, and
+    returns the exit code."""
+    arguments: Mapping[str, str | None] = field(default_factory=dict)
+    """What the words are; the name `SETTINGS` stands for the rows of a configuration."""
+    flags: Mapping[str, str | None] = field(default_factory=dict)
+    """`-o, --output FILE` -> what it does; without a text, that of `FLAGS`."""
+    first: Sequence[str] = ("settings",)
+    """What completes its first word: sources of `completion`, or words."""
+    then: Sequence[str] | None = None
+    """The same for later words; None: as for the first."""
+    path_at: int | None = None
+    """How many bare words precede the path that may also stand before the verb; None: no path
+    may."""
+    subverbs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Valued(click.Option):
     """A flag that takes a value, at most once."""
 
-    def __init__(self, *args: Any, example: str = "", **attributes: Any) -> None:
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        # click takes the last of several values in silence; the callback sees all of them.
         attributes |= {"multiple": True, "callback": self.value}
         super().__init__(*args, **attributes)
-        self.example = example or self.metavar
 
     def refusal(self) -> ConfigError:
         """Return the error of this flag without its value."""
         flag = self.opts[-1]
-        return refusal(f"{flag}: needs a value", f"{flag} {self.example}")
+        return refusal(f"{flag}: needs a value", f"{flag} {self.metavar}")
 
     def value(
         self, ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
@@ -73,7 +85,8 @@ class Valued(click.Option):
         Raises:
             ConfigError: the value is empty or another flag, or there are several.
         """
-        texts = [text.removeprefix("=") for text in values]  # click keeps the sign of -o=FILE
+        # click keeps the sign of -o=FILE
+        texts = [text.removeprefix("=") for text in values]
         if any(not text or text.startswith("--") for text in texts):
             raise self.refusal()
         if len(texts) > 1:
@@ -82,66 +95,38 @@ class Valued(click.Option):
         return texts[0] if texts else None
 
 
-def valued(*names: str, metavar: str, text: str, example: str = "") -> Callable[[Any], Any]:
-    """Declare a flag with a value; the verb receives None without it."""
-    return click.option(*names, cls=Valued, metavar=metavar, help=text, example=example)
-
-
-as_json = click.option("--json", "as_json", is_flag=True, help="print JSON for a machine")
-many = click.option(
-    "-m",
-    "--multirun",
-    is_flag=True,
-    help="one run for each combination of KEY=A,B or KEY=range(1,4)",
-)
+def _option(spelled: str, text: str | None) -> click.Option:
+    """Return the flag that a page writes as `-o, --output FILE`."""
+    *names, last = spelled.split(", ")
+    flag, _, metavar = last.partition(" ")
+    parameter = PARAMETERS.get(flag, flag.strip("-").replace("-", "_"))
+    declared = [*names, flag, parameter]
+    if metavar:
+        return Valued(declared, metavar=metavar, help=text or FLAGS[flag])
+    return click.Option(declared, is_flag=True, help=text or FLAGS[flag])
 
 
 class Paged(click.Command):
-    """A command with a page of `--help`.
+    """A command with a page of `--help`."""
 
-    Attributes:
-        usage: the command line, without the name of the program.
-        arguments: what the words are.
-        examples: command lines, without the name of the program, and what each does.
-        offers: what completes a word of it; None: settings.
-        path_at: how many bare words precede the path that may also stand before the verb; None: no
-            path may.
-    """
-
-    def __init__(
-        self,
-        name: str | None = None,
-        *,
-        usage: str = "",
-        arguments: Rows = (),
-        examples: Rows = (),
-        offers: Offers | None = None,
-        path_at: int | None = None,
-        **attributes: Any,
-    ) -> None:
-        super().__init__(name, **attributes)
-        self.usage = usage
-        self.arguments = arguments
-        self.examples = examples
-        self.offers = offers
-        self.path_at = path_at
-
-    def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the flag that prints the page."""
-        return click.Option(
-            HELP,
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_print_page,
-            help="print this page",
+    def __init__(self, name: str, page: Page, params: Sequence[click.Parameter] = ()) -> None:
+        # A paragraph of a page is one line of its file's text.
+        paragraphs = (textwrap.fill(line, WIDTH) for line in page.help.split("\n"))
+        own = [_option(spelled, text) for spelled, text in page.flags.items()]
+        super().__init__(
+            name,
+            params=[*own, *_shared(own), *params],
+            help="\n".join(paragraphs),
+            short_help=page.short,
+            add_help_option=False,
+            # other systems' flags reach `parsing`, which names the setting that they mean
+            context_settings={"ignore_unknown_options": True},
         )
+        self.declared = page
 
     def options(self) -> list[click.Option]:
         """Return the flags that the page shows."""
-        with click.Context(self) as context:
-            params = self.get_params(context)
-        return [param for param in params if isinstance(param, click.Option) and not param.hidden]
+        return [p for p in self.params if isinstance(p, click.Option) and not p.hidden]
 
     def flags(self) -> list[str]:
         """Return the flags that the page shows, each spelling as a word of its own."""
@@ -149,22 +134,29 @@ class Paged(click.Command):
 
     def page(self) -> str:
         """Return the page: usage, what the verb does, arguments, flags, examples."""
-        lines = [f"usage: {program()} {self.usage}".rstrip(), "", self.help or ""]
-        flags = [_row(option) for option in self.options()]
-        for title, rows in (("arguments", self.arguments), ("flags", flags)):
+        page = self.declared
+        lines = [f"usage: {program()} {page.usage}".rstrip(), "", self.help or ""]
+        words: dict[str, str] = {}
+        for name, text in page.arguments.items():
+            words |= SETTINGS if name == "SETTINGS" else {name: text or ""}
+        flags = {
+            " ".join(filter(None, (", ".join(o.opts), o.metavar))): o.help or ""
+            for o in self.options()
+        }
+        for title, rows in (("arguments", words), ("flags", flags)):
             if rows:
-                width = max(len(name) for name, _ in rows)
-                lines += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
-        if self.examples:
-            lines += ["", "examples"]
-        for words, text in self.examples:
-            lines += [f"  {typed(words)}", f"      {text}".rstrip()]
-        return "\n".join(lines)
+                width = max(map(len, rows))
+                lines += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+        return "\n".join([*lines, "", "examples", *example_lines(page.examples)])
 
 
-def _row(option: click.Option) -> tuple[str, str]:
-    names = ", ".join(option.opts)
-    return (f"{names} {option.metavar}" if option.metavar else names), option.help or ""
+def example_lines(examples: Mapping[str, str]) -> list[str]:
+    """Return commands as a user types them here, each with what it does in the line below."""
+    lines = []
+    for words, text in examples.items():
+        typed = program() if words == "train" else f"{program()} {words}"
+        lines += [f"  {typed}", f"      {text}".rstrip()]
+    return lines
 
 
 def _print_page(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
@@ -184,60 +176,38 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
 def _refuse_many(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     if wanted:
         verb = ctx.command.name
-        raise refusal(
-            f"-m: train and check take several values; {verb} takes one run", f"{verb}, without -m"
-        )
+        rule = f"-m: train and check take several values; {verb} takes one run"
+        raise refusal(rule, f"{verb}, without -m")
 
 
-def _shared(declared: Sequence[click.Parameter]) -> list[click.Parameter]:
+def _shared(own: Sequence[click.Option]) -> list[click.Option]:
     """Return the flags that every verb knows and this one does not declare."""
-    taken = {name for param in declared for name in param.opts}
-    flags: list[click.Parameter] = []
-    if "--json" not in taken:
-        flags.append(click.Option(["--json"], is_flag=True, hidden=True, expose_value=False))
-    if "--multirun" not in taken:
-        flags.append(
-            click.Option(
-                ["-m", "--multirun"],
-                is_flag=True,
-                hidden=True,
-                expose_value=False,
-                callback=_refuse_many,
-            )
-        )
-    if "--debug" not in taken:
-        flags.append(click.Option(["--debug"], is_flag=True, expose_value=False, help=DEBUG))
-    flags.append(
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            hidden=True,
-            expose_value=False,
-            callback=_print_version,
-        )
+    silent: dict[str, Any] = {"is_flag": True, "expose_value": False}
+    hidden = {**silent, "hidden": True}
+    every = (
+        # Every verb accepts --json, also one without data: with it, errors are JSON.
+        click.Option(["--json"], **hidden),
+        click.Option(["-m", "--multirun"], callback=_refuse_many, **hidden),
+        click.Option(["--debug"], help=DEBUG, **silent),
+        # Eager flags act first: `--help` prints the page whatever else the line has.
+        click.Option(["--version"], is_eager=True, callback=_print_version, **hidden),
+        click.Option(HELP, is_eager=True, callback=_print_page, help="print this page", **silent),
     )
-    return flags
+    taken = {name for option in own for name in option.opts}
+    return [option for option in every if option.opts[-1] not in taken]
 
 
 class Verb(Paged):
     """A command whose words click does not interpret: settings, paths, and flags that no verb has.
 
-    The function of a verb receives `words` and its own flags, and returns the exit code.
+    Its function receives `words` and its own flags, and returns the exit code.
     """
 
-    def __init__(
-        self, name: str | None = None, *, params: list[click.Parameter], **attributes: Any
-    ) -> None:
+    def __init__(self, name: str, page: Page) -> None:
         words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
-        super().__init__(
-            name,
-            params=[*params, *_shared(params), words],
-            context_settings={"ignore_unknown_options": True},
-            **attributes,
-        )
+        super().__init__(name, page, [words])
 
-    def call(self, args: Sequence[str], **further: Any) -> dict[str, Any]:
+    def call(self, args: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of the verb's function.
 
         Raises:
@@ -245,12 +215,15 @@ class Verb(Paged):
             click.exceptions.Exit: the page or the version was printed instead.
         """
         try:
+            # This parses and runs nothing: `parsing` first checks the words that click leaves
+            # unread.
             context = self.make_context(self.name, list(args))
         except click.UsageError as error:
             self._refuse(error)
-        return {**context.params, "words": list(context.params["words"]), **further}
+        return {**context.params, "words": list(context.params["words"])}
 
     def _refuse(self, error: click.UsageError) -> Never:
+        # click words a usage error in its own way; ours have a code and a fix.
         flag = str(getattr(error, "option_name", ""))
         for param in self.params:
             if flag in param.opts:
@@ -260,16 +233,11 @@ class Verb(Paged):
         raise refusal(error.format_message(), f"{self.name} --help") from None
 
 
-class Subverbs(Paged, click.Group):
+class Subverbs(Paged):
     """A verb whose first word names what it does."""
 
-    command_class = Verb
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the flags on the page of the verb itself."""
-        return [*_shared([]), self.get_help_option(ctx)]
-
-
-def typed(words: str) -> str:
-    """Return a command as a user types it here."""
-    return program() if words == "train" else f"{program()} {words}"
+    def __init__(self, name: str, page: Page) -> None:
+        super().__init__(name, page)
+        # No click.Group: it wants the subverb first, and here flags and settings may stand before
+        # it.
+        self.commands = {sub: Verb(sub, Page(**inner)) for sub, inner in page.subverbs.items()}

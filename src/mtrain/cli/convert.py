@@ -11,17 +11,18 @@ from mtrain import strict_json
 from mtrain.api import load
 from mtrain.cli.atomic_output import drafted, given_paths, new_folder, read_dtype, source_and_new
 from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_megatron
+from mtrain.cli.output import refusal
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.checkpoint import CheckpointConfig
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.data import UnresolvedData
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
+from mtrain.errors import ConfigError, CorruptData, MtrainError, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.loading.checkpoints import newest, quoted, target_of
 from mtrain.plan.count import parameters
@@ -32,13 +33,13 @@ from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
 TOKENS = 64
+# Largest difference of logits, as a share of the largest logit: rounding is a thousandth of it.
 MOST_APART = 1e-3
-"""Largest difference of logits, as a share of the largest: rounding is a thousandth of it."""
 ENDS = ("bos_token_id", "eos_token_id")
 IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
-def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
+def run(words: list[str], *, as_json: bool, megatron: bool = False) -> int:
     """Run a subverb; return the exit code.
 
     With `megatron`, the other side is a checkpoint of megatron-core.
@@ -49,26 +50,13 @@ def run(argv: list[str], *, as_json: bool, megatron: bool = False) -> int:
         "inspect": lambda rest: inspect(rest, as_json=as_json),
         "verify": lambda rest: verify(rest, as_json=as_json),
     }
-    if not argv or argv[0] not in subverbs:
-        said = f"convert has no {argv[0]!r}" if argv else "convert needs a subverb"
-        raise ConfigError(
-            [Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)]
-        )
-    if megatron and argv[0] not in ("import", "export"):
-        rule = f"--megatron belongs to import and export; {argv[0]} sees what a folder is"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT010",
-                    "",
-                    None,
-                    rule,
-                    f"convert {argv[0]}, without --megatron",
-                    "command line",
-                )
-            ]
-        )
-    return subverbs[argv[0]](argv[1:])
+    if not words or words[0] not in subverbs:
+        said = f"convert has no {words[0]!r}" if words else "convert needs a subverb"
+        raise refusal(f"{said}; there are {', '.join(subverbs)}", USAGE, "MT002")
+    if megatron and words[0] not in ("import", "export"):
+        rule = f"--megatron belongs to import and export; {words[0]} sees what a folder is"
+        raise refusal(rule, f"convert {words[0]}, without --megatron")
+    return subverbs[words[0]](words[1:])
 
 
 def import_(argv: list[str]) -> int:
@@ -82,11 +70,13 @@ def import_(argv: list[str]) -> int:
     if is_torch_dist(source) and not is_folder(source):
         rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
-        raise ConfigError([Problem("MT002", "", None, rule, fix)])
-    open_folder(source)  # fail on a missing file before anything is written
+        raise refusal(rule, fix, "MT002")
+    # fail on a missing file before anything is written
+    open_folder(source)
     run, said = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
-        begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
+        # the checkpoint has them
+        begun = run.peft.model_copy(update={"init_from": None})
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = import_model(run, source, draft)
         # theirs has no adapters
@@ -110,13 +100,7 @@ def export(argv: list[str]) -> int:
     unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]"
-                )
-            ]
-        )
+        raise refusal(said, f"{program()} convert export RUN HF_DIR [dtype=bf16]", "MT002")
     dtype = read_dtype(options)
     version = _peft_version(options)
     out = new_folder(Path(paths[0]).expanduser())
@@ -129,7 +113,7 @@ def export(argv: list[str]) -> int:
     from mtrain.convert.raw_arrays import IN_TORCH
 
     run = read_run_file(path / RUN_FILE)
-    home = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    home = _home_of(path)
     kind, body = _config_of(run, home, options.get("model_type"))
     checkpoint = CheckpointReader.open(path)
     table = tables(kind, run.model)[0]
@@ -159,9 +143,7 @@ def _peft_version(options: dict[str, str]) -> str | None:
     word = options.get("peft")
     if word is not None and word not in PEFT_VERSIONS:
         fix = " or ".join(f"peft={known}" for known in PEFT_VERSIONS)
-        raise ConfigError(
-            [Problem("MT003", "peft", word, "no form of peft that is written", fix, "command line")]
-        )
+        raise refusal("no form of peft that is written", fix, "MT003", "peft", word)
     return PEFT_VERSIONS[word] if word is not None else None
 
 
@@ -265,6 +247,7 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     """
     from mtrain.convert.huggingface.model import KEPT
 
+    # The file that came with the weights may have keys that mtrain does not know.
     kept = home / KEPT / "config.json"
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
@@ -292,7 +275,8 @@ def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, An
         for k, v in as_text(body).items()
         if k not in ("quantization_config", "dtype", "auto_map")
     }
-    if kind != body["model_type"]:  # transformers knows the family only by its own name
+    # transformers knows the family only by its own name
+    if kind != body["model_type"]:
         out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
     return kind, out
 
@@ -328,6 +312,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mtrain.launching import local
     from mtrain.launching.child_process import ChildProcess
 
+    # In fp32, with room for three copies of the weights; half of the memory is left to others.
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
     if not hf_reference.is_installed():
@@ -343,6 +328,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = [
         "parallel=single",
+        # The comparison is of weights, not of layouts or kernels: both sides compute in fp32.
         "precision=fp32",
         "cluster.device=cpu",
         "kernels=reference",
@@ -363,6 +349,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         b = np.fromfile(other, np.float32)
     apart = float(np.abs(a - b).max())
     largest = float(np.abs(b).max())
+    # Written this way round, because a comparison with NaN is false.
     if not apart <= MOST_APART * largest:
         raise CorruptData(
             f"our logits are {apart:.3g} from those of transformers, whose largest is"
@@ -377,9 +364,9 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     """Return the run on one rank of this machine's CPU, without its data and where it wrote."""
     from mtrain.loading.checkpoints import WITHOUT_DATA
 
-    data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
+    data = run.data.model_copy(update={"cache_dir": UnresolvedData().cache_dir})
     run = run.model_copy(
-        update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data}
+        update={"log": LogConfig(), "checkpoint": CheckpointConfig(save_interval=0), "data": data}
     )
     with scratch_folder() as scratch:
         file = scratch / RUN_FILE
@@ -421,23 +408,60 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     if is_folder(path) and not (path / RUN_FILE).is_file():
         folder = open_folder(path)
         reader = Reader(folder)
-        with suppress(
-            ConfigError
-        ):  # of a model that is not known here, names and numbers are compared
+        # Of a model that is not known here, names and numbers are compared as they are.
+        with suppress(ConfigError):
             kind = kind_of(read_json(folder.config, str(path)))
             model = import_config(folder.config).run.model
             for table in tables(kind, model):
-                twice = held_twice(
-                    table, model
-                ).items()  # another table has other names for the same tensors
+                # Another table has other names for the same tensors.
+                twice = held_twice(table, model).items()
                 copies |= {name: of for name, of in twice if of in reader.names}
         return reader
     checkpoint = newest(path, USAGE)
     run = read_run_file(path / RUN_FILE)
-    home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
+    home = _home_of(checkpoint)
     kind, _ = _config_of(run, home, None)
     table = tables(kind, run.model)[0]
     copies |= held_twice(table, run.model)
     return CheckpointWeights(
         Weights(CheckpointReader.open(checkpoint), run, table, model_boxes(run))
     )
+
+
+def export_whole(words: list[str]) -> int:
+    """`export RUN OUT`: write the weights of a checkpoint as whole tensors to a new folder.
+
+    Raises:
+        ConfigError: the run has no checkpoint, or the new folder is missing or exists.
+    """
+    usage = f"{program()} export runs/<name> OUT_FOLDER"
+    target, rest = target_of(words, "export", usage)
+    if len(rest) != 1 or "=" in rest[0]:
+        raise refusal("export needs the folder to write", usage, "MT002")
+    out = Path(rest[0]).expanduser()
+    checkpoint = newest(target, usage)
+    if out.exists():
+        rule = f"{out} exists; export writes a new folder"
+        raise refusal(rule, f"{out}-2", "MT507")
+    from mtrain.launching.local import install_reader
+
+    # checkpoints hold tensors of megatron-core
+    install_reader()
+    from mtrain.ckpt.export import export as write
+    from mtrain.ckpt.store import Checkpoint
+
+    home = _home_of(target)
+    tokenizer = home / "tokenizer.json"
+    done = write(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
+    size = sum(file.stat().st_size for file in done.files)
+    padding = f"; {done.padding}" if done.padding else ""
+    held = f"{done.tensors} tensors, {count(done.elements)} numbers"
+    say(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
+    return 0
+
+
+def _home_of(checkpoint: Path) -> Path:
+    """Return the run folder of a checkpoint; any other folder is its own."""
+    if checkpoint.parent.name == CHECKPOINTS:
+        return checkpoint.parent.parent
+    return checkpoint

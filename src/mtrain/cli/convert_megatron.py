@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain.api import load
 from mtrain.cli.atomic_output import drafted, new_folder, read_dtype, source_and_new
+from mtrain.cli.output import refusal
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
@@ -39,15 +40,16 @@ def import_megatron(argv: list[str]) -> int:
         word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra
     ):
         rule = f"which model it is, {source} does not say as data; the command line has to"
-        raise ConfigError([Problem("MT002", "model", None, rule, f"{program()} convert {IMPORT}")])
+        raise refusal(rule, f"{program()} convert {IMPORT}", "MT002", "model")
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
     run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
     _require_names(run)
     if run.peft.init_from is not None:
         rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
         fix = f"{program()} convert import HF_DIR RUN, without --megatron"
-        raise ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
+        raise refusal(rule, fix, "MT521", "peft.init_from", run.peft.init_from)
     opened = open_weights(source)
+    # Shapes do not show a wrong rotary base or norm: those are compared with the saved arguments.
     wrong = differing(read_arguments(opened.path, opened.common), run)
     if wrong:
         file = kept_in(opened.path, opened.common)
@@ -101,14 +103,12 @@ def export_megatron(argv: list[str]) -> int:
     unknown = sorted(options.keys() - {"dtype", "layers"})
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
-        raise ConfigError([Problem("MT002", "", None, said, usage)])
+        raise refusal(said, usage, "MT002")
     from mtrain.convert.megatron.checkpoint import KIND, LAYOUTS, export_checkpoint
 
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
         fix = " or ".join(f"layers={word}" for word in LAYOUTS)
-        raise ConfigError(
-            [Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)]
-        )
+        raise refusal("is no layout of layers", fix, "MT003", "layers", options["layers"])
     dtype = read_dtype(options)
     out = new_folder(Path(paths[0]).expanduser())
     path = newest(target, f"{program()} convert export RUN DIR")
@@ -137,33 +137,24 @@ def _require_names(run: RunConfig) -> None:
     otherwise.
     """
     family = run.model.family
+    fix = "convert import or export, without --megatron"
     if not family_of(run.model).megatron_names:
         rule = f"Megatron-LM has no model with the weights of the family {family} as they are here"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT503",
-                    "model.family",
-                    family,
-                    rule,
-                    "convert import or export, without --megatron",
-                )
-            ]
+        raise refusal(
+            rule, "convert import or export, without --megatron", "MT503", "model.family", family
         )
     if run.model.dsa is not None:
         rule = (
             "releases of Megatron-LM order the channels of an indexer differently, and no"
             " checkpoint says how"
         )
-        fix = "convert import or export, without --megatron"
-        raise ConfigError([Problem("MT503", "model.dsa", None, rule, fix)])
+        raise refusal(rule, fix, "MT503", "model.dsa")
     if run.model.linear_attention is not None:
         rule = (
             "Megatron-LM keeps norms of linear attention less 1 and projections in sections:"
             " neither is converted"
         )
-        fix = "convert import or export, without --megatron"
-        raise ConfigError([Problem("MT503", "model.linear_attention", None, rule, fix)])
+        raise refusal(rule, fix, "MT503", "model.linear_attention")
 
 
 def of_megatron(paths: list[Path]) -> list[Any]:

@@ -1,5 +1,6 @@
-"""`explain WORD`: what a key is, who set it and what it reaches; or what a problem's code means and
-what to do.
+"""`explain WORD`: what a key is, who set it and what it reaches, or what a code means.
+
+`choices`: the files that a group has.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli.command import WIDTH
+from mtrain.cli.output import refusal, say_json
+from mtrain.codes import Code, sentence
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
-from mtrain.config.compose.paths import program
+from mtrain.config.compose.paths import choices_of_group, find_config, group_names, program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
 from mtrain.config.engine.fields import FIELD_VERSIONS
@@ -29,27 +33,26 @@ from mtrain.config.messages.describe import (
     type_of,
 )
 from mtrain.config.messages.keys import effect_of, field_of, suggest
+from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import touches
 from mtrain.config.schema.base import Effect
-from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.errors import ConfigError, Problem, say, say_page, visible
 from mtrain.loading import initial_weights
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.megatron.table import flags_of
-
-if TYPE_CHECKING:
-    from mtrain.config.rules.rule import Code
 
 USAGE = "explain parallel.tp [overrides], explain MT101, explain model"
 _CODE = re.compile(r"[Mm][Tt][0-9]+\Z")
 DEFAULT = "default"
 ABSENT = "(not there: its section is null)"
+# Examples are resolved for this machine, not the one at hand, so that a page is the same
+# everywhere.
 SMALL = Machine(cpu_cores=2, memory_bytes=8 << 30)
-"""What examples run on."""
+# A page of one code names at most so many keys.
 MAX_KEYS = 12
-"""Keys that a page shows of one code."""
 
 
 def run(words: list[str], *, as_json: bool) -> int:
@@ -76,6 +79,43 @@ def run(words: list[str], *, as_json: bool) -> int:
         facts = _key(word, initial_weights.composed(overrides_of(rest)))
     say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
+
+
+def choices(words: list[str], *, as_json: bool) -> int:
+    """Print the choices of the named groups, or of all, with the comments of their files.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    known = [*dict.fromkeys((*GROUPS, *group_names()))]
+    for word in words:
+        if word not in known:
+            near = near_choice(word, known) or ["model"]
+            rule = f"there is no group {word}; groups: {', '.join(known)}"
+            raise refusal(rule, f"choices {near[0]}")
+    listed = {
+        group: {choice: about(group, choice) for choice in choices_of_group(group)}
+        for group in words or known
+    }
+    if as_json:
+        say_json(listed)
+        return 0
+    for group, texts in listed.items():
+        width = max(map(len, texts), default=0)
+        lines = [f"  {choice:<{width}}  {text}".rstrip() for choice, text in texts.items()]
+        say(group, *(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines))
+    return 0
+
+
+def about(group: str, choice: str) -> str:
+    """Return the comment at the head of a choice's file, in one line."""
+    comment = []
+    file = find_config(f"{group}/{choice}")
+    for line in file.read_text(encoding="utf-8").splitlines() if file is not None else ():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    return " ".join(comment)
 
 
 def _is_code(word: str) -> bool:
@@ -122,9 +162,10 @@ def _code(code: str) -> dict[str, Any]:
 
     if code not in codes():
         shipped = [known for known in codes() if known.startswith("MT")]
+        # Codes of one area have neighbouring numbers.
         near = sorted(shipped, key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
-        raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
+        raise refusal(rule, f"explain {near[0]}")
     known = codes()[code]
     rules = rules_of(code)
     keys = list(
@@ -132,11 +173,11 @@ def _code(code: str) -> dict[str, Any]:
     )
     change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
     found = _raised(known)
-    says = [f"{p.path}: {p.rule}".removeprefix(": ") for p in found] or [known.says]
+    says = [p.message() for p in found] or [sentence(code, known.says)]
     return {
         "code": code,
         "about": family(code),
-        "means": known.summary,
+        "means": known.text,
         "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
         "example": known.example,
@@ -218,6 +259,7 @@ def _changes(path: str, decided: Sequence[str]) -> str:
     gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)
     changes_weights = own not in (Effect.PARALLELISM, Effect.RUNTIME)
+    # Changing a key may change others that nobody set, and those the result of the run.
     if changes_weights or gravest(through) >= gravest(own):
         return EFFECTS[own]
     return f"{EFFECTS[through]}, by the keys that it decides; where those are set, {EFFECTS[own]}"
@@ -225,6 +267,7 @@ def _changes(path: str, decided: Sequence[str]) -> str:
 
 def _fed(path: str, run: RunConfig) -> list[str]:
     """Return the fields that a key feeds; nothing if another key prevents the model."""
+    # Another key of the configuration may prevent the model.
     with suppress(ValueError):
         found = feeds(_with_section(run, path)).get(path, [])
         return [
@@ -241,9 +284,8 @@ def _chain(
     for setting in composed.history:
         if setting.path == path:
             out.append({"source": setting.source, "value": spell(setting.value)})
-        elif (
-            path.startswith(f"{setting.path}.") and setting.value is None
-        ):  # the section above was taken away
+        elif path.startswith(f"{setting.path}.") and setting.value is None:
+            # The section of the key was set to null.
             out.append({"source": setting.source, "value": ABSENT})
         elif setting.path.startswith(f"{path}."):
             out.append(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mtrain import api, strict_json
-from mtrain.cli.named_values import Word, number, read_words, texts, yes
-from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain import api
+from mtrain.cli.named_values import OFF, ON, Word, number, read_words, texts, whole
+from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.paths import program
 from mtrain.config.disk.files import kind_of
-from mtrain.errors import ConfigError, Problem, say_page
+from mtrain.errors import say_page
 from mtrain.launching.local import Source
 from mtrain.loading.checkpoints import source_of, target_of
 
@@ -21,52 +21,49 @@ USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature
 WORDS = {
     "prompt": Word(None, aka=("text", "input")),
     "prompts": Word(None, Path),
-    "chat": Word(False, yes, "true or false", "chat=true"),
-    "tokens": Word(
-        64,
-        number(int, 0, 1e6),
-        "a number of at least 0",
-        "tokens=64",
-        aka=("max_length", "n_predict"),
+    "chat": OFF,
+    "tokens": replace(
+        whole(64, 0, 10**6, "64", "a number of at least 0"), aka=("max_length", "n_predict")
     ),
-    "temperature": Word(
-        0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8", aka=("temp",)
-    ),
-    "top_k": Word(
-        0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"
-    ),
-    "top_p": Word(
-        1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"
-    ),
-    "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "min_p=0.05"),
-    "seed": Word(None, number(int, 0, 2**63 - 1), "a whole number of at least 0", "seed=1"),
-    "stop": Word((), texts, "a text, or a JSON list of texts", 'stop="\\n\\n"', many=True),
-    "batch": Word(8, number(int, 1, 4096), "a whole number from 1 to 4096", "batch=8"),
-    "cache": Word(True, yes, "true or false", "cache=true"),
+    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "0.8", ("temp",)),
+    "top_k": whole(0, 0, 10**9, "50", "a whole number of at least 0, which keeps all"),
+    "top_p": Word(1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "0.9"),
+    "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "0.05"),
+    "seed": whole(None, 0, 2**63 - 1, "1"),
+    "stop": Word((), texts, "a text, or a JSON list of texts", '"\\n\\n"', many=True),
+    "batch": whole(8, 1, 4096, "8", "a whole number from 1 to 4096"),
+    "cache": ON,
 }
 PROMPT = "def "
 MAX_BYTES = 64 << 20
 LINES_OF_JSON = (".jsonl", ".json")
 
 
-def run(argv: list[str], *, as_json: bool = False) -> int:
+def run(words: list[str], *, as_json: bool = False) -> int:
     """Print how the newest checkpoint of a run, or a named one, continues each prompt."""
-    target, rest = target_of(argv, "generate", USAGE)
-    words, overrides = read_words(rest, WORDS)
+    target, rest = target_of(words, "generate", USAGE)
+    own, overrides = read_words(rest, WORDS)
     source = source_of(target, USAGE)
-    prompts, is_chat = _prompts(words, source)
+    prompts, is_chat = _prompts(own, source)
     names = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     written = api.generate(
         target,
         prompts,
-        sampling=api.Sampling(**{name: words[name] for name in names}),
-        stop=[stop for stop in words["stop"] if stop],
-        batch=words["batch"],
-        cache=words["cache"],
+        sampling=api.Sampling(**{name: own[name] for name in names}),
+        stop=[stop for stop in own["stop"] if stop],
+        batch=own["batch"],
+        cache=own["cache"],
         overrides=overrides,
     )
     if as_json:
-        say_page(_json(written))
+        facts = {
+            "texts": [asdict(one) for one in written.texts],
+            "tokens": written.tokens,
+            "seconds": written.seconds,
+            "tokens_per_s": written.tokens_per_s,
+            "no_cache": written.no_cache or None,
+        }
+        say_json(facts)
         return 0
     for place, one in enumerate(written.texts, 1):
         head = "" if len(written.texts) == 1 else f"[{place}] "
@@ -78,24 +75,11 @@ def run(argv: list[str], *, as_json: bool = False) -> int:
     return 0
 
 
-def _json(written: api.Texts) -> str:
-    facts = {
-        "texts": [asdict(one) for one in written.texts],
-        "tokens": written.tokens,
-        "seconds": written.seconds,
-        "tokens_per_s": written.tokens_per_s,
-        "no_cache": written.no_cache or None,
-    }
-    return strict_json.dumps(facts, indent=2)
-
-
 def _prompts(words: dict[str, Any], source: Source) -> tuple[list[str], bool]:
     """Return the prompts as texts, and whether any is a chat."""
     if words["prompt"] is not None and words["prompts"] is not None:
         rule = "prompt and prompts are both set"
-        raise ConfigError(
-            [Problem("MT004", "prompt", words["prompt"], rule, "one of the two", COMMAND_LINE)]
-        )
+        raise refusal(rule, "one of the two", "MT004", "prompt", words["prompt"])
     plain = words["prompt"] if words["prompt"] is not None else PROMPT
     prompts = [plain] if words["prompts"] is None else read_prompts(words["prompts"])
     if not (words["chat"] or any(isinstance(one, list) for one in prompts)):
@@ -133,13 +117,7 @@ def read_prompts(path: Path) -> list[Any]:
         lines = []
     if not lines:
         rule = f"the file is {kind or 'empty'}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT002", "prompts", str(path), rule, "a file with a prompt a line", COMMAND_LINE
-                )
-            ]
-        )
+        raise refusal(rule, "a file with a prompt a line", "MT002", "prompts", str(path))
     if path.suffix not in LINES_OF_JSON:
         return list(lines)
     return [_from_json(line, f"{path}:{i}") for i, line in enumerate(lines, 1)]
@@ -158,7 +136,7 @@ def _from_json(line: str, where: str) -> Any:
         'must be a JSON string, {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...},'
         " ...]}"
     )
-    raise ConfigError([Problem("MT003", "prompts", line, rule, '"a prompt"', where)])
+    raise refusal(rule, '"a prompt"', "MT003", "prompts", line, where)
 
 
 def _are_messages(value: Any) -> bool:

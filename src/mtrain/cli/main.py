@@ -20,8 +20,8 @@ from mtrain.errors import (
     say_page,
 )
 
+# Scripts of `completion` call this verb; the pages do not list it.
 COMPLETE = "__complete"
-"""The verb of the scripts of `completion`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def _answer(arguments: list[str]) -> int:
     """
     try:
         if arguments[:1] == [COMPLETE]:
-            from mtrain.cli.offers import answer
+            from mtrain.cli.completion import answer
 
             return answer("".join(arguments[1:2]))
         return run(arguments)
@@ -89,7 +89,8 @@ def _answer(arguments: list[str]) -> int:
             return _refused(error, arguments)
         except BrokenPipeError:
             raise
-        except OSError as unwritten:  # the report could not be written
+        except OSError as unwritten:
+            # the report could not be written
             return _refused(unwritten, arguments)
 
 
@@ -107,7 +108,9 @@ def _refused(error: Exception, arguments: Sequence[str]) -> int:
         _say(f"unexpected {type(known).__name__}: {first}\nuse --debug for the traceback")
         return 1
     if "--json" in arguments and isinstance(known, ConfigError):
-        say_page(_json_report(known))
+        from mtrain.cli.output import problem_report, say_json
+
+        say_json(problem_report(known.problems, None))
     else:
         _say(message(known))
     return known.exit_code
@@ -127,13 +130,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def _json_report(error: ConfigError) -> str:
-    from mtrain import strict_json
-    from mtrain.cli.check import report
-
-    return strict_json.dumps(report(error.problems, None), indent=2)
 
 
 def _say(text: str) -> None:

@@ -12,22 +12,23 @@ from statistics import median
 from typing import Any
 
 from mtrain.api import load
+from mtrain.cli.output import refusal
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.disk.files import read_bytes
 from mtrain.config.engine.formats import Format
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates
 
+# Bytes of a file of measurements at most: a larger one was not meant.
 LARGEST = 64 << 20
-"""Bytes of a file of measurements."""
 ROWS = '[{"overrides": ["model=llama_tiny"], "step_s": 0.2}]'
+# torch's name of a format -> that in a cluster file.
 FORMATS: dict[str, Format] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Of torch -> of a cluster."""
 KERNELS = '{"dtype": "bfloat16", "ceilings": {"copy_bytes_per_s": 3e12, "gemm_flop_per_s": 7e14}}'
+# Bounds of a measured number: one outside of them was not measured.
 SMALLEST = 1e-12
 MOST = 1e21
-"""Of any number that is measured: what lies outside was not measured."""
 CEILINGS = ("gemm_flop_per_s", "copy_bytes_per_s")
 
 
@@ -52,6 +53,7 @@ def found(paths: list[Path]) -> Found:
             every.runs.append((path.name, _of_run(path)))
             continue
         data = _json(path)
+        # Only results of kernels/bench/run.py have this key.
         if isinstance(data, dict) and "ceilings" in data:
             every.kernels.append(_of_kernels(data, str(path)))
         else:
@@ -61,7 +63,7 @@ def found(paths: list[Path]) -> Found:
 
 def bad(rule: str, fix: str, code: str = "MT010", source: str = "command line") -> ConfigError:
     """Return one problem."""
-    return ConfigError([Problem(code, "", None, rule, fix, source)])
+    return refusal(rule, fix, code, source=source)
 
 
 def _json(path: Path) -> Any:

@@ -9,14 +9,15 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mtrain import strict_json
+from mtrain.cli.main import main
+from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.compose.sweep import Job, jobs
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
@@ -27,9 +28,8 @@ from mtrain.loading import initial_weights
 from mtrain.loading.configuration import REPLACED, load, settled
 from mtrain.plan.compare import METRICS, lines_of
 
+# Exit codes from good to bad; any other code is worse.
 ORDER = (0, 75, 2, 3, 4, 5)
-"""Exit codes from good to bad; every other one is worse."""
-Main = Callable[[Sequence[str]], int]
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Row:
     tokens_per_s: float | None = None
 
 
-def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
+def train(argv: Sequence[str], *, debug: bool, as_json: bool = False) -> int:
     """Train every combination, one after the other, and print a table; return the worst exit code.
 
-    `main` runs one command line. A run that fails does not keep the others from running; an
+    A run that fails does not keep the others from running; an
     interrupt does, after the run that it interrupted.
 
     Raises:
@@ -59,7 +59,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
         )
     wanted = jobs(argv)
     names = _names(wanted)
-    sweep = _Sweep(main)
+    sweep = _Sweep()
     rows = list[Row]()
     file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
@@ -67,6 +67,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
             break
         say(f"[{index + 1}/{len(wanted)}] {name}: {job.differs}")
         rest = [word for word in job.argv if not word.startswith("log.name=")]
+        # Two runs would share a folder if each had the name that the command line gives to all.
         words = list(job.argv) if "log.name" in job.swept else [*rest, f"log.name={name}"]
         run = _composed(words)
         if file is None and run is not None:
@@ -77,7 +78,7 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
     if as_json:
-        say_page(strict_json.dumps([vars(row) for row in rows], indent=2))
+        say_json([vars(row) for row in rows])
     else:
         say_page(_table(rows, len(wanted)))
     if file is not None and file.is_file():
@@ -87,18 +88,16 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
 
 def check(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate every combination without running any; return the worst exit code."""
-    from mtrain.cli.check import report
-
     out: list[dict[str, Any]] = []
     for job in jobs(argv):
         try:
             loaded = load(job.argv, to_run=False)
-            facts = {**report(loaded.warnings, loaded.run.digest()), "code": 0}
+            facts = {**problem_report(loaded.warnings, loaded.run.digest()), "code": 0}
         except ConfigError as error:
-            facts = {**report(error.problems, None), "code": error.exit_code}
+            facts = {**problem_report(error.problems, None), "code": error.exit_code}
         out.append({"differs": job.differs, **facts})
     if as_json:
-        say_page(strict_json.dumps(out, indent=2))
+        say_json(out)
     else:
         width = max(len(row["differs"]) for row in out)
         for row in out:
@@ -129,8 +128,7 @@ class _Sweep:
     are forked.
     """
 
-    def __init__(self, main: Main) -> None:
-        self._main = main
+    def __init__(self) -> None:
         self.stopped = 0
         self.child = 0
         self.device: str | None = None
@@ -153,27 +151,31 @@ class _Sweep:
         if run is not None and self.device is None:
             from mtrain.launching.local import import_for
 
-            with suppress(MtrainError):  # the run says for itself what is missing
+            # The run itself reports what is missing.
+            with suppress(MtrainError):
                 import_for(run)
                 self.device = run.cluster.device
         fresh = run is not None and run.cluster.device != self.device
+        # A fork copies unwritten output, and the child would print it again.
         sys.stdout.flush()
         sys.stderr.flush()
-        self.child = start.fork(lambda: _command(self._main, argv, fresh))
-        if self.stopped:  # a stop that came before the run was forked has not reached it
+        self.child = start.fork(lambda: _command(argv, fresh))
+        # A stop that came before the fork has not reached the run.
+        if self.stopped:
             self._forward_stop()
         while True:
             try:
                 _, status = os.waitpid(self.child, 0)
                 break
-            except KeyboardInterrupt:  # the terminal has told the run as well: it saves and ends
+            except KeyboardInterrupt:
+                # The terminal interrupts the run as well: it saves and ends.
                 self.stopped = 130
         self.child = 0
         code = os.waitstatus_to_exitcode(status)
         return 128 - code if code < 0 else code
 
 
-def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
+def _command(argv: Sequence[str], fresh: bool) -> int:
     """Run a command in a forked process, as if it had been started by itself; return
     its exit code.
     """
@@ -181,6 +183,8 @@ def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fresh:
         command = start.python("mtrain", *argv)
+        # megatron-core was imported for another device here and cannot change: a new interpreter
+        # can.
         os.execve(command[0], command, start.importable(os.environ))
     return main(argv)
 
@@ -248,6 +252,7 @@ def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
     row.validation = next(
         (line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None
     )
+    # The first rate has the start of the run in it, unless it is the only one.
     row.tokens_per_s = statistics.median(rates[1:] or rates) if rates else None
     return row
 

@@ -7,11 +7,13 @@ may have meant by a word that no verb takes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Never
 
+import click
 from click.exceptions import Exit
 
 from mtrain.cli.command import (
@@ -23,25 +25,31 @@ from mtrain.cli.command import (
     Subverbs,
     Valued,
     Verb,
-    refusal,
-    typed,
+    example_lines,
 )
-from mtrain.cli.verbs import NAMES, command_of
+from mtrain.cli.output import refusal
+from mtrain.cli.verbs import NAMES, command_of, commands
+from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import group_names, program
 from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem, say_page
+from mtrain.processes import without_collecting
 
 CONFIG_DIR = "--config-dir"
-WORDS = {"help": "--help", "version": "--version"}
-"""Words in the place of a verb -> the flag that they are."""
-FLAGS = (
-    (f"{CONFIG_DIR} DIR", "a folder of your own choices, as DIR/model/mine.yaml; or MTRAIN_CONF"),
-    ("--json", "print JSON for a machine, if the page of the verb lists it"),
-    ("--debug", DEBUG),
-    ("-h, --help", "print a page"),
-    ("--version", "print the version"),
+# words in the place of a verb that mean the flag of their name
+WORDS = ("help", "version")
+FLAGS = {
+    f"{CONFIG_DIR} DIR": "a folder of your own choices, as DIR/model/mine.yaml; or MTRAIN_CONF",
+    "--json": "print JSON for a machine, if the page of the verb lists it",
+    "--debug": DEBUG,
+    "-h, --help": "print a page",
+    "--version": "print the version",
+}
+EXIT_CODES = (
+    "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted"
+    " and resumable"
 )
+# The subverbs of this verb take `--name VALUE` for `name=VALUE`.
 READS_FLAGS = "data"
-"""The verb whose subverbs take `--name VALUE` for `name=VALUE`."""
 
 
 @dataclass
@@ -61,8 +69,10 @@ class Call:
 
     def run(self) -> int:
         """Run the verb; return the exit code."""
-        assert self.command.callback is not None
-        code: int = self.command.callback(**self.arguments)
+        # An import makes millions of objects that stay: collecting garbage meanwhile finds none.
+        with without_collecting():
+            function = resolve_name(f"mtrain.cli.{self.command.declared.runs}")
+        code: int = function(**self.arguments)
         return code
 
 
@@ -94,54 +104,46 @@ def parse(arguments: Sequence[str]) -> Call:
         ConfigError: a word that is no verb, or flags that do not exist or lack a value.
         click.exceptions.Exit: a page or the version was printed instead.
     """
-    own, after_dashes = _split_at_dashes(arguments)
+    # Words after `--` are the command line of another program: nothing in them is a verb or a flag
+    # of ours.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own = list(arguments[:end])
     verb, place = _verb_in(own)
-    if verb in WORDS:
-        return _parse_word(verb, own[place + 1 :])
-    if not verb and any(word in HELP for word in own):
+    after = own[place + 1 :]
+    if verb == "version":
+        return parse(["--version"])
+    if verb == "help" and after and after[0] in NAMES:
+        return parse([*after, "--help"])
+    if verb == "help" or (not verb and any(word in HELP for word in own)):
         _print_overview()
+    # Without a verb a bare word is a misspelt one, unless it is the value of a flag.
     strays = [] if verb else [word for word in _without_values(own) if _is_bare(word)]
     command = command_of(verb or "train")
-    rest = _arranged(command, own[:place] if verb else [], own[place + 1 :])
+    rest = _arranged(command, own[:place] if verb else [], after)
     name = command.name or ""
     if isinstance(command, Subverbs):
         name, command, rest = _subverb(command, rest)
     assert isinstance(command, Verb)
-    further: dict[str, Any] = {}
-    if after_dashes is not None:
+    call = Call(name, command.call(rest), command)
+    if end < len(arguments):
         if name != "recipe import":
             raise refusal(f"--: {name} takes no words after it", "leave it out")
-        further["command"] = after_dashes
-    call = Call(name, command.call(rest, **further), command)
+        call.arguments["command"] = list(arguments[end + 1 :])
+    # `data` takes `--name VALUE` for any of its words, so it reports unknown flags itself.
     if verb != READS_FLAGS:
         problems = _flag_problems(name, command, call.words)
         problems += map(_unknown_verb, strays[:1])
         if problems:
             raise ConfigError(problems)
+        # Verbs expect their paths first. The sort is stable: settings keep their order.
         call.words.sort(key=lambda word: not _is_bare(word))
     return call
-
-
-def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words before `--`, and those after it; None: there is no `--`."""
-    words = list(arguments)
-    if "--" not in words:
-        return words, None
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
-
-
-def _parse_word(word: str, after: Sequence[str]) -> Call:
-    """Parse what follows `help` or `version`; always ends in a printed page."""
-    flag = WORDS[word]
-    if flag == "--help" and not (after and after[0] in NAMES):
-        _print_overview()
-    return parse([*after, flag] if flag == "--help" else [flag])
 
 
 def _verb_in(words: Sequence[str]) -> tuple[str, int]:
     """Return the first word that is a verb, and its place; empty: there is no verb."""
     for place, word in enumerate(words):
+        # The value of a flag may have the name of a verb, as in `--out plan`.
         if word in NAMES and not (place and _takes_value(words[place - 1])):
             return word, place
         if word in WORDS and not any(_is_bare(earlier) for earlier in words[:place]):
@@ -149,31 +151,23 @@ def _verb_in(words: Sequence[str]) -> tuple[str, int]:
     return "", -1
 
 
-def commands() -> Iterator[tuple[str, Paged]]:
-    """Yield every verb and subverb with its whole name."""
-    for name in NAMES:
-        command = command_of(name)
-        yield name, command
-        if isinstance(command, Subverbs):
-            for subverb in command.commands.values():
-                assert isinstance(subverb, Paged)
-                yield f"{name} {subverb.name}", subverb
+def _flags_named(word: str) -> list[tuple[str, click.Parameter]]:
+    """Return the flags of this spelling, each with the whole name of its verb."""
+    return [
+        (name, param)
+        for name, command in commands()
+        for param in command.params
+        if word in param.opts
+    ]
 
 
 def _takes_value(word: str) -> bool:
     """Return whether a word is a flag of some verb that takes the next word as its value."""
-    return word.startswith("-") and any(
-        word in param.opts and isinstance(param, Valued)
-        for _, command in commands()
-        for param in command.params
-    )
+    return word.startswith("-") and any(isinstance(flag, Valued) for _, flag in _flags_named(word))
 
 
 def _is_known(word: str) -> bool:
-    """Return whether a word is a flag of some verb."""
-    return word in SHARED or any(
-        word in param.opts for _, command in commands() for param in command.params
-    )
+    return word in SHARED or bool(_flags_named(word))
 
 
 def _without_values(words: Sequence[str]) -> list[str]:
@@ -188,7 +182,8 @@ def _without_values(words: Sequence[str]) -> list[str]:
 
 def _near(word: str, known: Iterable[str], cutoff: float, most: int = 1) -> list[str]:
     """Return the known words that are nearest to a word."""
-    import difflib  # only a mistyped word needs it
+    # only a mistyped word needs it
+    import difflib
 
     return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
 
@@ -211,7 +206,8 @@ def _arranged(command: Paged, before: Sequence[str], after: Sequence[str]) -> li
     bare = [word for word in _without_values(before) if _is_bare(word)]
     if bare:
         places = [place for place, word in enumerate(words, 1) if _is_bare(word)]
-        at = command.path_at
+        at = command.declared.path_at
+        # Only what exists counts as a path: any other bare word here is a misspelt verb.
         is_a_path = len(bare) == 1 and os.path.exists(os.path.expanduser(bare[0]))
         if at is None or len(places) < at or not is_a_path:
             raise ConfigError([_unknown_verb(bare[0])])
@@ -221,7 +217,7 @@ def _arranged(command: Paged, before: Sequence[str], after: Sequence[str]) -> li
     return [*words[:last], *others, *words[last:]]
 
 
-def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Paged, list[str]]:
+def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Verb, list[str]]:
     """Return the whole name of the subverb in `words`, its command, and the other words.
 
     Raises:
@@ -230,6 +226,7 @@ def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Paged, list[st
     """
     place = next((place for place, word in enumerate(words) if _is_bare(word)), None)
     if place is None:
+        # A verb without a subverb has no function, so its flags are not parsed.
         if "--version" in words:
             command_of("train").make_context("train", ["--version"])
         say_page(group.page())
@@ -241,7 +238,6 @@ def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Paged, list[st
         rule = f"{word}: there is no such subverb; subverbs: {', '.join(group.commands)}"
         fix = " or ".join(f"{group.name} {name}" for name in near) or f"{group.name} --help"
         raise refusal(rule, fix)
-    assert isinstance(subverb, Paged)
     return f"{group.name} {word}", subverb, [*words[:place], *words[place + 1 :]]
 
 
@@ -251,22 +247,16 @@ def _print_overview() -> Never:
     Raises:
         click.exceptions.Exit: always.
     """
-    shown = [command_of(name) for name in ("train", "check", "show")]
-    examples = [example for command in shown for example in command.examples]
     lines = [f"usage: {program()} [VERB] [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAGS]", "", "verbs"]
     lines += [f"  {name:<10} {command_of(name).short_help}" for name in NAMES]
     lines += [f"  `{program()} VERB --help` prints the page of a verb", "", "values"]
-    lines += [f"  {name:<15} {text}" for name, text in SETTINGS]
+    lines += [f"  {name:<15} {text}" for name, text in SETTINGS.items()]
     lines += [f"  groups: {' '.join(group_names())}", "", "flags of every verb"]
-    lines += [f"  {name:<16} {text}" for name, text in FLAGS]
+    lines += [f"  {name:<16} {text}" for name, text in FLAGS.items()]
     lines += ["", "examples"]
-    for words, text in examples:
-        lines += [f"  {typed(words)}", f"      {text}"]
-    lines += [
-        "",
-        "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75"
-        " preempted and resumable",
-    ]
+    for name in ("train", "check", "show"):
+        lines += example_lines(command_of(name).declared.examples)
+    lines += ["", EXIT_CODES]
     say_page("\n".join(lines))
     raise Exit(0)
 
@@ -275,6 +265,8 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
     """Return a problem for each word that begins as a flag."""
     problems: list[Problem] = []
     place = 0
+    # A pasted command line of another system has hundreds of flags, and suggesting a setting for
+    # each takes time; a report shows no more than these.
     while place < len(words) and len(problems) <= MAX_PROBLEMS:
         word = words[place]
         place += 1
@@ -284,6 +276,7 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
         if _is_known(word):
             problems.append(_flag_of_another(name, word, following))
             continue
+        # A flag of another system may have no value, and the next word may be a setting of ours.
         value = following if "=" not in following and not following.startswith("--") else ""
         setting = _setting_of(word, value)
         if setting and value:
@@ -294,19 +287,14 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
 
 def _flag_of_another(name: str, flag: str, following: str) -> Problem:
     """Return the problem of a flag that only other verbs have."""
-    fixes: list[str] = []
-    owners: list[str] = []
-    for owner, command in commands():
-        param = next((param for param in command.params if flag in param.opts), None)
-        if param is None:
-            continue
-        owners.append(owner)
-        words = [owner, flag]
-        if isinstance(param, Valued) and following:
-            words.append(following)
-        fixes.append(" ".join(words))
-    rule = f"{flag}: a flag of {' and '.join(owners)}, not of {name}"
-    return Problem("MT010", "", None, rule, " or ".join(fixes), "command line")
+    named = _flags_named(flag)
+    fixes = [
+        f"{owner} {flag} {following if isinstance(param, Valued) else ''}".rstrip()
+        for owner, param in named
+    ]
+    owners = " and ".join(owner for owner, _ in named)
+    rule = f"{flag}: a flag of {owners}, not of {name}"
+    return Problem("MT010", "", None, rule, " or ".join(fixes), COMMAND_LINE)
 
 
 def _setting_of(flag: str, value: str) -> str:
@@ -316,6 +304,7 @@ def _setting_of(flag: str, value: str) -> str:
     from mtrain.config.messages.suggestions import NOTHING, suggestions
 
     near, why = suggest(flag) if flag.startswith("--") else ([], "")
+    # A misspelt flag of our own is no flag of another system.
     if not (near or why) or _near_flags(flag, cutoff=0.8):
         return ""
     with suppress(ValueError):
@@ -330,19 +319,17 @@ def _near_flags(flag: str, cutoff: float) -> list[str]:
 
 
 def _unknown_flag(name: str, command: Verb, flag: str, setting: str) -> Problem:
-    near = _near(flag, command.flags(), 0.5)
-    near = near or _near_flags(flag, cutoff=0.5)
+    near = _near(flag, command.flags(), 0.5) or _near_flags(flag, cutoff=0.5)
     rule = f"{flag}: there is no such flag; flags of {name}: {', '.join(command.flags())}"
     fix = setting or (near[0] if near else "leave it out")
-    return Problem("MT010", "", None, rule, fix, "command line")
+    return Problem("MT010", "", None, rule, fix, COMMAND_LINE)
 
 
 def _unknown_verb(word: str) -> Problem:
-    from mtrain.config.compose.paths import program
     from mtrain.config.messages.keys import plain
     from mtrain.config.messages.suggestions import bare_word
 
     verbs = _near(plain(word).lower(), [*NAMES, *WORDS], 0.6)
-    near = verbs or bare_word(word) or [f"{program()} --help lists the verbs"]
+    near = verbs or bare_word(word) or [f"{program()} --help, which lists the verbs"]
     rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(NAMES)}"
-    return Problem("MT010", "", None, rule, " or ".join(near), "command line")
+    return Problem("MT010", "", None, rule, " or ".join(near), COMMAND_LINE)

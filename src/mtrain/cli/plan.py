@@ -4,24 +4,24 @@ without torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mtrain import api, strict_json
+from mtrain import api
 from mtrain.api import Loaded, load
-from mtrain.cli.tables import table
-from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
+from mtrain.cli.output import new_page, refusal, say_json, table, write_page
+from mtrain.errors import say_page, say_styled, visible
 from mtrain.plan.report import alike, headline
 from mtrain.plan.time.report import no_time
+from mtrain.processes import without_collecting
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
-ELSEWHERE = "--html FILE in an existing folder that can be written to"
+# Smaller parts of a step are not shown.
 LEAST_SHARE = 0.001
-"""The smallest shown part of a step."""
 
+# Part of the memory -> head of its column.
 HEADS = {
     "weights": "weights",
     "gradients": "grads",
@@ -35,9 +35,61 @@ HEADS = {
     "context": "context",
     "reserve": "reserve",
 }
-"""Part of the memory -> head of its column."""
 
 
+def plan(
+    words: list[str],
+    *,
+    as_json: bool,
+    draw: bool,
+    html: str | None,
+    compare: str | None,
+    scale: str | None,
+    weak: bool,
+    trace: bool,
+    calibrate: bool,
+) -> int:
+    """Print the plan of a configuration, or the answer that a flag asks for.
+
+    Raises:
+        ConfigError: several flags ask for different answers.
+    """
+    flags = {
+        "--compare": compare is not None,
+        "--trace": trace,
+        "--calibrate": calibrate,
+        "--html": html is not None,
+        "--draw": draw,
+    }
+    wanted = [flag for flag, is_wanted in flags.items() if is_wanted]
+    if scale is not None or weak:
+        from mtrain.cli import plan_scale
+
+        # --scale draws itself, on the terminal or as a page; all other flags exclude it.
+        others = [flag for flag in wanted if flag not in ("--html", "--draw")]
+        return plan_scale.run(
+            words, scale, weak=weak, others=others, as_json=as_json, draw=draw, html=html
+        )
+    if as_json and wanted == ["--draw"]:
+        wanted.append("--json")
+    if len(wanted) > 1:
+        raise refusal(f"{' and '.join(wanted)}: plan answers one of them", f"plan {wanted[0]}")
+    if compare is not None:
+        from mtrain.cli import plan_compare
+
+        return plan_compare.run(compare, words, as_json=as_json)
+    if trace:
+        from mtrain.cli import trace as traced
+
+        return traced.run(words, as_json=as_json)
+    if calibrate:
+        from mtrain.cli import calibrate as fitted
+
+        return fitted.run(words, as_json=as_json)
+    return run(words, as_json=as_json, draw=draw, html=html)
+
+
+@without_collecting()
 def run(
     argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None
 ) -> int:
@@ -51,46 +103,12 @@ def run(
     to = None if html is None else new_page(Path(html).expanduser())
     found = api.plan(loaded)
     if as_json:
-        say_page(strict_json.dumps(found, indent=2))
+        say_json(found)
     elif to is None:
         say_page(page(loaded, found))
     if draw or to is not None:
         _draw(loaded, found, to, beside=as_json)
     return 0
-
-
-def new_page(path: Path) -> Path:
-    """Return the path of a page that is not there yet.
-
-    Raises:
-        ConfigError: there is something, or no folder to write it to.
-    """
-    if os.path.lexists(path):
-        raise _unwritten(
-            path,
-            f"{path} is there already; nothing is written over",
-            "--html FILE with another name",
-        )
-    if not path.parent.is_dir():
-        raise _unwritten(path, f"{path.parent} is no folder", ELSEWHERE)
-    return path
-
-
-def _unwritten(path: Path, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("MT704", "html", str(path), rule, fix, "command line")])
-
-
-def write_page(to: Path, text: str) -> None:
-    """Write a page.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        with to.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
 
 
 def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
@@ -176,6 +194,7 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     stages = alike(memory["stages"])
     parts = [part for part in HEADS if any(stage["parts"][part] for stage in stages)]
     holds = memory["device"]
+    # Small models in GiB would show only zeros.
     unit = GIB if peak_bytes(memory) >= 4 * GIB else MIB
     rows = [
         [

@@ -7,10 +7,11 @@ from os.path import expanduser
 from pathlib import Path
 
 from mtrain import strict_json
+from mtrain.cli.output import refusal
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, CorruptData, Problem, say_page
+from mtrain.errors import CorruptData, say_page
 from mtrain.plan.compare import BOUNDS, Row, lines_of_run, peaks_in, planned, rows, saved_in
 from mtrain.plan.time.report import no_time, time_report
 from mtrain.units import bytes_, duration
@@ -24,15 +25,10 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
         CorruptData: a file of the run cannot be read.
     """
     home = Path(expanduser(folder))
+    # Settings would describe another run than the one that was measured.
     if argv:
         rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT010", "", None, rule, f"{program()} plan --compare {folder}", "command line"
-                )
-            ]
-        )
+        raise refusal(rule, f"{program()} plan --compare {folder}")
     try:
         if (home / RUN_FILE).is_file():
             lacks = ""
@@ -45,9 +41,7 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
         lacks = f"cannot be read: {error.strerror}"
     if lacks:
         fix = f"{program()} plan --compare RUN_FOLDER"
-        raise ConfigError(
-            [Problem("MT502", "", None, f"{home} {lacks}; --compare needs a run folder", fix)]
-        )
+        raise refusal(f"{home} {lacks}; --compare needs a run folder", fix, "MT502")
     made = read_run_file(home / RUN_FILE)
     found = compared(made, home)
     if as_json:
@@ -69,9 +63,7 @@ def compared(made: RunConfig, home: Path) -> list[Row]:
     plan = planned(made)
     if plan is None:
         rule = f"the family {made.model.family} does not say which weights a stage has"
-        raise ConfigError(
-            [Problem("MT254", "model.family", made.model.family, rule, "a family that says so")]
-        )
+        raise refusal(rule, "a family that says so", "MT254", "model.family", made.model.family)
     try:
         lines = lines_of_run(home)
         saved = saved_in(home)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
+from mtrain.cli.html import COLOURS, LIMIT, PAGE, Svg, html_page, hue, legend, table_of, text_of
 from mtrain.cli.plan_pictures import share
-from mtrain.cli.svg import COLOURS, Svg, bar, hue, legend
-from mtrain.errors import in_a_line, visible
 from mtrain.layout.grid import Machines, RankGrid, machines
 from mtrain.plan.rank import StageMemory
 from mtrain.plan.report import alike, headline
@@ -16,42 +14,24 @@ from mtrain.plan.time.report import no_time
 from mtrain.plan.timeline import Block, Timeline, kept_over_time
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8886; }
-body { font: 15px/1.6 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto 5rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.8rem 0 .3rem; }
-p { margin: .3rem 0 .8rem; max-width: 60rem; } .dim { opacity: .7; }
-.cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
-.card { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; min-width: 8rem; }
-.card b { display: block; font-size: 1.25rem; } .card span { opacity: .7; font-size: .85rem; }
-.bad b { color: #d1242f; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
-table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }
-th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; } td.how { text-align: left; }
-svg .halo { paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
-.pic { overflow-x: auto; }
-@media (max-width: 900px) { .pic svg { width: 1000px; } td.how { min-width: 18rem; } }
-.key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .4rem 0; }
-.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
-"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 ROW = 26
+# the gap in a schedule where micro-batches are left out
 BREAK = 24.0
-"""Of a schedule, where micro-batches are left out."""
+# The shortest block of a schedule has room for its number, as long as the picture is not wider.
 LEAST_BLOCK = 18.0
 MOST_WIDE = 8000.0
-"""Of the shortest block of a schedule, so that its number can be read, and of the picture."""
 TICKS = 5
-"""Of an axis of memory, at most."""
+# Of more stages, the first and the last ones are drawn over time.
 STAGES_DRAWN = 16
-"""Stages whose memory over time is drawn; of more, the first and the last ones."""
+# Machines of a kind are alike: more of them show nothing new.
 NODES_DRAWN = 12
-"""Machines of a kind that are drawn; the others are alike."""
+# the side of a device, and the gap between machines
 SIDE = 15
 GAP = 26
-"""Of a device and between machines, in a picture that is 1000 wide."""
+# where the bars of memory begin, and how wide the memory of a device may be
+LEFT = 110
+WIDE = 790
+# parts of the memory that do not change in a step, from below
 STANDING = (
     "context",
     "communication",
@@ -61,36 +41,28 @@ STANDING = (
     "low_precision",
     "optimizer",
 )
-"""Parts of the memory that do not change in a step, from below."""
+# colours of the first chunks of a stage and of later ones, and of the numbers on them
+FORWARD = ("#7aa3d4", "#5b86bd", "#4069a0", "#2c5084")
+BACKWARD = ("#93c7a0", "#6dab7c", "#478657", "#377247")
+NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
+
+# left, top, width and height
+Box = tuple[float, float, float, float]
 
 
 def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> str:
     """Return the page of a report, with its pictures; without `line` those over time
     are left out.
     """
-    parts = [
-        "<!doctype html>",
-        (
-            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
-            ' content="width=device-width">'
-        ),
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        f"<title>plan of {_text(found['model'])}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{_text(found['model'])}</h1><p>{_text(headline(found))}</p>",
-        _cards(found),
-        *_memory(found),
-        *(_over_time(found, stages, line) if line else []),
-        *(_schedule(line) if line else []),
-        *_time(found),
-        *_grid(stages),
-        *_parameters(found),
-        *(
-            ["<h2>What this assumes</h2>", *(f"<p>{_text(note)}</p>" for note in found["notes"])]
-            * bool(found["notes"])
-        ),
-        "</body></html>",
-    ]
-    return "\n".join(parts) + "\n"
+    body = [f"<h1>{text_of(found['model'])}</h1><p>{text_of(headline(found))}</p>", _cards(found)]
+    body += _memory(found)
+    if line is not None:
+        body += [*_over_time(found, stages, line), *_schedule(line)]
+    body += [*_time(found), *_grid(stages), *_parameters(found)]
+    if found["notes"]:
+        body.append("<h2>What this assumes</h2>")
+    body += [f"<p>{text_of(note)}</p>" for note in found["notes"]]
+    return html_page(f"plan of {found['model']}", "plan.css", body)
 
 
 def _cards(found: Mapping[str, Any]) -> str:
@@ -98,46 +70,46 @@ def _cards(found: Mapping[str, Any]) -> str:
     numbers = found["parameters"]
     batch = found["batch"]
     length = found["seq_length"]
-    cards = [
-        ("parameters", count(numbers["total"]), ""),
-        (f"batch, in micro-batches of {found['micro_batch']}", f"{batch} samples", ""),
-        ("sequence length", f"{length} tokens", ""),
-        ("tokens of a step", count(batch * length), ""),
-    ]
+    cards = {
+        "parameters": count(numbers["total"]),
+        f"batch, in micro-batches of {found['micro_batch']}": f"{batch} samples",
+        "sequence length": f"{length} tokens",
+        "tokens of a step": count(batch * length),
+    }
     if numbers["active"] != numbers["total"]:
-        cards.append(("active for a token", count(numbers["active"]), ""))
-    cards.append(
-        (f"peak memory, stage {memory['peak']['stage']}", bytes_(memory["peak"]["bytes"]), "")
-    )
+        cards["active for a token"] = count(numbers["active"])
+    cards[f"peak memory, stage {memory['peak']['stage']}"] = bytes_(memory["peak"]["bytes"])
+    bad = ""
     if memory["headroom"] is not None:
         left = memory["headroom"]
-        said = "left on a device" if left >= 0 else "too little on a device"
-        cards.append((said, bytes_(abs(left)), "" if left >= 0 else "bad"))
-    cards += [(name, value, "") for name, value in _speed(found["time"], found["device_word"])]
-    cards.append(("checkpoint", bytes_(found["checkpoint"]["bytes"]), ""))
+        bad = "too little on a device" if left < 0 else ""
+        cards[bad or "left on a device"] = bytes_(abs(left))
+    cards |= _speed(found["time"], found["device_word"])
+    cards["checkpoint"] = bytes_(found["checkpoint"]["bytes"])
     made = (
-        f'<div class="card {kind}"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
-        for name, value, kind in cards
+        f'<div class="card {"bad" if name == bad else ""}"><b>{text_of(value)}</b>'
+        f"<span>{text_of(name)}</span></div>"
+        for name, value in cards.items()
     )
     return f'<div class="cards">{"".join(made)}</div>'
 
 
-def _speed(time: Mapping[str, Any], word: str) -> list[tuple[str, str]]:
+def _speed(time: Mapping[str, Any], word: str) -> dict[str, str]:
     """Return the cards of a step and of the whole run, if known; `word` names a device."""
     if time["step_s"] is None:
-        return []
+        return {}
     whole = time["run"]
-    cards = [
-        ("a step", duration(time["step_s"])),
-        (f"tokens/s per {word}", count(time["tokens_per_s_per_device"])),
-        *(
-            (f"MFU of {of['peak_tflops']:g} TFLOP/s in {of['format']}", share(of["causal"]))
-            for of in time["mfu_by_peak"]
-        ),
-        ("the whole run", seconds(whole["seconds"])),
-        (f"{word} hours", short(whole["device_hours"])),
-    ]
-    return cards if whole["cost"] is None else [*cards, ("cost", f"{whole['cost']:,.0f}")]
+    cards = {
+        "a step": duration(time["step_s"]),
+        f"tokens/s per {word}": count(time["tokens_per_s_per_device"]),
+    }
+    for of in time["mfu_by_peak"]:
+        cards[f"MFU of {of['peak_tflops']:g} TFLOP/s in {of['format']}"] = share(of["causal"])
+    cards["the whole run"] = seconds(whole["seconds"])
+    cards[f"{word} hours"] = short(whole["device_hours"])
+    if whole["cost"] is not None:
+        cards["cost"] = f"{whole['cost']:,.0f}"
+    return cards
 
 
 def _memory(found: Mapping[str, Any]) -> list[str]:
@@ -147,7 +119,8 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     device = memory["device"]
     most = max([memory["peak"]["bytes"], device or 0]) * 1.02
     parts = [part for part in memory["how"] if any(row["parts"][part] for row in rows)]
-    svg = Svg(1000, ROW * len(rows) + 50)
+    end = ROW * len(rows)
+    svg = Svg(PAGE, end + 50)
     peaks = list[tuple[float, float, str]]()
     for number, row in enumerate(rows):
         y = 8.0 + number * ROW
@@ -155,27 +128,33 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
         svg.text(0, y + 15, f"stage {row['stage']}")
         for part in parts:
             size = row["parts"][part]
-            title = (
-                f"stage {row['stage']}, {part.replace('_', ' ')}: {bytes_(size)}."
-                f" {memory['how'][part]}"
-            )
-            svg.box(110 + 790 * at / most, y, 790 * size / most, ROW - 6, COLOURS[part], title)
+            title = f"stage {row['stage']}, {_words(part)}: {bytes_(size)}. {memory['how'][part]}"
+            x = LEFT + WIDE * at / most
+            svg.box(x, y, WIDE * size / most, ROW - 6, COLOURS[part], title)
             at += size
-        peaks.append((116 + 790 * at / most, y + 15, bytes_(row["peak"])))
+        peaks.append((LEFT + 6 + WIDE * at / most, y + 15, bytes_(row["peak"])))
     if device:
-        svg.rule(110 + 790 * device / most, 2, ROW * len(rows) + 28, f"device: {bytes_(device)}")
+        x = LEFT + WIDE * device / most
+        svg.line(x, 2, x, end + 28, LIMIT)
+        svg.text(x, end + 42, f"device: {bytes_(device)}", middle=True)
     for size, words in _ticks(most):
-        at = 110 + 790 * size / most
-        svg.line(at, ROW * len(rows) + 8, at, ROW * len(rows) + 12, "currentColor")
-        svg.text(at, ROW * len(rows) + 26, words, middle=True)
-    for x, y, peak in peaks:  # above the line, which would strike them through
+        x = LEFT + WIDE * size / most
+        svg.line(x, end + 8, x, end + 12, "currentColor")
+        svg.text(x, end + 26, words, middle=True)
+    # over the line of the device, which would strike the numbers through
+    for x, y, peak in peaks:
         svg.text(x, y, peak, halo=True)
     return [
         "<h2>Memory of a rank at its peak</h2>",
-        f"<p>The peak is on stage {memory['peak']['stage']}, {_text(memory['peak']['where'])}.</p>",
-        legend((part.replace("_", " "), COLOURS[part]) for part in parts),
+        f"<p>The peak is on stage {memory['peak']['stage']}, "
+        f"{text_of(memory['peak']['where'])}.</p>",
+        legend((_words(part), COLOURS[part]) for part in parts),
         svg.markup(),
     ]
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")
 
 
 def _over_time(
@@ -187,10 +166,12 @@ def _over_time(
     most = max(peak, device or 0) * 1.05
     wide = 430
     high = 96
-    shown = _ends(len(stages), STAGES_DRAWN)
-    svg = Svg(1000, -(-len(shown) // 2) * (high + 34) + 4)
-    for number, index in enumerate(shown):
-        stage = stages[index]
+    shown = list(stages)
+    if len(stages) > STAGES_DRAWN:
+        half = STAGES_DRAWN // 2
+        shown = [*stages[:half], *stages[-half:]]
+    svg = Svg(PAGE, -(-len(shown) // 2) * (high + 34) + 4)
+    for number, stage in enumerate(shown):
         x = 50 + number % 2 * 500
         y = 22 + number // 2 * (high + 34)
         _area(svg, stage, line, (x, y, wide, high), most)
@@ -201,99 +182,63 @@ def _over_time(
         if line.cut is not None:
             svg.box(x + wide * line.cut / line.end - 3, y, 6, high, "Canvas", "what is left out")
         if device:
-            svg.line(
-                x,
-                y + high - high * device / most,
-                x + wide,
-                y + high - high * device / most,
-                "#d1242f",
-            )
+            level = y + high - high * device / most
+            svg.line(x, level, x + wide, level, LIMIT)
         svg.text(x, y - 6, f"stage {stage.stage}: peak {bytes_(stage.peak)}")
     unit = GIB if peak >= 4 * GIB else MIB
-    said = f"Each picture is {in_unit(round(most), unit)} {'GiB' if unit == GIB else 'MiB'} high"
-    said += "; the red line is the memory of a device." if device else "."
+    text = f"Each picture is {in_unit(round(most), unit)} {'GiB' if unit == GIB else 'MiB'} high"
+    text += "; the red line is the memory of a device." if device else "."
     if line.cut is not None:
-        said += (
+        text += (
             f" Of {line.of} micro-batches the begin and the end of the step are drawn, with a break"
             " between."
         )
     if len(shown) < len(stages):
-        more = f" {len(stages) - len(shown)} stages between them are not drawn."
-    else:
-        more = ""
-    colours = [
-        ("what autograd keeps", COLOURS["activations"]),
-        ("at the peak, for a moment", COLOURS["working"]),
-    ]
-    names = [
-        (part.replace("_", " "), COLOURS[part])
-        for part in STANDING
-        if any(s.parts[part] for s in stages)
-    ]
-    return [
-        "<h2>Memory over a step</h2>",
-        f"<p>{said}{more}</p>",
-        legend([*names, *colours]),
-        svg.markup(),
-    ]
+        text += f" {len(stages) - len(shown)} stages between them are not drawn."
+    names = [(_words(p), COLOURS[p]) for p in STANDING if any(s.parts[p] for s in stages)]
+    names.append(("what autograd keeps", COLOURS["activations"]))
+    names.append(("at the peak, for a moment", COLOURS["working"]))
+    return ["<h2>Memory over a step</h2>", f"<p>{text}</p>", legend(names), svg.markup()]
 
 
 def _ticks(most: float) -> Iterator[tuple[float, str]]:
     """Round sizes up to `most` bytes, in GiB or MiB."""
     unit, name = (GIB, "GiB") if most >= 4 * GIB else (MIB, "MiB")
-    step = next(step for power in range(9) for step in (10**power, 2 * 10**power, 5 * 10**power)
-                if step * unit * TICKS >= most)  # fmt: skip
+    steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+    step = next(step for step in steps if step * unit * TICKS >= most)
     for number in range(0, int(most / unit) + 1, step):
         yield number * unit, f"{number} {name}"
 
 
-def _area(
-    svg: Svg,
-    stage: StageMemory,
-    line: Timeline,
-    box: tuple[float, float, float, float],
-    most: float,
-) -> None:
+def _area(svg: Svg, stage: StageMemory, line: Timeline, box: Box, most: float) -> None:
+    """Draw the memory of one stage over the step."""
     x, y, wide, high = box
-    below = 0.0
+    floor = y + high
     for part in STANDING:
         size = stage.parts[part] * high / most
-        svg.box(
-            x,
-            y + high - below - size,
-            wide,
-            size,
-            COLOURS[part],
-            f"{part.replace('_', ' ')}: {bytes_(stage.parts[part])}",
-        )
-        below += size
-    points = kept_over_time(stage, line.blocks[stage.stage])
+        floor -= size
+        title = f"{_words(part)}: {bytes_(stage.parts[part])}"
+        svg.box(x, floor, wide, size, COLOURS[part], title)
     blocks = line.blocks[stage.stage]
+    points = kept_over_time(stage, blocks)
     scale = wide / line.end
-    corners = []
+    corners = [(x, floor)]
     before = 0.0
+    # Two corners for each change: memory grows and shrinks in steps.
     for time, size in points:
-        corners += [(x + time * scale, y + high - below - before * high / most)]
+        for level in (before, size):
+            corners.append((x + time * scale, floor - level * high / most))
         before = float(size)
-        corners += [(x + time * scale, y + high - below - before * high / most)]
-    svg.area(
-        [(x, y + high - below), *corners, (x + wide, y + high - below)], COLOURS["activations"]
-    )
+    svg.area([*corners, (x + wide, floor)], COLOURS["activations"])
     moment = stage.parts["recompute"] + stage.parts["working"]
     held = max(size for _, size in points)
     at = next(time for time, size in points if size == held)
-    backward = next(
-        (block for block in blocks if not block.forward and block.begin >= at - 1e-9), blocks[-1]
-    )
-    top = y + high - below - (held + moment) * high / most
-    svg.box(
-        x + backward.begin * scale,
-        top,
-        max(2.0, 4.0),
-        moment * high / most,
-        COLOURS["working"],
-        "in a backward",
-    )
+    # The times of a backward and of the peak are sums in different orders.
+    later = (block for block in blocks if not block.forward and block.begin >= at - 1e-9)
+    backward = next(later, blocks[-1])
+    top = floor - (held + moment) * high / most
+    left = x + backward.begin * scale
+    svg.box(left, top, 4.0, moment * high / most, COLOURS["working"], "in a backward")
 
 
 def _schedule(line: Timeline) -> list[str]:
@@ -303,7 +248,6 @@ def _schedule(line: Timeline) -> list[str]:
     left = 64.0
     gap = 0.0 if line.cut is None else BREAK
     narrow = min(block.end - block.begin for blocks in line.blocks for block in blocks)
-    # wider than the page it is scrolled
     wide = min(MOST_WIDE, max(930.0, LEAST_BLOCK * line.end / narrow))
     svg = Svg(wide + 70, rows * high + 30)
     scale = (wide - gap) / line.end
@@ -312,135 +256,103 @@ def _schedule(line: Timeline) -> list[str]:
         svg.text(0, y + high / 2 + 4, f"stage {stage}")
         svg.box(left, y, wide, high - 4, "#8882", f"stage {stage} waits")
         for block in blocks:
-            _block(svg, line, block, (left, y, high - 4, scale), gap)
+            _block(svg, line, block, (left, y, scale, high - 4), gap)
+    drawn = "All micro-batches"
     if line.cut is not None:
-        svg.box(left + line.cut * scale, 0, gap, rows * high + 4, "Canvas", "what is left out")
-        svg.text(left + line.cut * scale + gap / 2, rows * high + 20, "left out", middle=True)
-    drawn = "all micro-batches"
-    if line.cut is not None:
+        at = left + line.cut * scale
+        svg.box(at, 0, gap, rows * high + 4, "Canvas", "what is left out")
+        svg.text(at + gap / 2, rows * high + 20, "left out", middle=True)
         drawn = (
-            f"the begin and the end of a step of {line.of} micro-batches: of those between, which"
-            " do the same "
+            f"The begin and the end of a step of {line.of} micro-batches: of those between, which"
+            f" do the same again, {line.of - line.micro} are left out at the break"
         )
-        drawn += f"again, {line.of - line.micro} are left out at the break"
     chunks = max(block.chunk for stage in line.blocks for block in stage)
+    colours = []
+    for name, shades in (("forward", FORWARD), ("backward", BACKWARD)):
+        for n in range(min(chunks, 3) + 1):
+            chunk = f" of chunk {n}" if chunks else ""
+            colours.append((f"{name}{chunk}{' and later' if n == 3 < chunks else ''}", shades[n]))
+    deeper = ""
     if chunks:
-        said = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways."
-    else:
-        said = ""
-    key = [(f"{name}{f' of chunk {n}' if chunks else ''}{' and later' * (n == 3 < chunks)}", colours[n])
-           for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
-           for n in range(min(chunks, 3) + 1)]  # fmt: skip
+        deeper = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways."
     return [
         "<h2>Pipeline schedule</h2>",
-        (
-            f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what"
-            f" it computes again. In the whole step the busiest stage waits {share(line.bubble)} of"
-            f" the time.{said}</p>"
-        ),
-        legend([*key, ("bubble", "#8884")]),
+        f"<p>{drawn}; a backward takes as long as two forwards and what it computes again. In the"
+        f" whole step the busiest stage waits {share(line.bubble)} of the time.{deeper}</p>",
+        legend([*colours, ("bubble", "#8884")]),
         svg.markup(),
     ]
 
 
-FORWARD = ("#7aa3d4", "#5b86bd", "#4069a0", "#2c5084")
-BACKWARD = ("#93c7a0", "#6dab7c", "#478657", "#377247")
-NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
-"""Of the first chunks of a stage and later ones: colours of a block, and of what is written on it.
-"""
-
-
-def _block(
-    svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float
-) -> None:
-    """Draw a forward or backward pass, moved to the right after the break, and in two parts across it."""
-    left, y, high, scale = box
+def _block(svg: Svg, line: Timeline, block: Block, box: Box, gap: float) -> None:
+    """Draw a forward or backward pass, moved to the right after the break, and in two parts across
+    it; `box` has the left end, the top, the width of a unit of time and the height.
+    """
+    left, y, scale, high = box
     colours = FORWARD if block.forward else BACKWARD
-    number = line.number(block)
-    colour = colours[min(block.chunk, 3)]
+    number = str(line.number(block))
+    shade = min(block.chunk, 3)
     chunk = f", chunk {block.chunk}" if block.chunk else ""
     title = f"{'forward' if block.forward else 'backward'} of micro-batch {number}{chunk}"
     cut = line.end if line.cut is None else line.cut
-    for begin, end, shift in (
-        (block.begin, min(block.end, cut), 0.0),
-        (max(block.begin, cut), block.end, gap),
-    ):
+    before = (block.begin, min(block.end, cut), 0.0)
+    after = (max(block.begin, cut), block.end, gap)
+    for begin, end, shift in (before, after):
         wide = (end - begin) * scale
         if wide <= 0:
             continue
         x = left + begin * scale + shift
-        svg.box(x, y, max(0.4, wide - 0.6), high, colour, title)
-        if wide > 7.5 * len(str(number)) and high > 12:
-            svg.text(
-                x + wide / 2,
-                y + high / 2 + 4,
-                str(number),
-                middle=True,
-                colour=NUMBERS[min(block.chunk, 3)],
-            )
+        svg.box(x, y, max(0.4, wide - 0.6), high, colours[shade], title)
+        # a digit is about 7.5 wide
+        if wide > 7.5 * len(number) and high > 12:
+            middle = x + wide / 2
+            svg.text(middle, y + high / 2 + 4, number, middle=True, colour=NUMBERS[shade])
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
     """Return a bar of the time of a step by part, where there is one."""
     time = found["time"]
     if time["step_s"] is None:
-        return ["<h2>Time of a step</h2>", f"<p>It is {_text(no_time(time))}.</p>"]
+        return ["<h2>Time of a step</h2>", f"<p>It is {text_of(no_time(time))}.</p>"]
     parts = {name: value for name, value in time["parts_s"].items() if value}
     total = time["step_s"]
-    svg = Svg(1000, 44)
+    svg = Svg(PAGE, 44)
+    x = 0.0
     rows = []
-    svg.add(
-        bar(
-            0,
-            6,
-            1000,
-            32,
-            [
-                (value, hue(n, len(parts)), f"{name}: {value * 1e3:.1f} ms")
-                for n, (name, value) in enumerate(parts.items())
-            ],
-        )
-    )
-    for name, value in parts.items():
-        cells = (name, duration(value), share(value / total), time["how"][name])
-        *numbers, how = map(_text, cells)
-        rows.append(
-            f"<tr>{''.join(f'<td>{number}</td>' for number in numbers)}<td"
-            f" class=how>{how}</td></tr>"
-        )
+    for number, (name, value) in enumerate(parts.items()):
+        wide = PAGE * value / sum(parts.values())
+        svg.box(x, 6, wide, 32, hue(number, len(parts)), f"{name}: {value * 1e3:.1f} ms")
+        x += wide
+        rows.append((name, duration(value), share(value / total), time["how"][name]))
     return [
         "<h2>Time of a step</h2>",
         f"<p>{total:.3f} s, of the slowest stage.</p>",
         legend((name, hue(n, len(parts))) for n, name in enumerate(parts)),
         svg.markup(),
-        f'<div class="pic"><table>{"".join(rows)}</table></div>',
+        table_of(rows, prose=3),
     ]
 
 
 def _grid(stages: Sequence[StageMemory]) -> list[str]:
-    """Machines as rows of devices, coloured by pipeline stage."""
+    """Draw machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.world
-    groups = machines(grid, devices)
-    columns = min(devices, (1000 - GAP) // SIDE)
-    svg = Svg(1000, 0)
-    y = 18.0
-    for group in groups:
-        y = _group(svg, grid, group, devices, columns, y)
-    svg.height = y
+    devices = run.cluster.devices_per_node or run.parallel.ranks
+    columns = min(devices, (PAGE - GAP) // SIDE)
+    svg = Svg(PAGE, 18.0)
+    for group in machines(grid, devices):
+        svg.height = _group(svg, grid, group, devices, columns)
+    names = []
     if grid.pp <= 16:
         names = [(f"stage {stage}", hue(stage, grid.pp)) for stage in range(grid.pp)]
-    else:
-        names = []
     of = f"a row of {devices}" if columns == devices else f"{devices} in rows of {columns}"
+    copy = "the ranks with dp 0"
+    if grid.ep > 1:
+        copy += ", and those with the first copy of each expert"
     return [
         "<h2>Ranks on machines</h2>",
-        (
-            f"<p>{_text(str(grid))}: a square is a device, {of} a machine; the colour is its stage."
-            f" Outlined: one copy of the model, {_copy_words(grid)}. A square under the pointer"
-            " says its place.</p>"
-        ),
+        f"<p>{text_of(grid)}: a square is a device, {of} a machine; the colour is its stage."
+        f" Outlined: one copy of the model, {copy}. A square under the pointer says its place.</p>",
         legend(names),
         svg.markup(),
     ]
@@ -453,19 +365,12 @@ def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
     return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
 
 
-def _copy_words(grid: RankGrid) -> str:
-    if grid.ep > 1:
-        return "the ranks with dp 0, and those with the first copy of each expert"
-    return "the ranks with dp 0"
-
-
-def _group(
-    svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float
-) -> float:
-    """Draw machines of a kind from `y` on, the devices of each in rows of `columns`; returns where
-    they end.
+def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int) -> float:
+    """Draw machines of a kind below the picture so far, the devices of each in rows of `columns`;
+    return where they end.
     """
-    per_row = max(1, 1000 // (SIDE * columns + GAP))
+    y = svg.height
+    per_row = max(1, PAGE // (SIDE * columns + GAP))
     high = SIDE * -(-devices // columns) + 6
     drawn = min(group.number, NODES_DRAWN)
     last = group.first + group.number - 1
@@ -480,18 +385,14 @@ def _group(
         for index, stage in enumerate(group.stages):
             rank = (group.first + number) * devices + index
             at = grid.coords(rank)
-            title = f"rank {rank}: " + ", ".join(
-                f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1
-            )
-            x = left + index % columns * SIDE
-            down = top + index // columns * SIDE
+            axes = ", ".join(f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1)
             svg.box(
-                x,
-                down,
+                left + index % columns * SIDE,
+                top + index // columns * SIDE,
                 SIDE - 2,
                 SIDE - 2,
                 hue(stage, grid.pp),
-                title,
+                f"rank {rank}: {axes}",
                 outline=_in_a_copy(grid, at),
             )
     return y + -(-drawn // per_row) * high + 24
@@ -500,37 +401,8 @@ def _group(
 def _parameters(found: Mapping[str, Any]) -> list[str]:
     numbers = found["parameters"]
     kinds = list(numbers["by_kind"])
-    head = "".join(f"<th>{_text(name)}</th>" for name in ("stage", "layers", "a rank", *kinds))
-    rows = [
-        "".join(
-            f"<td>{_text(count(cell) if isinstance(cell, int) else cell or '-')}</td>"
-            for cell in (
-                str(row["stage"]),
-                row["layers"],
-                row["rank"],
-                *(row.get(kind) for kind in kinds),
-            )
-        )
-        for row in alike(numbers["by_stage"])
-    ]
-    return [
-        "<h2>Parameters</h2>",
-        (
-            "<div"
-            f' class="pic"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
-        ),
-    ]
-
-
-def _ends(number: int, most: int) -> list[int]:
-    """Return indices of so many at most, from both ends."""
-    if number <= most:
-        return list(range(number))
-    return [*range(most // 2), *range(number - most // 2, number)]
-
-
-def _text(value: Any) -> str:
-    """Return text for a page: what cannot be printed becomes its code, and nothing in
-    it is markup.
-    """
-    return escape(visible(in_a_line(str(value))))
+    rows = []
+    for row in alike(numbers["by_stage"]):
+        sizes = (count(row[kind]) if row.get(kind) else "-" for kind in kinds)
+        rows.append((row["stage"], row["layers"] or "-", count(row["rank"]), *sizes))
+    return ["<h2>Parameters</h2>", table_of(rows, ("stage", "layers", "a rank", *kinds))]

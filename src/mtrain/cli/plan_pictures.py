@@ -15,10 +15,11 @@ from mtrain.plan.report import alike
 from mtrain.plan.timeline import Timeline
 from mtrain.units import bytes_
 
+# Cells of a bar at most and at least, and those that its label takes.
 WIDTH = 88
 LEAST = 24
 BESIDE = 30
-"""Most and fewest cells of a bar, and the width of its label."""
+# Part of the memory -> the letter that fills its part of a bar.
 LETTERS = {
     "context": "x",
     "communication": "c",
@@ -32,7 +33,6 @@ LETTERS = {
     "recompute": "R",
     "working": "w",
 }
-"""Part of the memory -> the letter of its part of a bar."""
 STAGES_DRAWN = 32
 
 
@@ -135,7 +135,7 @@ def _time(parts: Mapping[str, float]) -> Iterator[Styled]:
 def _machines(stages: Sequence[StageMemory]) -> Iterator[Styled]:
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.world
+    devices = run.cluster.devices_per_node or run.parallel.ranks
     yield [("ranks on machines", "bold"), (f", {devices} devices each, by pipeline stage", "")]
     for group in machines(grid, devices):
         last = group.first + group.number - 1

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtrain import strict_json
-from mtrain.cli.tables import table
+from mtrain.cli.output import new_page, refusal, say_json, table, write_page
 from mtrain.config.compose.composer import Composed, Rejected, compose
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.sweep import jobs
@@ -24,18 +23,15 @@ from mtrain.plan.tune.choose import cleared, said_of
 from mtrain.processes import without_collecting
 from mtrain.units import GIB, duration, short
 
-if TYPE_CHECKING:
-    pass
-
 SCALE = "--scale"
 WEAK = "--weak"
 DOTS = "..."
 EXAMPLE = f"plan {SCALE} 96,192,{DOTS},4608"
+# Numbers of devices at most: each is a search.
 MOST = 64
-"""Numbers of devices at most."""
 LARGEST = 1 << 20
+# Cells of a bar on a terminal.
 BAR = 40
-"""Cells of a bar on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,17 @@ def run(
         raise ConfigError([*problems, *more, *_rejected(argv)])
     to = None
     if html is not None:
-        from mtrain.cli.plan import new_page
-
         to = new_page(Path(html).expanduser())
     with without_collecting():
         found = scaled(words, counts, weak=weak)
     if not any(one.layout for one in found.points):
         _refuse(found)
     if as_json:
-        say_page(strict_json.dumps(report(found), indent=2))
+        say_json(report(found))
     elif to is None:
         lines = [*page(found), *(_bars(found) if draw else ())]
         say_page("\n".join(map(visible, lines)))
     if to is not None:
-        from mtrain.cli.plan import write_page
         from mtrain.cli.scale_page import page_of
 
         write_page(to, page_of(found, title(found), cells(found), report(found)))
@@ -133,6 +126,7 @@ def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
     last = parts[place + 1] if place + 2 == len(parts) else ""
     if len(counts) < 2 or not last.isdigit() or not 0 < int(last) <= LARGEST:
         return [_bad(rule, EXAMPLE)]
+    # `...` continues a ratio, not a difference: the axes of the page are logarithmic.
     times, rest = divmod(counts[-1], counts[-2])
     if rest or times < 2:
         return [_bad(f"{rule}; {counts[-1]} is no multiple of {counts[-2]}", EXAMPLE)]
@@ -208,7 +202,7 @@ def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool)
                 f" {', '.join(wrong)}"
             )
             fix = f"{BATCH}={-(-size // counts[0]) * counts[0]}"
-            raise ConfigError([Problem("MT010", BATCH, size, rule, fix, COMMAND_LINE)])
+            raise refusal(rule, fix, "MT010", BATCH, size)
         sizes = [each or size for each in grown]
     points = []
     for one, batch in zip(asked, sizes, strict=True):
@@ -228,6 +222,7 @@ def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Ask
         except Rejected as error:
             problems |= {problem.render(): problem for problem in error.problems}
             continue
+        # Without swept keys all counts have the same words: they are composed once.
         known[tuple(row)] = composed
         if why := misfit(composed.run, devices):
             problems[why] = _bad(f"{SCALE}: {why}", f"{SCALE} with one of these in its place")
@@ -267,6 +262,7 @@ def title(found: Scale) -> str:
     run = first.layout.run
     several = any(one.differs for one in found.points)
     name = "" if several else f"{run.model.name}, {run.precision.words}, "
+    # The name of a cluster ends with its devices, of which there are several here.
     kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", run.cluster.name)
     sizes = {one.batch for one in found.points}
     if len(sizes) == 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mtrain import api
 from mtrain.api import load
 from mtrain.config.engine.kernels import summary
@@ -14,23 +12,18 @@ from mtrain.launching.prove import Comparison, in_words, one_at_a_time, table
 from mtrain.layout.grid import RankGrid
 from mtrain.loading.configuration import say_replaced
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import (
-    differences,
-)
+from mtrain.plan.shrink import differences
 from mtrain.units import count
 
-if TYPE_CHECKING:
-    pass
-
+# The exit code of a layout that differs: a training fault.
 FAULT = 5
-"""The exit code of a layout that is not equal: a training fault."""
+# Modules with wrong dropout that are printed.
 MOST_MASKS = 5
-"""Modules with wrong dropout that are printed."""
 
 
-def run(argv: list[str]) -> int:
-    """Prove the layout that `argv` describes, and print every comparison; return the exit code."""
-    loaded = load(argv)
+def run(words: list[str]) -> int:
+    """Prove the layout that `words` describe, and print every comparison; return the exit code."""
+    loaded = load(words)
     say_replaced(loaded)
     proof = api.prove(loaded, before=lambda small: _announce(loaded.run, small), after=_report)
     for module, problem in proof.dropout[:MOST_MASKS]:

@@ -26,14 +26,14 @@ STEPS = 6
 SAVED = 3
 
 
-def run(argv: list[str]) -> int:
-    """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit
+def run(words: list[str]) -> int:
+    """Train what `words` describe, shrunk; save, resume, and compare the two ends; returns the exit
     code.
     """
-    loaded = load(argv)
+    loaded = load(words)
     say_replaced(loaded)
     full = loaded.run
-    small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
+    small = shrunk(full, words, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
     asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
     device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
@@ -43,12 +43,13 @@ def run(argv: list[str]) -> int:
         f" {'; '.join(differences(full, small))}"
     )
     with scratch_folder("mtrain-rehearse-") as scratch:
-        whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
+        whole = local.launch(_in(small, scratch, "whole"), words) / CHECKPOINTS
         saved = whole / ckpt_folder.folder_name(SAVED)
         resumed = (
-            local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
+            local.launch(_in(small, scratch, "resumed", resume=str(saved)), words) / CHECKPOINTS
         )
         equal = _ends(whole) == _ends(resumed)
+        # An export reads the checkpoint as a user of the weights would, tensor by tensor.
         exported = _export(whole, scratch / "exported")
     missing = parameters(small.model) - exported
     say(f"exported {count(exported)} parameters as whole tensors")
@@ -78,6 +79,7 @@ def _export(checkpoints: Path, out: Path) -> int:
     return sum(
         tensor.numel()
         for key, tensor in read(out)
+        # A router also has buffers, such as the bias of balancing: they are no parameters.
         if ".router." not in key or key.endswith(".weight")
     )
 
@@ -108,5 +110,6 @@ def _ends(root: Path) -> dict[str, str]:
     return {
         name: facts["header_sha256"]
         for name, facts in manifest["files"].items()
+        # The file of the run names its own folder, which differs.
         if name != ckpt_folder.RUN_FILE
     }

@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from math import log
 from typing import Any
 
-from mtrain.cli.plan_page import POLICY, STYLE
-from mtrain.cli.svg import Svg, legend
-from mtrain.errors import in_a_line, visible
+from mtrain.cli.html import PAGE, Svg, html_page, legend, table_of, text_of
 from mtrain.plan.scale import Point, Scale
 from mtrain.units import short
 
+# the frame of a picture
 LEFT = 90.0
 WIDE = 860.0
 HIGH = 240.0
 TOP = 14.0
-"""Of the frame of a picture that is 1000 wide."""
 LINE = "#3b6ea5"
 IDEAL = "#888888"
 
@@ -29,23 +26,13 @@ def page_of(
     found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]
 ) -> str:
     """Return the page of a scale; `cells` are its table, the head first."""
-    head, *rows = cells
-    table = [f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"]
-    table += [f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows]
     error = report["error"]
-    off = (
-        "" if error is None else f" Predicted rates are off by {error['median']:.1%} in the median."
-    )
-    parts = [
-        "<!doctype html>",
-        (
-            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
-            ' content="width=device-width">'
-        ),
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{_text(title)}</h1><p>Each row has the layout that tune chooses.{off}</p>",
-        f'<div class="pic"><table>{"".join(table)}</table></div>',
+    off = ""
+    if error is not None:
+        off = f" Predicted rates are off by {error['median']:.1%} in the median."
+    body = [
+        f"<h1>{text_of(title)}</h1><p>Each row has the layout that tune chooses.{off}</p>",
+        table_of(cells[1:], cells[0]),
         "<h2>Tokens/s of all devices</h2>",
         legend([("predicted", LINE), ("in proportion to the devices", IDEAL)]),
         _rates(found),
@@ -53,9 +40,8 @@ def page_of(
         _shares(found, lambda one: 0.0 if one.layout is None else one.layout.time.mfu),
         "<h2>Efficiency against the first</h2>",
         _shares(found, found.efficiency),
-        "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return html_page(title, "plan.css", body)
 
 
 def _places(found: Scale) -> dict[int, float]:
@@ -69,7 +55,7 @@ def _places(found: Scale) -> dict[int, float]:
 
 
 def _frame(found: Scale) -> Svg:
-    svg = Svg(1000, TOP + HIGH + 30)
+    svg = Svg(PAGE, TOP + HIGH + 30)
     svg.line(LEFT, TOP + HIGH, LEFT + WIDE, TOP + HIGH, IDEAL)
     for devices, x in _places(found).items():
         svg.text(x, TOP + HIGH + 18, str(devices), middle=True)
@@ -77,7 +63,7 @@ def _frame(found: Scale) -> Svg:
 
 
 def _rates(found: Scale) -> str:
-    """Return both axes are logarithmic."""
+    """Draw tokens a second over devices; both axes are logarithmic."""
     first = found.first
     places = _places(found)
     svg = _frame(found)
@@ -102,7 +88,7 @@ def _rates(found: Scale) -> str:
 
 
 def _shares(found: Scale, value: Callable[[Point], float]) -> str:
-    """Return a share from 0 on."""
+    """Draw a share over devices, from 0 on."""
     places = _places(found)
     svg = _frame(found)
     fitting = [one for one in found.points if one.layout is not None]
@@ -122,8 +108,3 @@ def _dot(svg: Svg, x: float, y: float, said: str, one: Point) -> None:
     assert one.layout is not None
     svg.box(x - 4, y - 4, 8, 8, LINE, f"{one.devices} devices: {one.layout.words}")
     svg.text(x, y - 9, said, middle=True, halo=True)
-
-
-def _text(value: Any) -> str:
-    """Return text for a page: nothing in it is markup."""
-    return escape(visible(in_a_line(str(value))))

@@ -22,12 +22,12 @@ from mtrain.launching.environment import Place, Setting
 from mtrain.loading import initial_weights
 from mtrain.loading.configuration import load, say_replaced
 
+# The source of a choice that is not the default one.
 CHOSEN = "a choice"
-"""The source of a choice that is not the default one."""
 
 
 def run(
-    argv: Sequence[str], *, bare: bool = False, changed: bool = False, as_json: bool = False
+    words: Sequence[str], *, resolved: bool = False, changed: bool = False, as_json: bool = False
 ) -> int:
     """Print the configuration, and the environment that each of its ranks gets; return the exit
     code.
@@ -38,7 +38,7 @@ def run(
     Raises:
         ConfigError: the configuration has errors.
     """
-    loaded = load(argv, to_run=False)
+    loaded = load(words, to_run=False)
     say_replaced(loaded)
     if changed:
         found = changes(loaded)
@@ -58,7 +58,7 @@ def run(
         }
         variables = {name: asdict(setting) for name, setting in _environment(loaded.run).items()}
         say_page(strict_json.dumps({**body, "environment": variables}))
-    elif bare:
+    elif resolved:
         say_page(run_yaml(loaded.run))
     else:
         say_page(run_yaml(loaded.run, {k: visible(v) for k, v in loaded.origins.items()}))
@@ -93,7 +93,7 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
 
 
 def _environment(run: RunConfig) -> Mapping[str, Setting]:
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     nodes = run.cluster.nodes
     here = -(-ranks // nodes)
     return environment.environment(run, Place.here(here, on_one_machine=nodes == 1), os.environ)

@@ -8,16 +8,16 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.api import load
-from mtrain.cli.tables import table
+from mtrain.cli.output import refusal, table
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.errors import say_page, visible
 from mtrain.layout.grid import RankGrid
 from mtrain.units import GIB, MIB, bytes_, count, in_unit
 
 RANK = "rank="
+# Rows of a table on the page; --json has all.
 MOST_LINES = 16
-"""Of a table of the page; `--json` has all."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
@@ -48,7 +48,7 @@ def _rank(words: Sequence[str], world: int) -> int:
     text = words[-1].removeprefix(RANK) if words else "0"
     if len(words) > 1 or not text.isdecimal() or int(text) >= world:
         rule = f"{' '.join(words)}: the layout has the ranks 0 to {world - 1}"
-        raise ConfigError([Problem("MT010", "", None, rule, "rank=0", "command line")])
+        raise refusal(rule, "rank=0")
     return int(text)
 
 
@@ -57,6 +57,7 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     from mtrain import mcore
     from mtrain.devices import registry
 
+    # Tensors without data need no device, so any machine traces any cluster.
     mcore.install(registry.get(CPU.name))
     from mtrain.train.trace.report import trace_report
     from mtrain.train.trace.trace import trace
@@ -67,10 +68,11 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         if not _asks_for_values(error):
             raise
+        # torch appends a page about its dispatcher to the first line.
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         rule = f"its step does not run on shapes only: {first}"
-        raise ConfigError(
-            [Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]
+        raise refusal(
+            rule, "plan, without --trace", "MT255", "model.name", run.model.name
         ) from error
 
 
@@ -98,7 +100,7 @@ def _require_plan(run: RunConfig) -> None:
     except ValueError as error:
         family = run.model.family
         fix = "a family that says so"
-        raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
+        raise refusal(str(error), fix, "MT254", "model.family", family) from None
 
 
 def page(found: dict[str, Any]) -> list[str]:

@@ -21,9 +21,33 @@ from mtrain.world.launchers import Launched
 TAKEN = "MT434"
 
 
+def train(words: list[str], *, multirun: bool, as_json: bool, debug: bool) -> int:
+    """Train one configuration, or with -m every combination."""
+    if multirun:
+        from mtrain.cli import multirun as sweep
+
+        return sweep.train(words, debug=debug, as_json=as_json)
+    return run(words, debug=debug)
+
+
+def resume(words: list[str], *, debug: bool) -> int:
+    """Train on with the configuration in a run folder, under the further words.
+
+    Raises:
+        ConfigError: no folder is given, or it is neither a run nor a checkpoint.
+    """
+    from mtrain.loading.checkpoints import beneath, quoted, relaid, run_file, target_of
+
+    usage = f"{program()} resume runs/<name> [overrides]"
+    target, overrides = target_of(words, "resume", usage)
+    given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
+    return run([*given, *beneath(relaid(overrides), overrides)], debug=debug)
+
+
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes; return the exit code."""
     place = torchrun.here()
+    # srun with one task a machine starts no ranks: mtrain does, as torchrun would.
     if place is not None and place.one_a_machine:
         return _as_machine(argv, place)
     if place is not None:
@@ -33,7 +57,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     if stray := torchrun.unused_variable():
         warn(stray)
     folder = api.train(composed)
-    if not argv:  # somebody's first run
+    # Without words this is somebody's first run.
+    if not argv:
         say(*next_steps(folder))
     return 0
 
@@ -65,7 +90,8 @@ def _warn(composed: Loaded) -> None:
     if derived and (length := length_in_words(composed)):
         say(f"trainer.train_iters={run.trainer.steps}{length}")
     for warning in composed.warnings:
-        if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
+        # the process that makes the run folder reports it as an error
+        if warning.code != TAKEN:
             say_page(warning.render(), error=True)
 
 
@@ -75,7 +101,7 @@ def _as_machine(argv: list[str], place: Launched) -> int:
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
-        ranks_here = max(1, composed.run.parallel.world // machines)
+        ranks_here = max(1, composed.run.parallel.ranks // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run
@@ -101,6 +127,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
     try:
         chosen = torchrun.shared_config(argv, compose)
+        # Every rank would find the same faults of the machine.
         if torchrun.is_first_here():
             preflight.check(chosen, argv, machine, ranks_here=torchrun.ranks_here())
         return torchrun.train(chosen, argv)
@@ -112,6 +139,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
             text = message(error) if isinstance(error, MtrainError) else str(error)
             say_page(f"rank {torchrun.rank()}: {text}", error=True)
         code = getattr(error, "exit_code", 130 if expected else 1)
+        # At an ordinary exit a destructor could wait for a rank that has ended.
         leave(code)
         raise
 

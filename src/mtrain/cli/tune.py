@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.recipe.new import require_new, write_new
+from mtrain.cli.output import require_new, write_new
 from mtrain.cli.tune_mine import Mine, mine_in, mine_of
 from mtrain.config.compose.composer import Rejected
 from mtrain.config.compose.dump import override, spell
@@ -19,7 +19,7 @@ from mtrain.config.compose.paths import program
 from mtrain.config.messages.problem import plain, value_at
 from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError, say_page, visible
 from mtrain.loading import initial_weights
 from mtrain.plan.time.accuracy import Accuracy, accuracy_of
@@ -32,22 +32,23 @@ from mtrain.processes import without_collecting
 from mtrain.recipes.diff import overrides_of
 from mtrain.units import GIB, devices
 
+# tune prints a layout as changes to this choice of `parallel`.
 PLAINEST = "single"
-"""The choice of `parallel` that layouts are deltas of."""
 
 
-def run(argv: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
-    """Print the best layouts of the configuration that `argv` describes; return the exit code.
+def run(words: list[str], *, out: str | None, why_not: str | None, as_json: bool) -> int:
+    """Print the best layouts of the configuration that `words` describe; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors, nothing fits, too little is known of the devices,
             or the file `out` exists already.
         BadEnvironment: that file cannot be written.
     """
-    words = overrides_of(argv)
+    words = overrides_of(words)
     path: Path | None = None
     if out is not None:
         path = Path(out if out.endswith((".yaml", ".yml")) else f"{out}.yaml")
+        # A search takes seconds to minutes: a file in the way must not show only after it.
         require_new(path)
     with without_collecting():
         found, task = tuned(words)
@@ -109,6 +110,7 @@ def _asked(
     more = [
         word for word in batch if not any(one.startswith(word.partition("=")[0]) for one in left)
     ]
+    # The same batch and ranks, or the answer would be of another run.
     free = tuned([*left, *more])[0].best[0]
     return mine, free if free.words != first.words else None
 
@@ -132,6 +134,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
         refuse(
             found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0]
         )
+        # `refuse` leaves it to the rules where no layout is to blame.
         problems = check(task.resolve(cleared(raw, said)), composed.origins, raw=cleared(raw, said),
                          resolve=task.resolve, to_run=False)  # fmt: skip
         raise ConfigError(problems)
@@ -263,7 +266,7 @@ def left_of(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _composed(words: Sequence[str], choice: str) -> RunConfig:
+def _composed(words: Sequence[str], choice: str) -> UnresolvedRun:
     """Compose `words` with a choice of `parallel` in place of their layout.
 
     Raises:
@@ -275,7 +278,7 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
         raise ConfigError(error.problems) from None
 
 
-def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+def _told(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
     """Return the keys that say it: those of a layout, but for what follows from others, and what
     `before` says otherwise.
     """
@@ -284,12 +287,13 @@ def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
 
 def _chosen(layout: Layout) -> dict[str, Any]:
     """Return the chosen keys, without derived ones and without defaults."""
+    # Overlap follows from the sharding of the state when nobody sets it.
     left = {key for key, value in layout.change.items() if value is None or "overlap" in key}
     left |= {"optim.cpu_offload"} if not layout.run.optim.cpu_offload else set()
     return {key: value for key, value in layout.change.items() if key not in left}
 
 
-def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+def _other(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
     """Return keys of the layout that `before` has otherwise; what it leaves open follows from
     others as it did here.
     """
@@ -302,6 +306,7 @@ def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
         if old != value and not (old is None and "overlap" in key):
             found[key] = value
     again = task.resolve(changed(before, found))
+    # A recipe may name ranks or a batch that the layout was not searched for.
     if again.parallel.ranks != layout.run.parallel.ranks:
         found["parallel.ranks"] = layout.run.parallel.ranks
     if again.trainer.batch != layout.run.trainer.batch:

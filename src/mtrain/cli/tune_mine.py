@@ -25,10 +25,10 @@ from mtrain.plan.tune.space import changed
 from mtrain.plan.tune.words import reason
 from mtrain.units import bytes_
 
+# The origin of a key that a choice sets begins so; that of a recipe does not.
 SHIPPED = "conf/"
-"""How the place of a key begins that a choice has, and no recipe."""
+# Parts of the memory that an answer names where the memory does not suffice.
 LARGEST = 3
-"""Parts of the memory that are named where it does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def named_words(text: str) -> list[str]:
 
 def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
     """Compare the layout of a composed run, with the batch and ranks of the search."""
+    # Times are comparable only with the same batch on the same ranks.
     batch = {"trainer.global_batch_size": task.raw.trainer.global_batch_size}
     ranks = {} if composed.run.parallel.ranks else {"parallel.ranks": task.raw.parallel.ranks}
     raw = changed(composed.run, {**batch, **ranks, "parallel.auto": False})
@@ -137,6 +138,7 @@ def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
         1,
     )
     best = found.best[0] if found.best else None
+    # The named layout is the best of its family: there is nothing to add.
     if best is not None and best.words == layout.words:
         best = None
     return Mine(named, first, task.room(), (), layout, best)

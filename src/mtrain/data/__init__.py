@@ -7,11 +7,17 @@ itself. Only `mtrain.data.batch` imports torch.
 from __future__ import annotations
 
 from mtrain.data.chats.samples import ChatSamples, PairSamples
-from mtrain.data.image_text.samples import ImageTextSamples
-from mtrain.data.preparation import prepare, prepare_for_model
+from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.samples.token_stream import Samples
 from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
-from mtrain.data.splits import Splits, open_splits, same_data, validation_of
+from mtrain.data.splits import (
+    Splits,
+    open_splits,
+    prepare,
+    prepare_for_model,
+    same_data,
+    validation_of,
+)
 from mtrain.data.store.corpus import Corpus, verify
 
 __all__ = [

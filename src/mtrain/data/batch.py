@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NotRequired, Protocol, TypedDict, cast
+from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
 
 from mtrain.data.chats.samples import NOTHING, ChatSamples, Sample
-from mtrain.data.samples.bin_packing import balance_by_work
-from mtrain.data.samples.evaluated import distinct_samples, is_repeated
-from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.samples.megatron_order import MegatronBlend, MegatronSamples
+from mtrain.data.samples.packing import balance_by_work
+from mtrain.data.samples.token_stream import FillInTheMiddle
 from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 
 
 class Source(Protocol):
@@ -69,11 +69,10 @@ class Packing:
     """Documents are padded to a multiple of this many tokens."""
 
 
+# A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
+# and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
+# every rank and a resumed run make the same.
 Collator = Callable[[torch.Tensor, np.ndarray], MicroBatch]
-"""A function that collates samples to a micro-batch, from their tokens, int64 [n, seq_length + 1],
-and their global numbers, int64 [n]. It depends only on these, random numbers included, so that
-every rank and a resumed run make the same.
-"""
 
 
 def next_token_collator(
@@ -88,6 +87,7 @@ def next_token_collator(
     """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        # a reordered document keeps its length, so packing finds its end where it was
         if moved is not None:
             windows = torch.from_numpy(moved(windows.numpy(), numbers))
         if packing is not None:
@@ -113,7 +113,7 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so
     the samples of a step are the same for any dp_size; `balanced` distributes them by the squares
-    of the lengths of their packed documents. `form` collates them. A `limit` makes this an
+    of the lengths of their packed documents. `collator` collates them. A `limit` makes this an
     evaluation: samples from that number on, and repeated ones, are padding that only fills a step.
     `average` is `trainer.loss_average`. `depths` is how many tokens after the next one are
     predicted as well: see `further_masks`. Raises ConfigError if the global batch cannot be divided
@@ -127,7 +127,7 @@ class GlobalBatches:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        form: Collator | None = None,
+        collator: Collator | None = None,
         limit: int | None = None,
         average: str = "token",
         balanced: bool = False,
@@ -140,11 +140,9 @@ class GlobalBatches:
                 f" {stride}"
             )
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
-            raise ConfigError(
-                [Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)]
-            )
+            raise ConfigError.of("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)
         self.samples = samples
-        self.form = form or next_token_collator()
+        self.collator = collator or next_token_collator()
         self.limit = limit
         self.average = average
         self.depths = depths
@@ -190,11 +188,13 @@ class GlobalBatches:
 
     def _work(self, first: int) -> np.ndarray:
         """Return the attention work of one micro-batch of all ranks, from sample `first` on."""
+        # Only attention differs between samples: all have seq_length tokens, and every other
+        # operation costs the same for each token.
         numbers = first + np.arange(self._stride, dtype=np.int64)
         windows = torch.from_numpy(self.samples.batch(numbers))
         rows = zip(windows.split(1), numbers[:, None], strict=True)
         bounds = [
-            self.form(tokens, number)["cu_seqlens"].numpy().astype(np.float64)
+            self.collator(tokens, number)["cu_seqlens"].numpy().astype(np.float64)
             for tokens, number in rows
         ]
         return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
@@ -208,7 +208,7 @@ class GlobalBatches:
         numbers = np.where(fills, 0, numbers)  # there may be no sample after the last one
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
-        batches = [self.form(tokens, samples) for tokens, samples in parts]
+        batches = [self.collator(tokens, samples) for tokens, samples in parts]
         if self.pads:
             for batch, part in zip(batches, torch.from_numpy(fills), strict=True):
                 self._leave_out(batch, part)
@@ -238,10 +238,9 @@ class GlobalBatches:
         return batch if further is None else cast(MicroBatch, {**batch, FURTHER: further})
 
 
+# Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
+# depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
 FURTHER = "further_masks"
-"""Key of a micro-batch for multi-token prediction: float32 [b, s, depths], the `loss_mask` of each
-depth, averaged by itself as in `averaged`, so that it adds up to the count of its losses.
-"""
 
 
 def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
@@ -294,6 +293,7 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     owners = owner[places]
     counts = torch.zeros_like(flat)
     counts[places[owners != owners.roll(1)]] = 1.0
+    # `roll` compares the first prediction with the last, which may be of the same sample
     if len(places):
         counts[places[0]] = 1.0
     own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
@@ -313,12 +313,12 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     starts: list[int] = []
     for window, ends in zip(windows, ending, strict=True):
         place, begin = _placed(ends[:-1], length, packing.multiple)
-        row = torch.zeros((4, length), dtype=torch.int64)
         kept = place < length
-        there = torch.ones(length, dtype=torch.int64)
-        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[
-            :, kept
-        ]
+        present = torch.ones(length, dtype=torch.int64)
+        columns = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), present])
+        # zeros stay where padding moved the tokens away: id 0, no loss, and not present
+        row = torch.zeros((4, length), dtype=torch.int64)
+        row[:, place[kept]] = columns[:, kept]
         starts += [len(rows) * length + start for start in begin]
         rows.append(row)
     tokens, labels, counted, read = torch.cat(rows, dim=1).unsqueeze(1)
@@ -345,6 +345,7 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
     begin = []
     shift = 0
     for start, stop in pairwise(cuts):
+        # the last token may end a document, and no other follows it
         if start == stop:
             continue
         if start + shift < length:
@@ -391,6 +392,7 @@ def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
     of documents.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    # padding is negative, and an embedding has no row for that
     ids = tokens.clamp(min=0)
     learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))
     length = ids.shape[1] - 1
@@ -414,3 +416,41 @@ def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
         cu_seqlens=bounds,
         padding=batch["padding"].view(1, -1),
     )
+
+
+def evaluation_samples(source: Any, wanted: int) -> Any:
+    """Return the samples of a split that an evaluation of `wanted` samples reads.
+
+    Megatron's order shuffles all epochs of a small split that the evaluations of a run need
+    together; there an evaluation reads one epoch. Otherwise it reads the split itself.
+    """
+    if isinstance(source, MegatronSamples):
+        return source.once() if source.shape.epochs > 1 else source
+    return source.once(wanted) if isinstance(source, MegatronBlend) else source
+
+
+def is_repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
+    """Return whether each sample of the numbers int64 [n] also has a smaller number; bool [n].
+
+    In Megatron's order a blend continues after a corpus is exhausted, and repeats its samples.
+    """
+    if isinstance(source, WholeDocuments) and len(numbers) and source.reaches(int(numbers.max())):
+        return np.zeros(len(numbers), np.bool_)  # without `len`, which would pack all parts
+    again = np.asarray(numbers >= len(source))
+    if isinstance(source, MegatronBlend):
+        part, index = source.places(numbers)
+        again |= index >= np.array([len(one) for one in source.parts])[part]
+    return again
+
+
+def distinct_samples(source: Any, wanted: int) -> tuple[int, int]:
+    """Return how many of the first `wanted` samples of a split are distinct, and the number after
+    the last of them.
+    """
+    if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
+        return wanted, wanted
+    most = min(wanted, len(source))
+    if not isinstance(source, MegatronBlend):
+        return most, most
+    kept = np.flatnonzero(~is_repeated(source, np.arange(most, dtype=np.int64)))
+    return len(kept), int(kept[-1]) + 1 if len(kept) else 0

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
+# How long `close` waits for a started read, so that a disk that hangs cannot block a run
 CLOSING_S = 2.0
-"""How long `close` waits for a started read, so that a disk that hangs cannot block a run."""
 
 
 class _Read(Generic[K, V]):
@@ -59,6 +59,7 @@ class Prefetcher(Generic[K, V]):
 
     def expect(self, key: K) -> None:
         """Start to read `key` and the keys that follow it."""
+        # the consumer took another key than `following` gave, and needs no value read for that one
         while self._ahead and self._ahead[0].key != key:
             self._ahead.popleft().wanted = False
         if not self._ahead and self._depth:
@@ -74,6 +75,7 @@ class Prefetcher(Generic[K, V]):
             self._tasks.put(None)
             self._thread.join(CLOSING_S)
             self._thread = None
+            # a thread that still hangs must not take the tasks of the next one
             self._tasks = SimpleQueue()
 
     def _look_ahead(self) -> None:
@@ -89,6 +91,7 @@ class Prefetcher(Generic[K, V]):
                 target=_serve, args=(self._tasks, self._read), name="data ahead", daemon=True
             )
             self._thread.start()
+            # `__del__` could run while the interpreter shuts down, when queues are gone
             weakref.finalize(self, self._tasks.put, None)
         read: _Read[K, V] = _Read(key)
         self._ahead.append(read)
@@ -100,8 +103,10 @@ def _serve(tasks: SimpleQueue[_Read[K, V] | None], read: Callable[[K], V]) -> No
     while (task := tasks.get()) is not None:
         if not task.wanted:
             continue
+        # every error goes to the thread that takes the value; a daemon would lose it
         try:
             task.outcome.put((read(task.key), None))
         except BaseException as error:
             task.outcome.put((None, error))
+        # the loop waits here for its next task, and would keep a batch in memory
         del task

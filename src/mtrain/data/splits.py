@@ -1,14 +1,9 @@
-"""The splits of a corpus: train, validation and test samples, opened for a run.
-
-A split is a share of one corpus or of a blend, or has corpora of its own; its samples come in the
-keyed order or in Megatron-LM's.
-"""
+"""The corpus of a configuration, prepared before ranks start, and its splits as samples."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,19 +13,15 @@ import numpy as np
 
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.defaults import CHATS
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
+from mtrain.data import image_text
+from mtrain.data.chats import prepare as chats
 from mtrain.data.chats.prepare import REJECTS
 from mtrain.data.chats.samples import ChatSamples, PairSamples, open_chats
-from mtrain.data.image_text.samples import ImageTextSamples, open_image_text
-from mtrain.data.preparation import prepare
+from mtrain.data.image_text import ImageTextSamples, open_image_text
 from mtrain.data.samples import megatron_order, mock
-from mtrain.data.samples.blend import (
-    Blend,
-    Plan,
-    by_sizes,
-    exhausted_problem,
-    unweighted_problem,
-)
+from mtrain.data.samples.blend import Blend, Plan, by_sizes, exhausted_problem, unweighted_problem
 from mtrain.data.samples.megatron_cache import MegatronCache
 from mtrain.data.samples.mock import DOCUMENT_ENDS, MockSamples
 from mtrain.data.samples.token_stream import SHARES, Samples, entropy_nats, split_documents
@@ -42,15 +33,70 @@ from mtrain.data.samples.whole_documents import (
 )
 from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedDataset
+from mtrain.data.text import tokenize as text
+from mtrain.data.text.tokenize import say_to_stderr
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+
+def prepare(
+    data: DataConfig, note: Callable[[str], None] = say_to_stderr, tokenizer: Path | None = None
+) -> Corpus:
+    """Make the corpus of a configuration ready.
+
+    See `prepare` of `text.tokenize`, `chats.prepare` and `image_text` for their work and errors.
+    """
+    data = data.without_excluded()
+    if data.kind == "image_text":
+        return image_text.prepare(data, note, tokenizer)
+    if data.kind in CHATS:
+        return chats.prepare(data, note, tokenizer)
+    return text.prepare(data, note, tokenizer)
+
+
+def prepare_for_model(
+    data: DataConfig,
+    model: Path | None,
+    note: Callable[[str], None] = say_to_stderr,
+    *,
+    accept_changes: bool = False,
+) -> Corpus:
+    """Make a corpus ready for a model whose `tokenizer.json` is `model`, if it has one.
+
+    Text is tokenized with the model's tokenizer. Raises ConfigError if the configuration names
+    another tokenizer, or if another one made the tokens of a corpus, unless `accept_changes`.
+    """
+    if model is None or data.kind == "mock":
+        return prepare(data, note)
+    # a tokenizer that the user names is compared with the model's, and not replaced
+    corpus = prepare(data, note, None if data.tokenizer is not None else model)
+    made_by = corpus.tokenizer_sha256
+    if made_by is None or accept_changes:
+        return corpus
+    own = sha256_of(model)
+    if made_by == own:
+        return corpus
+    if data.tokenizer is not None:
+        key = "data.tokenizer"
+        value = data.tokenizer
+        fix = "data.tokenizer=null"
+    else:
+        key = "data.path"
+        value = corpus.meta.get("source", str(corpus.prefix))
+        fix = f"text that was tokenized with {model}"
+    rule = (
+        f"cannot be used because its tokenizer ({made_by[:12]}) is not the one of the model,"
+        f" {model} ({own[:12]})"
+    )
+    raise ConfigError.of("MT345", key, value, rule, fix)
+
+
+# What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
+# are shuffled together.
 ORDERED_BY = ("epochs", "together")
-"""What Megatron's order depends on besides the corpus: the number of epochs, and how many samples
-are shuffled together.
-"""
 ENTROPY_TOKENS = 5_000_000
+# Tokens of a split that the launcher checks before ranks start, in a tenth of a second
 CHECKED_TOKENS = 1 << 26
-"""Tokens of a split that the launcher checks before ranks start, in a tenth of a second."""
+# Facts of a corpus that `Splits.describe` copies
 DESCRIBED = (
     "kind",
     "source",
@@ -63,7 +109,6 @@ DESCRIBED = (
     "vocab_size",
     "fingerprint",
 )
-"""Facts of a corpus that `Splits.describe` copies."""
 
 TextSamples = Samples | Blend
 SplitSamples = TextSamples | MockSamples | ImageTextSamples | ChatSamples | PairSamples
@@ -124,8 +169,8 @@ class Splits:
                 samples.check_ids(CHECKED_TOKENS)
 
     def remarks(self) -> list[str]:
-        """Return what a user should read before training: what is cut or left out, and how full
-        packed samples are.
+        """Return remarks for the user: the counts of cut and left-out data, and how full packed
+        samples are.
         """
         if isinstance(self.train, WholeDocuments | BlendOfDocuments):
             return packing_remarks(self.train)
@@ -179,17 +224,18 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"the {what} is not the one that the checkpoint was trained on ({key}"
                 f" {str(now.get(key))[:12]}, then {str(saved.get(key))[:12]})"
             )
-            fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
-            raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+            fix = "checkpoint.accept_changes=true to continue with it, or the files as they were"
+            raise ConfigError.of("MT609", "data.path", now.get("source"), rule, fix)
     before = saved.get("train") or {}
     after = now.get("train") or {}
+    # `Blend.describe` has this key since `Halves` orders small shares
     if before.get("dealt") != after.get("dealt"):
         rule = (
-            "the version that wrote the checkpoint dealt out shares below one in a million in"
-            " another order"
+            "cannot be continued because the version that wrote the checkpoint ordered shares below"
+            " one in a million differently"
         )
-        fix = "checkpoint.accept_changes=true to go on in the new order"
-        raise ConfigError([Problem("MT609", "data.blend", now.get("source"), rule, fix)])
+        fix = "checkpoint.accept_changes=true to continue in the new order"
+        raise ConfigError.of("MT609", "data.blend", now.get("source"), rule, fix)
     order_before = [before.get(key) for key in ORDERED_BY]
     order_after = [after.get(key) for key in ORDERED_BY]
     if order_before != order_after:
@@ -201,7 +247,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "trainer.train_iters and trainer.global_batch_size as they were, or"
             " checkpoint.accept_changes=true"
         )
-        raise ConfigError([Problem("MT609", "trainer.train_iters", None, rule, fix)])
+        raise ConfigError.of("MT609", "trainer.train_iters", None, rule, fix)
 
 
 def open_splits(
@@ -285,13 +331,14 @@ def validation_of(
     splits = open_splits(data, vocab_size, seed, corpus, ("validation",), requested)
     made_by = splits.corpus.tokenizer_sha256
     if made_by is not None and tokenizer is not None:
-        own = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        own = sha256_of(tokenizer)
         if own != made_by:
             rule = (
-                f"another tokenizer ({made_by[:12]}) than the model's ({own[:12]}) made its tokens"
+                f"cannot be evaluated because another tokenizer ({made_by[:12]}) than the model's"
+                f" ({own[:12]}) made its tokens"
             )
             fix = f"data=indexed data.path=PREFIX of text that was tokenized with {tokenizer}"
-            raise ConfigError([Problem("MT609", "data.path", data.path, rule, fix)])
+            raise ConfigError.of("MT609", "data.path", data.path, rule, fix)
     return splits
 
 
@@ -299,20 +346,19 @@ def _token_problems(data: DataConfig, vocab_size: int, corpus: Corpus) -> list[P
     """Return a problem for each token id that the model or the data keys cannot use."""
     eod = corpus.meta.get("eod")
     problems = list[Problem]()
-    held = corpus.meta.get("vocab_size")
-    if held is not None and held > vocab_size:
-        rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
-        fix = f"model.vocab_size={held}"
-        problems.append(Problem("MT607", "model.vocab_size", vocab_size, rule, fix))
+    problem = corpus.vocabulary_problem(vocab_size)
+    if problem is not None:
+        problems.append(problem)
     largest = corpus.meta.get("largest_id", -1)
     if largest >= vocab_size:
         rule = (
-            f"the manifest has token ids to {largest}, and the model has ids 0 to {vocab_size - 1}"
+            f"cannot hold all ids because the manifest has token ids to {largest}, and the model"
+            f" has ids 0 to {vocab_size - 1}"
         )
         fix = f"model.vocab_size={largest + 1}"
         problems.append(Problem("MT612", "model.vocab_size", vocab_size, rule, fix))
     if data.eod_mask_loss and eod is None:
-        rule = "no end-of-document token is known"
+        rule = "cannot mask the ends of documents because no end-of-document token is known"
         fix = "data.eod_mask_loss=false, or data.tokenizer=PATH of a tokenizer.json that has one"
         problems.append(Problem("MT608", "data.eod_mask_loss", True, rule, fix))
     for key, value, off in (
@@ -320,11 +366,11 @@ def _token_problems(data: DataConfig, vocab_size: int, corpus: Corpus) -> list[P
         ("fim.rate", data.fim.rate, "0"),
     ):
         if value and eod is None:
-            rule = "its documents end with the end-of-document token, and none is known"
+            rule = "cannot find the ends of documents because no end-of-document token is known"
             fix = f"data.{key}={off}, or data.tokenizer=PATH of a tokenizer.json that has one"
             problems.append(Problem("MT608", f"data.{key}", value, rule, fix))
     if data.fim.rate and eod in (data.fim.ids or ()):
-        rule = f"id {eod} ends documents, so it cannot mark a part of one"
+        rule = f"cannot mark parts of documents because id {eod} ends documents"
         marks = list(data.fim.ids or ())
         problems.append(Problem("MT355", "data.fim.ids", marks, rule, "three other ids"))
     return problems
@@ -344,6 +390,7 @@ def _open_text_splits(
     Megatron's order depends on `requested`, the samples that a run takes of each split; None means
     one epoch.
     """
+    # all splits are tried, so that one command reports the problems of each
     opener = _Opener(data, vocab_size, seed, corpus, requested)
     out: dict[str, TextSamples | None] = {}
     for name in SHARES:
@@ -384,6 +431,7 @@ class _Opener:
 
         Raises ConfigError if it has none.
         """
+        # a corpus for one split only is used whole: `data.split` then divides nothing
         source = name if self.own.get(name) else "train"
         if self.has_own_corpora and source == "train" != name:
             raise ConfigError([_no_corpus(name)])
@@ -416,9 +464,8 @@ class _Opener:
         sizes = [dataset.num_tokens for dataset in datasets]
         if name == "train":
             caps = data.blend_max_epochs
-            if caps is None:
-                most = None
-            else:
+            most = None
+            if caps is not None:
                 most = [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
             return self.blend(parts, self._plan(name) or sizes, order, name, most)
         shares = (self._weights(name) if self.own.get(name) else self._plan(name)) or sizes
@@ -463,9 +510,8 @@ class _Opener:
             sequences, shares = megatron_order.cut(len(dataset), data.split)[SHARES.index(name)]
             if whole:
                 sequences = range(len(dataset))
-            if folder is None:
-                megatron_cache = None
-            else:
+            megatron_cache = None
+            if folder is not None:
                 megatron_cache = MegatronCache(folder, None if whole else shares)
             return megatron_order.MegatronSamples(
                 dataset,
@@ -506,5 +552,5 @@ class _Opener:
 
 
 def _no_corpus(name: str) -> Problem:
-    rule = f"the other splits have corpora of their own, and {name} has none"
+    rule = f"cannot be null because other splits have corpora of their own, and {name} has none"
     return Problem("MT605", f"data.{name}_blend", None, rule, f"data.{name}_blend=[PREFIX]")

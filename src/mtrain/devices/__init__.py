@@ -1,1 +1,1 @@
-"""Devices as plug-ins: what a kind of accelerator is, and where to find one by name."""
+"""Devices as plug-ins: the interface of a kind of accelerator, and the registry of names."""

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A moment in the work that was given to a device."""
+    """A point in the work of a device."""
 
     def record(self) -> None:
-        """Set the moment behind all work that was given so far."""
+        """Set the point after all work that was issued so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached the point."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to a later moment; the device has come to both."""
+        """Return the milliseconds to a later point; the device has reached both."""
 
 
 def _pinned(size: int) -> torch.Tensor:
@@ -37,70 +37,69 @@ class Device:
 
     A third party publishes one under the entry point group `mtrain.devices`; neither mtrain nor
     megatron-core is edited for it. See `mtrain.devices.cpu` for a complete example. Under the same
-    name in the group `mtrain.device_facts` are its `mtrain.config.machine.devices.DeviceFacts`, by
-    which a configuration is validated before torch is there.
+    name in the group `mtrain.device_facts` are its `mtrain.config.machine.devices.DeviceFacts`,
+    which validate a configuration before torch is imported.
     """
 
     name: str
-    """What a user writes: `cpu`, `cuda`."""
+    """The name in a configuration: `cpu`, `cuda`."""
     torch_type: str
     """The type of its `torch.device`."""
     type_prefix: str
-    """What its `Tensor.type()` strings start with: `torch.`, `torch.cuda.`, `torch.musa.`."""
+    """The beginning of its `Tensor.type()` strings: `torch.`, `torch.cuda.`, `torch.musa.`."""
     backend: str
     """Its torch.distributed backend."""
     namespace: Any
     """The module or object that megatron-core sees in place of `torch.cuda`."""
     pin_memory: bool
-    """Host memory can be pinned for copies to it."""
+    """Whether host memory can be pinned for copies to the device."""
     runs_ahead: bool = True
-    """The host goes on while the device works; False: work is done when the call that gave it
-    returns.
+    """Whether the host continues while the device works; False if a call returns when its work is
+    done.
     """
 
     available: Callable[[], str | None]
-    """None where it can be used, else the reason why not."""
+    """Returns None if the device can be used, else the reason."""
     count: Callable[[], int | None]
-    """How many of them this machine has; None: ranks share it, as many as there are."""
+    """Returns the number of devices of this machine; None if any number of ranks share one."""
     device: Callable[[int], torch.device]
-    """The torch device of a local rank."""
+    """Returns the torch device of a local rank."""
     set_index: Callable[[int], None]
     """Makes the local rank's device the current one of this process."""
     synchronize: Callable[[], None]
-    """Waits for the work that was given to the current device."""
+    """Waits for all work that was issued to the current device."""
     memory_stats: Callable[[], dict[str, int]]
-    """Bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; where its
-    allocator keeps memory for later, also `reserved_bytes`, the most that it held.
+    """Returns bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; if
+    its allocator keeps memory for later, also the peak of that, `reserved_bytes`.
     """
     seed: Callable[[int], None]
     """Seeds its default generator."""
     rng_state: Callable[[], torch.Tensor]
-    """State of its default generator, as bytes in host memory."""
+    """Returns the state of its default generator, as bytes in host memory."""
     set_rng_state: Callable[[torch.Tensor], None]
-    """Restores what `rng_state` returned."""
+    """Restores the result of `rng_state`."""
     pinned: Callable[[int], torch.Tensor] = _pinned
     """Allocates so many bytes (uint8) of host memory, with which copies overlap other work."""
     driver_bytes: Callable[[], int | None] = lambda: None
-    """Memory of the current device that is in use, by whatever; None: nobody knows."""
+    """Returns the bytes in use on the current device, by all processes; None if unknown."""
     set_sync_debug: Callable[[str], None] = lambda mode: None
-    """Sets what happens where the host waits for the device from here on: `default` (nothing),
-    `warn` or `error`.
+    """Sets the reaction to each wait of the host for the device: `default` (nothing), `warn` or
+    `error`.
     """
 
     def event(self) -> Event:
-        """Return a moment behind all work that was given to the current device so far."""
+        """Return a point after all work that was issued to the current device so far."""
         event: Event = self.namespace.Event(enable_timing=True)
         event.record()
         return event
 
     @property
     def is_indexed(self) -> bool:
-        """Return whether a `torch.device` of it has a number; the CPU's has none that counts."""
+        """Return whether the number of its `torch.device` distinguishes devices."""
+        # torch accepts cpu:0 and cpu:1, and both are the same memory
         return self.torch_type != "cpu"
 
     @property
     def adapts_megatron(self) -> bool:
-        """Return whether megatron-core has to be rewritten to this device as it loads; not so for
-        CUDA.
-        """
+        """Return whether megatron-core, which is written for CUDA, is rewritten as it loads."""
         return self.torch_type != "cuda"

@@ -1,9 +1,8 @@
 """The namespace that megatron-core sees as `torch.cuda` on a CPU.
 
-Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1
-touches them. Work on a CPU is synchronous, so streams and events order nothing; there is one
-generator, so the device's random state is torch's own, and the host's is put aside when the device
-is seeded.
+Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13) that megatron.core 0.16.1 uses.
+Work on a CPU is synchronous, so streams and events order nothing. There is one generator, so the
+device's random state is torch's own, and the host's is saved when the device is seeded.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+# A stack of the devices on which tensors are made; the last entry is the current one
 _where = [_CPU]
-"""Where tensors for the current device are made; the last entry counts."""
 
-# megatron-core tells dtypes apart by these types.
+# megatron-core distinguishes dtypes by these types.
 FloatTensor = torch.FloatTensor
 DoubleTensor = torch.DoubleTensor
 HalfTensor = torch.HalfTensor
@@ -38,23 +37,24 @@ class OutOfMemoryError(RuntimeError):
 
 
 def is_available() -> bool:
-    """False: megatron-core asks this before it uses what only an accelerator has."""
+    """Return False."""
+    # megatron-core calls this before it uses a feature that only an accelerator has
     return False
 
 
 def is_initialized() -> bool:
-    """True: there is nothing to initialize."""
+    """Return True, as there is nothing to initialize."""
     return True
 
 
 def current_device() -> torch.device:
-    """Return the device itself, since megatron-core passes the answer on as `device=`."""
+    """Return the device, where torch.cuda returns a number: megatron-core uses it as `device=`."""
     return _where[-1]
 
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Tensors that are made inside for the current device have a shape and no memory."""
+    """Give tensors that are made inside for the current device a shape and no memory."""
     _where.append(torch.device("meta"))
     try:
         yield
@@ -63,7 +63,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def device_count() -> int:
-    """Return one device, shared by all ranks."""
+    """Return 1: all ranks share one device."""
     return 1
 
 
@@ -80,17 +80,18 @@ def empty_cache() -> None:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Name of the device."""
+    """Return the name of the device."""
     return "cpu"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Lower than any GPU's, so that no feature is offered by generation."""
+    """Return a capability below any GPU's."""
+    # megatron-core offers features by generation, and a CPU has none of them
     return (0, 0)
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """Name, cores and bytes under the names that torch uses for a GPU."""
+    """Return name, cores and memory under the names that torch uses for a GPU."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return SimpleNamespace(
         name="cpu", major=0, minor=0, multi_processor_count=os.cpu_count() or 1, total_memory=total
@@ -98,7 +99,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
 
 
 class device(contextlib.AbstractContextManager["device"]):
-    """Context in which a device is current; always the same one."""
+    """A context in which a device is current; there is only one."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx = 0
@@ -108,13 +109,13 @@ class device(contextlib.AbstractContextManager["device"]):
 
 
 class Event:
-    """A point in time; everything given to the CPU before it has been done."""
+    """A point in time, at which all earlier work is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
+        """Store the time."""
         self._at_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
@@ -128,8 +129,10 @@ class Event:
         """Return at once: there is nothing to wait for."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to `end`; raises `RuntimeError` where one was never
-        recorded.
+        """Return the milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: one of them was never recorded.
         """
         if self._at_s is None or end._at_s is None:
             raise RuntimeError("both events must be recorded before the time between them is read")
@@ -137,9 +140,7 @@ class Event:
 
 
 class Stream(contextlib.AbstractContextManager["Stream"]):
-    """An order of work; on a CPU there is only the order of the program, so all streams are the
-    same.
-    """
+    """A stream; all are equal, as a CPU works in the order of the program."""
 
     # The handle of torch's default stream.
     cuda_stream = 0
@@ -200,7 +201,7 @@ def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    """Return state of torch's default generator."""
+    """Return the state of torch's default generator."""
     return torch.get_rng_state()
 
 
@@ -214,26 +215,23 @@ def get_rng_state_all() -> list[torch.Tensor]:
     return [torch.get_rng_state()]
 
 
+# A state begins with its seed, eight bytes. This bit in it marks a state that the device seeded.
 _MARK = 1 << 63
-"""In the number that a state says it was seeded with (its first eight bytes): the device seeded it,
-not the host.
-"""
+# The state of the host's random numbers when the device was seeded; empty before
 _host: list[torch.Tensor] = []
-"""Where the host's own random numbers went on when the device was seeded."""
 
 
-def _is_hosts() -> bool:
+def _is_of_host() -> bool:
     return torch.initial_seed() < _MARK
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds torch's default generator for the device, with the numbers that `torch.manual_seed`
-    gives.
+    """Seed torch's default generator for the device, as `torch.manual_seed` does.
 
-    The host's numbers, as a GPU would leave them, are kept for `host_random`.
+    Seeding a GPU does not change the host's random numbers: their state is saved for `host_random`.
     """
-    if _is_hosts():
-        # A second seed must not overwrite where the host's numbers went on.
+    if _is_of_host():
+        # A second seed must not overwrite the saved state of the host.
         _host[:] = [torch.get_rng_state()]
     state = torch.default_generator.manual_seed(seed).get_state()
     # `-_MARK` sets the same bit: 1 << 63 itself does not fit into an int64.
@@ -245,22 +243,22 @@ manual_seed_all = manual_seed
 
 
 def initial_seed() -> int:
-    """Return the number that the device was seeded with."""
+    """Return the seed of the device."""
     return torch.initial_seed() & (_MARK - 1)
 
 
 @contextlib.contextmanager
 def host_random() -> Iterator[None]:
-    """Random numbers inside are the host's, whatever the device was seeded with; the device's go on
+    """Draw the host's random numbers inside, whatever seed the device has; the device's continue
     afterwards.
 
-    megatron-core draws weights so with use_cpu_initialization: the same on ranks whose devices have
-    other seeds.
+    megatron-core draws weights this way with use_cpu_initialization: they are the same on ranks
+    whose devices have different seeds.
     """
-    if _is_hosts() or not _host:
+    if _is_of_host() or not _host:
         yield
         return
-    # Host and device share the generator: the device's numbers are put aside meanwhile.
+    # Host and device share the generator, so the device's state is saved meanwhile.
     devices = torch.get_rng_state()
     torch.set_rng_state(_host[0])
     try:
@@ -281,7 +279,7 @@ class _Generators:
         return iter((torch.default_generator,))
 
 
-# torch.cuda has one for each device; here every index gives torch's own.
+# torch.cuda has a generator for each device; here every index gives torch's own.
 default_generators = _Generators()
 random = SimpleNamespace(
     get_rng_state=get_rng_state,
@@ -302,7 +300,7 @@ def _lazy_call(callable_: Callable[[], Any], **kwargs: Any) -> None:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Zero: host memory is not counted per device; `mtrain.devices.cpu` measures the process."""
+    """Return zero: `mtrain.devices.cpu` measures the whole process instead."""
     return 0
 
 
@@ -319,7 +317,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 class CUDAPluggableAllocator:
-    """Imported by name, never made: host memory has no other allocator."""
+    """A name that megatron-core imports; host memory has no other allocator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("a CPU has no pluggable allocator")
@@ -344,4 +342,4 @@ amp = SimpleNamespace(
 
 
 class CUDAGraph:
-    """Only asked what it can do; mtrain refuses CUDA graphs where there is no CUDA."""
+    """A name whose features megatron-core looks up; mtrain refuses CUDA graphs without CUDA."""

@@ -10,7 +10,7 @@ from mtrain.devices.base import Device
 
 
 def _available() -> str | None:
-    # is_available() is False for this, too, but what helps is another installation.
+    # is_available() is False for this too, but the fix is another installation of torch
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
@@ -26,13 +26,13 @@ def _memory_stats() -> dict[str, int]:
     return {
         "allocated_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
-        # The most that was reserved: a job runs out of that, not of what tensors take.
+        # The peak of reserved memory: a job runs out of that, and not of allocated memory.
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
 
 
 def _driver_bytes() -> int:
-    # Unlike the allocator's figures, this has NCCL, CUDA graphs and other processes in it.
+    # Unlike the allocator's figures, this includes NCCL, CUDA graphs and other processes.
     free, total = torch.cuda.mem_get_info()
     return total - free
 

@@ -1,4 +1,4 @@
-"""Finds a device by name: the two that ship, then the plug-ins that are installed."""
+"""The registry of devices by name: the two that ship, then the plug-ins that are installed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _SHIPPED = {CPU.name: ("mtrain.devices.cpu", "CPU"), CUDA.name: ("mtrain.devices
 def get(name: str) -> Device:
     """Return the device called `name`; `auto` is cuda where a GPU can be used and cpu elsewhere.
 
-    Raises `ConfigError` for a name that nothing provides, `BadEnvironment` for a device that cannot
-    be used here or a plug-in that does not load.
+    Raises:
+        ConfigError: there is no device of this name.
+        BadEnvironment: the device cannot be used here, or a plug-in does not load.
     """
     if name == AUTO:
         # Plug-ins are chosen by name only: `auto` does not depend on what else is installed.
@@ -28,7 +29,9 @@ def get(name: str) -> Device:
     device = _load(name)
     reason = device.available()
     if reason is not None:
-        raise BadEnvironment(f"device {name!r} cannot be used on this machine: {reason}")
+        raise BadEnvironment(
+            f"cluster.device={name}: cannot be used on this machine because {reason}"
+        )
     return device
 
 
@@ -44,12 +47,12 @@ def _load(name: str) -> Device:
 
 def _unknown(name: str) -> Problem:
     known = names()
-    near = difflib.get_close_matches(name, known, n=3)
-    hint = f"near: {', '.join(near)}; " if near else ""
+    similar = difflib.get_close_matches(name, known, n=3)
+    hint = f"near: {', '.join(similar)}; " if similar else ""
     return Problem(
         code="MT040",
         path="cluster.device",
         value=name,
-        rule=f"no such device; {hint}all: auto, {', '.join(known)}",
-        fix=f"cluster.device={near[0] if near else 'auto'}",
+        detail=f"no such device; {hint}all: auto, {', '.join(known)}",
+        fix=f"cluster.device={similar[0] if similar else 'auto'}",
     )

@@ -1,1 +1,1 @@
-"""Layer 10: starting the ranks of a run, watching them, and saying which one failed."""
+"""Layer 10: the start of a run's ranks, their supervision, and the report of the first failure."""

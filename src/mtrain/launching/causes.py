@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, of_the_place, show
 
+# Texts of the errors that a rank gets because another rank has failed or has not arrived
 PEER_LOST = (
     # gloo, and torch's store
     "connection closed by peer",
@@ -39,7 +40,8 @@ PEER_LOST = (
     "received a dump signal due to a collective timeout",
     "possible application crash on rank 0",
 )
-"""Texts of the errors that a rank gets because another rank has failed or has not arrived."""
+# Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the device
+# or disk.
 OWN = (
     "out of memory",
     "cuda error",
@@ -48,9 +50,6 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the
-device or disk.
-"""
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
     r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
@@ -90,6 +89,7 @@ def describe(error: BaseException) -> dict[str, Any]:
             return describe(fault)
     expected = isinstance(error, MtrainError)
     text = str(error)
+    # the problems themselves, so that the launcher prints each with its key, source and fix
     problems = error.problems if isinstance(error, ConfigError) else ()
     return {
         "kind": type(error).__name__,
@@ -103,6 +103,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def environment_fault(error: BaseException) -> BadEnvironment | None:
     """Return the fault of the environment behind an error, with its fix, or None."""
+    # torch and gloo raise RuntimeError with the text of the system error and without its number
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
@@ -111,6 +112,7 @@ def environment_fault(error: BaseException) -> BadEnvironment | None:
             f"no more files can be opened: a process may have {files} (ulimit -n)",
             "ulimit -n 4096, or more",
         )
+    # with a limit of addresses, memory runs out while the machine has plenty
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError) or NO_MEMORY.search(text)

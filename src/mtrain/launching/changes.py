@@ -10,8 +10,9 @@ from mtrain.config.messages.keys import effect_of
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 
+# Key -> its value in the other configuration, and in this one
 Differences = dict[str, tuple[object, object]]
-"""Key -> its value in the other configuration, and in this one."""
+# Section -> its keys with paths of input files
 PATHS = {
     "data": (
         "path",
@@ -25,7 +26,6 @@ PATHS = {
     "peft": ("init_from",),
     "checkpoint": ("init_from",),
 }
-"""Section -> its keys with paths of input files."""
 
 
 def anchored(run: RunConfig) -> RunConfig:
@@ -52,6 +52,7 @@ def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differ
     The default is every effect that changes the resulting weights.
     """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
+    # absolute paths: a run started in another working folder names the same files differently
     left_values = anchored(run).recorded().flat()
     right_values = anchored(other).recorded().flat()
     keys = [k for k in {**left_values, **right_values} if effect_of(k) in wanted]

@@ -92,6 +92,7 @@ def _fork(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) 
 def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
     body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
+    # A configuration may be longer than the system allows a command line to be.
     given, giving = os.pipe()
     # A child that ended early breaks the pipe; its exit code says why it ended.
     with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
@@ -128,7 +129,8 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
     own = model_tokenizer(run, None if checkpoint is None else Path(checkpoint))
     corpus = prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
-    if run.data.kind == "indexed":  # data that mtrain tokenized needs no check of its ids
+    # tokens that mtrain made have ids of the tokenizer, which the vocabulary was compared with
+    if run.data.kind == "indexed":
         splits.check_ids()
         bare = unwatched(run.data)
         if bare and run.log.progress != "none":
@@ -160,6 +162,7 @@ def _reference_logits(run: RunConfig, folder: str, ids: list[int], out: str) -> 
     hf_reference.save_logits(Path(folder), ids, Path(out), run.model)
 
 
+# Name -> the function that does the work, called with the run and the arguments
 WORK: dict[str, Callable[..., Any]] = {
     "prepare": prepare,
     "import": _import,
@@ -167,7 +170,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "products": matmul.measure,
     "logits of transformers": _reference_logits,
 }
-"""Name -> the function that does the work, called with the run and the arguments."""
+# Name -> the work in words, for messages
 DESCRIPTIONS = {
     "prepare": "preparing the data",
     "import": "importing the weights",
@@ -175,7 +178,6 @@ DESCRIPTIONS = {
     "products": "measuring the matrix products",
     "logits of transformers": "computing the logits of transformers",
 }
-"""Name -> the work in words, for messages."""
 
 
 def main(words: list[str]) -> None:

@@ -3,7 +3,7 @@ the reason.
 
 Libraries read many variables only once, when they are imported or create their first context. The
 launcher therefore sets them before the interpreter of a rank starts, and the rank verifies them. A
-value that the user set wins and is reported; `verify` names the values with which the run would be
+value that the user set wins and is reported; `verify` names each value that would make the run
 wrong.
 """
 
@@ -21,6 +21,7 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.hardware import cpu_cores
 from mtrain.config.schema.run import RunConfig
 
+# Filesystems on which a cache of many small files is slow, and which different machines share
 NETWORK = (
     "nfs",
     "nfs4",
@@ -35,19 +36,17 @@ NETWORK = (
     "panfs",
     "fuse.juicefs",
 )
-"""Filesystems on which a cache of many small files is slow, and which different machines share."""
+# The compute capability from which the device itself orders the kernels of several queues
 DATA_CENTER_BLACKWELL = 100
-"""The compute capability from which the device itself orders the kernels of several queues."""
+# The number of collectives that the flight recorder holds, at some hundred bytes each
 RECORDED = 2000
-"""The number of collectives that the flight recorder holds, at some hundred bytes each."""
+# Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may then
+# write its records for another minute.
 MONITOR_SLACK_S = 120
-"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may then
-write its records for another minute.
-"""
+# torch's default timeout of its heartbeat
 LEAST_MONITOR_S = 480
-"""torch's default timeout of its heartbeat."""
+# Values of NCCL_ALGO whose sums always have the same order
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
-"""Values of NCCL_ALGO whose sums always have the same order."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +178,12 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
+# Other names of a variable. Setting one of them sets the variable.
 _ALIASES = {
     "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
 }
-"""Other names of a variable. Setting one of them sets the variable."""
 Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
@@ -214,7 +213,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
     if device.cuda_kernels:
         yield from _of_cuda(run)
         yield from _of_transformer_engine(run)
-        if run.parallel.world > 1:
+        if run.parallel.ranks > 1:
             yield from _of_nccl(run, place)
 
 
@@ -286,6 +285,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     folder = place.errors or place.scratch
     reason = "the files of the flight recorder, up to the rank; torchfrtrace reads them"
     yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), reason, ()
+    # a name of its own for each run, as runs of one user share the scratch folder
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
     reason = (

@@ -23,7 +23,7 @@ from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import matmul, resume
 from mtrain.launching.changes import anchored as anchored
 from mtrain.layout.grid import RankGrid
@@ -44,10 +44,10 @@ PREAMBLE = (
     ERRORS,
     METRICS,
 )
+# Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
-"""Packages whose versions are recorded. megatron-core's is that of the loaded module."""
+# Seconds that a restarted run waits for the processes of its previous start to end
 RESTART_S = 20.0
-"""Seconds that a restarted run waits for the processes of its previous start to end."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ def opened(
         ConfigError: another process owns it, or made it in the meantime.
         BadEnvironment: it cannot be written.
     """
+    # A scheduler may start a run again while processes of its previous start still end.
     again = not chosen.new or run.log.name is not None
     patience_s = RESTART_S if resume_of(run, launch) == resume.AUTO and again else 0.0
     while True:
@@ -148,6 +149,7 @@ def opened(
             held.release()
         else:
             what = f"is in use by {held}"
+        # only a name that mtrain made up may change
         if not chosen.new or run.log.name is not None:
             raise _occupied(chosen.folder, what, f"log.name={_free_name(chosen.folder)}")
         chosen = replace(chosen, folder=chosen.folder.with_name(_free_name(chosen.folder)))
@@ -195,13 +197,13 @@ def refuse_links(folder: Path) -> None:
     if link is None:
         return
     rule = (
-        f"{link} is a symbolic link; a run folder neither is one nor holds one, for a run writes"
-        " only into itself"
+        f"cannot be written because {link} is a symbolic link, and a run writes only into its own"
+        " folder"
     )
     free = f"log.name={_free_name(folder)}"
     if link == folder and os.path.isdir(folder):
         free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
-    raise ConfigError([Problem("MT501", "log.name", folder.name, rule, free)])
+    raise ConfigError.of("MT501", "log.name", folder.name, rule, free)
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class _Held:
     lock: locks.Lock
 
     def release(self) -> None:
+        """Let another process own the folder."""
         self.lock.release()
         os.close(self.descriptor)
 
@@ -236,6 +239,7 @@ def _claim(folder: Path, patience_s: float) -> _Held | str:
         except BaseException:
             os.close(descriptor)
             raise
+    # for the message of a process that finds the folder taken
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return held
@@ -361,6 +365,5 @@ def _free_name(folder: Path) -> str:
 
 
 def _occupied(folder: Path, what: str, fix: str) -> ConfigError:
-    return ConfigError(
-        [Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)]
-    )
+    rule = f"cannot be used because the run folder {folder} {what}"
+    return ConfigError.of("MT501", "log.name", folder.name, rule, fix)

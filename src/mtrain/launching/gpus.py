@@ -139,7 +139,8 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
     """Yield a shortage for each GPU whose memory others hold, or a warning if a rank still fits."""
-    ranks = run.parallel.world
+    # A rank has at least its share of the state; offloading moves some of it to the host.
+    ranks = run.parallel.ranks
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
     planned = 0 if step is None else step.needed
@@ -187,7 +188,7 @@ def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
     others = sorted({gpu.name for gpu in seen.gpus} - {*names})
     if names and others:
         text = (
-            f"cluster {run.cluster.name} is of {', '.join(names)}, and the GPUs here are"
+            f"cluster {run.cluster.name} has {', '.join(names)}, and the GPUs here are"
             f" {', '.join(others)}"
         )
         yield Shortage(

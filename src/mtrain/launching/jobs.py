@@ -28,7 +28,7 @@ class Job:
 
 def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
     """Return the job that trains from a checkpoint, from its weights, or from the start."""
-    places = {"checkpoint": _text(checkpoint), "weights": _text(weights)}
+    places = {"checkpoint": path_text(checkpoint), "weights": path_text(weights)}
     return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
 
 
@@ -51,7 +51,7 @@ def generate_job(checkpoint: Path, tokenizer: Path, request: Request, output: Pa
 
 def evaluate_job(checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> Job:
     """Return the job that prints the losses of a checkpoint on a validation split."""
-    places = {"checkpoint": str(checkpoint), "tokenizer": _text(tokenizer)}
+    places = {"checkpoint": str(checkpoint), "tokenizer": path_text(tokenizer)}
     return Job("evaluate", {**places, "limit": limit, "as_json": as_json})
 
 
@@ -66,8 +66,8 @@ def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
     return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
 
 
+# The job that trains one step and writes the masks for `dropout_compare.wrong_masks`
 MASKS = Job("observe_masks")
-"""The job that trains one step and writes what `dropout_compare.wrong_masks` reads."""
 
 
 def _train(
@@ -78,7 +78,7 @@ def _train(
     weights: str | None,
     accept_changes: bool,
 ) -> None:
-    # run.yaml does not record this key, which is about a single start of the run.
+    # run.yaml does not record this key, which concerns a single start of the run.
     resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
     run = run.model_copy(update={"checkpoint": resumed})
     enter(run, end)
@@ -160,7 +160,8 @@ def _logits(
     logits(run, Path(checkpoint), ids, Path(out))
 
 
-def _text(path: Path | None) -> str | None:
+def path_text(path: Path | None) -> str | None:
+    """Return a path as text for JSON, or None."""
     return None if path is None else str(path)
 
 
@@ -168,6 +169,8 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
+# Name -> the function that a rank runs, called with the run, its folder, the function that ends the
+# process, and the arguments.
 JOBS: dict[str, Callable[..., None]] = {
     "train": _train,
     "observe": _observe,
@@ -177,6 +180,3 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
 }
-"""Name -> the function that a rank runs, called with the run, its folder, the function that ends
-the process, and the arguments.
-"""

@@ -12,12 +12,12 @@ from pathlib import Path
 from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
+# Descriptors that a rank needs for data, log, store and checkpoints, without its peers
 FILES_PER_RANK = 100
-"""Descriptors that a rank needs for data, log, store and checkpoints, without its peers."""
+# The least number of threads of a rank: torch, process groups, watchdog and data
 THREADS_PER_RANK = 32
-"""The least number of threads of a rank: torch, process groups, watchdog and data."""
+# Bytes of address space that importing torch and megatron-core reserves
 ADDRESSES_PER_RANK = 2 << 30
-"""Bytes of address space that importing torch and megatron-core reserves."""
 TRUE = ("1", "y", "yes", "t", "true")
 FALSE = ("0", "n", "no", "f", "false")
 
@@ -71,6 +71,7 @@ def faults(
     Ranks `on_host` use gloo, others NCCL. Only faults that would end a run are named.
     """
     problems = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
+    # without the folder (not Linux, or a container that hides it), interfaces are not known
     names = sorted(entry.name for entry in interfaces.iterdir()) if interfaces.is_dir() else []
     if names:
         problems += _interfaces(environ, names, on_host)
@@ -127,6 +128,7 @@ def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
             f" {files}: ulimit -n {max(1024, files)}"
         )
     processes = ranks * THREADS_PER_RANK
+    # the kernel does not apply this limit to root
     if limits.processes is not None and limits.processes < processes and os.geteuid() != 0:
         yield (
             f"this user may have {limits.processes} processes and threads (ulimit -u), and {ranks}"
@@ -166,6 +168,8 @@ def _must_be_one(text: str) -> str:
     return "megatron-core refuses anything but 1; unset it, and choose with kernels.attention"
 
 
+# Variable -> a function that returns the problem of a value with which torch, gloo or megatron-core
+# would end a run.
 _CHECKS: dict[str, Callable[[str], str]] = {
     "TORCH_DISTRIBUTED_DEBUG": _one_of("OFF", "INFO", "DETAIL", ignore_case=True),
     "GLOO_DEVICE_TRANSPORT": _one_of("TCP", "TCP_TLS", "IBVERBS"),
@@ -177,9 +181,6 @@ _CHECKS: dict[str, Callable[[str], str]] = {
     "NVTE_FLASH_ATTN": _must_be_one,
     "NVTE_FUSED_ATTN": _must_be_one,
 }
-"""Variable -> a function that returns the problem of a value with which torch, gloo or
-megatron-core would end a run.
-"""
 _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
@@ -191,6 +192,7 @@ _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_RETHROW_CUDA_ERRORS",
     "TORCH_NCCL_NAN_CHECK",
 )
+# The same for variables that only torch's NCCL process groups read
 _CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": _number(0),
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": _number(1),
@@ -198,7 +200,6 @@ _CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
     "TORCH_NCCL_COORD_CHECK_MILSEC": _number(1),
     **dict.fromkeys(_TRUTHS_OF_NCCL, _truth),
 }
-"""The same for variables that only torch's NCCL process groups read."""
 
 
 def _limit(value: int) -> int | None:

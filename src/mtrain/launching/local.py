@@ -22,7 +22,7 @@ from mtrain.errors import say_page
 from mtrain.launching import environment, folder, jobs, matmul
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
-from mtrain.launching.jobs import Job
+from mtrain.launching.jobs import Job, path_text
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
 from mtrain.train.generate.request import Questions, Request, Texts, Written
@@ -52,7 +52,8 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     launch = launchers.identity(os.environ)
     chosen = folder.plan(run, launch=launchers.restarted(os.environ))
     say(run, "starting: data, torch, megatron-core")
-    prepared = ChildProcess("prepare", run, checkpoint=_text(chosen.checkpoint))
+    # the data is prepared while this process imports torch
+    prepared = ChildProcess("prepare", run, checkpoint=path_text(chosen.checkpoint))
     try:
         warm(run)
     except BaseException:
@@ -64,6 +65,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         for note in owned.notes:
             say(run, note)
         say(run, f"run folder: {owned.folder}")
+        # ranks read shards of a checkpoint: a Hugging Face folder becomes one, at step 0
         if owned.weights is not None and not is_checkpoint(owned.weights):
             say(run, f"importing the weights of {owned.weights}")
             ChildProcess("import", run, source=str(owned.weights), home=str(owned.folder)).result()
@@ -83,16 +85,16 @@ def observe(
     resumed: bool = False,
     traced: bool = False,
 ) -> None:
-    """Train a small run in local processes and write to `home` what `verify.prove` compares.
+    """Train a small run in local processes and write the files for `verify.prove` to `home`.
 
-    `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
-    with what passes each module; see `train.verify.prove.observe`.
+    `by_document`: packed samples one document at a time; `resumed`: from a checkpoint in the
+    middle; `traced`: with the inputs and outputs of each module; see `train.verify.prove.observe`.
     """
     _run(run, home, jobs.observe_job(by_document=by_document, resumed=resumed, traced=traced))
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
-    """Train one step and write the files that `train.dropped.wrong_masks` reads to `home`."""
+    """Train one step and write the masks for `dropout_compare.wrong_masks` to `home`."""
     _run(run, home, jobs.MASKS)
 
 
@@ -110,7 +112,7 @@ def evaluate(
     run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
 ) -> None:
     """Print the losses of a checkpoint on a validation split, in local processes."""
-    ChildProcess("validation", run, tokenizer=_text(tokenizer)).result()
+    ChildProcess("validation", run, tokenizer=path_text(tokenizer)).result()
     _in_scratch(run, jobs.evaluate_job(checkpoint, tokenizer, limit, as_json))
 
 
@@ -136,8 +138,8 @@ def say(run: RunConfig, text: str) -> None:
 
 
 def import_for(run: RunConfig) -> None:
-    """Import everything that runs on `run`'s device need, before several of them are forked from
-    this process.
+    """Import everything that the device of `run` needs, before several runs are forked from this
+    process.
 
     The environment stays unchanged, because each run sets its own number of threads.
     """
@@ -151,7 +153,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
     """Return the environment that all ranks of a local run in `home` share."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
-    place = Place.here(run.parallel.world, errors=errors)
+    place = Place.here(run.parallel.ranks, errors=errors)
     environment.apply(environment.environment(run, place, values), values)
     return values
 
@@ -195,7 +197,3 @@ def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
     """
     measured = None if matmul.is_known(run) else ChildProcess("products", run).result()
     return matmul.chosen(run, checkpoint, measured)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -18,8 +18,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
+# Results that this process or a child of it measured, in addition to those of the cache
 _MEASURED: dict[str, Any] = {}
-"""Results that this process or a child of it measured, in addition to those of the cache."""
 
 
 def chosen(
@@ -36,6 +36,7 @@ def chosen(
         return run
     if measured is not None and _is_entry(measured):
         _MEASURED[_here(run)] = measured
+    # the libraries add in different orders, so another one would change the bits of a resumed run
     word = _recorded(checkpoint) or measure(run)["library"]
     return run.model_copy(update={"kernels": run.kernels.model_copy(update={"cpu_matmul": word})})
 
@@ -65,8 +66,9 @@ def measure(run: RunConfig) -> dict[str, Any]:
         import torch
         from mtrain_kernels.linear import faster
 
+        # with the threads of a rank: which library is faster depends on their number
         before = torch.get_num_threads()
-        torch.set_num_threads(threads_per_rank(run.parallel.world))
+        torch.set_num_threads(threads_per_rank(run.parallel.ranks))
         library, ratio = faster()
         torch.set_num_threads(before)
         _MEASURED[key] = {"library": library, "onednn_over_blas": round(ratio, 3)}
@@ -98,7 +100,7 @@ def _applies(run: RunConfig) -> bool:
 
 def _here(run: RunConfig) -> str:
     return (
-        f"{processor()}, {threads_per_rank(run.parallel.world)} threads, torch"
+        f"{processor()}, {threads_per_rank(run.parallel.ranks)} threads, torch"
         f" {version_of('torch')}"
     )
 

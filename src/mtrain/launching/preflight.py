@@ -18,8 +18,8 @@ from mtrain.config.engine.formats import bytes_of
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.hardware import cpu_cores
 from mtrain.config.resolve.resolution import MAX_CPU_RANKS, Machine, resolve, smallest_world
-from mtrain.config.resolve.usual_layout import on_a_cpu
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.resolve.usual_layout import cpu_layout
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
 from mtrain.launching.environment import Place, conflicts, environment
@@ -29,8 +29,8 @@ from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
 from mtrain.plan.shrink import shrink
 
+# The most ranks that `rehearse` starts
 MOST_REHEARSED = 16
-"""The most ranks that `rehearse` starts."""
 
 
 def check(
@@ -96,6 +96,7 @@ def _cpu_shortages(
     run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None
 ) -> list[str]:
     ranks = grid.world if ranks_here is None else ranks_here
+    # a lower bound: a run that is refused here could not start, and others may still run out
     needed = bytes_here(run) * ranks // grid.world + ranks * activation_bytes(run)
     out = []
     if needed > machine.memory_bytes:
@@ -117,7 +118,7 @@ def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str
     `run` may break the rules that count devices; its ranks, or the fewest that its layout needs,
     are to start on this number of `machines`.
     """
-    ranks = max(run.parallel.world, smallest_world(run.parallel))
+    ranks = max(run.parallel.ranks, smallest_world(run.parallel))
     here = -(-ranks // machines)
     if not facts_of(run.cluster.device).counted or machine.gpus >= here:
         return []
@@ -170,6 +171,7 @@ def _working(
     words = [shlex.join(argv)] if argv else []
     yield [program(), "check", *words], "validate this configuration without running it"
     yield [program(), "show", *words], "see every value and who set it"
+    # only commands that pass the same checks are suggested
     if _runs(lambda: _rehearsed(run, machine), machine):
         yield [program(), "rehearse", *words], "run this layout here, shrunk"
     if _runs(lambda: _default(machine), machine):
@@ -195,7 +197,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
     small = shrink(
         run, steps=1, dtype=dtype, max_ranks=MOST_REHEARSED, interpreted=machine.triton_interpreted
     )
-    _refuse(small, small, lambda r: r)
+    _refuse(small)
     if RankGrid.of(small).world > MOST_REHEARSED:
         raise ConfigError("more ranks than are rehearsed")
     return small
@@ -208,13 +210,17 @@ def _default(machine: Machine) -> RunConfig:
         ConfigError: it breaks a rule on this machine.
     """
     composed = compose([])
-    raw = on_a_cpu(composed.run, composed.origins, machine, None)[0]
+    raw = cpu_layout(composed.run, composed.origins, machine, None)[0]
     run = resolve(raw, machine)
     _refuse(run, raw, lambda r: resolve(r, machine))
     return run
 
 
-def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConfig]) -> None:
+def _refuse(
+    run: RunConfig,
+    raw: UnresolvedRun | None = None,
+    again: Callable[[UnresolvedRun], RunConfig] | None = None,
+) -> None:
     problems = [
         problem
         for problem in rules.check(run, raw=raw, resolve=again)

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 STEPS = 4
 MAX_RANKS = preflight.MOST_REHEARSED
+# Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all
+# else in fp32.
 EIGHT_BITS = "fp8"
-"""Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all
-else in fp32.
-"""
 UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
@@ -54,10 +53,8 @@ TOLERANCES = {
     # Rounding in fp32 tips single elements to the other of two numbers of 8 bits.
     EIGHT_BITS: {"loss": 2e-3, "gradient norm": 1e-3, "gradient": 5e-3, "weight": 5e-2},
 }
+# The largest difference of a module's output in the first step, relative to the size of a token
 MODULE = {"fp32": 3e-5, "bf16": 1e-1, EIGHT_BITS: 1e-1}
-"""What a token that passes a module may differ by in the first step, relative to the size of a
-token.
-"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,9 @@ class Comparison:
     rows: tuple[Row, ...]
     """Largest errors of losses, norms, gradients and weights, with their tolerances."""
     is_located: bool = False
-    """Both ran again to find the first module that differs."""
+    """Whether both ran again to find the first module that differs."""
     difference: Difference | None = None
-    """That module; None: no module differs by more than rounding."""
+    """That module; None if no module differs by more than rounding."""
 
     @property
     def equal(self) -> bool:
@@ -85,9 +82,9 @@ class Proof:
 
     comparisons: tuple[Comparison, ...]
     drew: bool
-    """Several ranks of the run have dropout, so their masks were compared."""
+    """Whether several ranks of the run have dropout, so that their masks were compared."""
     dropout: tuple[tuple[str, str], ...] = ()
-    """Modules with wrong dropout over ranks, each with the problem."""
+    """Modules with wrong dropout over ranks, each with its problem."""
 
     @property
     def equal(self) -> bool:
@@ -105,12 +102,13 @@ def prove(
     """Compare the layout of `full`, which `argv` describes, with one rank, at a size that fits this
     machine.
 
-    In fp32, where an error of the layout exceeds the rounding; a bf16 run also in bf16, and FP8 of
-    our layers, emulated in plain torch, with the rest in fp32. Triton kernels run where Triton's
-    interpreter is on (TRITON_INTERPRET=1), and portable ones otherwise. Dropout and the noise of
-    routers are off, because another layout draws other numbers; the masks of the ranks are compared
-    separately. The layout resumes from a checkpoint after half of the steps, the one rank does not.
-    After the first failure both run again to find the first module that differs.
+    Every run is compared in fp32, where an error of the layout exceeds the rounding; a bf16 run
+    also in bf16, and a run whose own layers are in FP8 also with those emulated in plain torch and
+    the rest in fp32. Triton kernels run if Triton's interpreter is on (TRITON_INTERPRET=1), and
+    portable ones otherwise. Dropout and the noise of routers are off, because another layout draws
+    other numbers; the masks of the ranks are compared separately. The layout resumes from a
+    checkpoint after half of the steps, the one rank does not. After the first failure both run
+    again to find the first module that differs.
 
     Args:
         full: the resolved run.
@@ -147,14 +145,18 @@ def formats(full: RunConfig) -> list[str]:
 
 
 def comparable(full: RunConfig, argv: Sequence[str], steps: int, dtype: str) -> RunConfig:
-    """`shrunk`, with nothing left that another layout does otherwise; of packed samples, nothing
-    that looks beyond a document, where that can be.
+    """Return the `shrunk` run without anything that depends on the layout, such as dropout.
+
+    If possible, no operation of packed samples sees more than one document.
     """
-    if dtype == EIGHT_BITS:  # a scale is that of a micro-batch: no document has one of its own
+    # a scale of FP8 is computed over a micro-batch, so documents cannot be compared one by one
+    if dtype == EIGHT_BITS:
         small = without_chance(shrunk(full, argv, steps, "fp32", emulated=True))
         return in_eight_bits(small, full, interpreted=Machine.here().triton_interpreted)
     small = without_chance(shrunk(full, argv, steps, dtype))
-    return (by_document(small) or small) if small.data.packed else small
+    if small.data.packed:
+        return by_document(small) or small
+    return small
 
 
 def shrunk(
@@ -162,11 +164,11 @@ def shrunk(
 ) -> RunConfig:
     """Return the layout of `full`, which `argv` describes, small enough for this machine.
 
-    It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a
-    format is `emulated`, it runs on the CPU.
+    It runs on the devices of `full` if this machine has enough of them. Otherwise, and if a format
+    is `emulated`, it runs on the CPU.
 
     Raises:
-        ConfigError: what is left of the configuration breaks a rule.
+        ConfigError: the shrunk configuration breaks a rule.
         BadEnvironment: the layout has more ranks than this machine may start.
     """
     machine = Machine.here()
@@ -196,14 +198,12 @@ def shrunk(
 
 
 def _degrees(run: RunConfig) -> tuple[int, int, int]:
-    """Return the degrees that a shrunk layout has to keep, so that it is still the layout that is
-    proven.
-    """
+    """Return the degrees that a smaller layout must keep to prove the same layout."""
     return run.parallel.model_ranks, run.parallel.ep, RankGrid.of(run).etp
 
 
 def compared(small: RunConfig) -> list[Row]:
-    """Train `small` as laid out, resumed in the middle, and on one rank without that, and compare
+    """Train `small` in its layout, resumed in the middle, and on one rank without a stop; compare
     both.
     """
     with observed(small) as (one, many):
@@ -215,17 +215,22 @@ def compared(small: RunConfig) -> list[Row]:
 
 
 def located(small: RunConfig) -> Difference | None:
-    """Return the first module, in the order of execution, that computes something else than on one
-    rank; None: none is found. Trains both again, with all that passes each module kept.
+    """Return the first module, in the order of execution, that differs from one rank, or None.
+
+    Both train again, with the inputs and outputs of each module recorded.
     """
     with observed(small, traced=True) as (one, many):
         local.install_reader()
         from mtrain.train.verify.first_divergence import Bounds, first_divergence
 
-        told = _tolerances(small)
+        limits = _tolerances(small)
         dtype = EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(
-            MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"]
+            MODULE[dtype],
+            limits["loss"],
+            limits["gradient"],
+            limits["gradient norm"],
+            limits["weight"],
         )
         return first_divergence(one, many, small.trainer.steps, bounds)
 
@@ -241,8 +246,9 @@ def draws(full: RunConfig) -> bool:
 
 
 def masks(small: RunConfig) -> list[tuple[str, str]]:
-    """Return modules whose dropout is wrong over ranks, with what is wrong; see
-    `train.verify.dropout_compare.wrong_masks`.
+    """Return modules whose dropout is wrong over ranks, each with its problem.
+
+    See `train.verify.dropout_compare.wrong_masks`.
     """
     with scratch_folder("mtrain-prove-") as scratch:
         local.observe_masks(small, scratch)
@@ -254,7 +260,7 @@ def masks(small: RunConfig) -> list[tuple[str, str]]:
 
 @contextmanager
 def observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, Path]]:
-    """Folders in which one rank and the layout left what they computed."""
+    """Yield the folders with the results of one rank and of the layout."""
     with scratch_folder("mtrain-prove-") as scratch:
         one = scratch / "one"
         many = scratch / "many"
@@ -266,8 +272,9 @@ def observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, 
 
 
 def one_at_a_time(small: RunConfig) -> bool:
-    """Return whether one rank runs each document of a sample by itself; a scale of FP8 or a router
-    looks at all of them.
+    """Return whether one rank runs each document of a sample separately.
+
+    It does not if a scale of FP8 or a router sees all of them.
     """
     return small.data.packed and small.precision.quantized is None and by_document(small) == small
 
@@ -288,16 +295,15 @@ def _tolerances(small: RunConfig) -> dict[str, float]:
     return TOLERANCES[dtype]
 
 
-def in_words(found: Difference | None) -> str:
-    """Return the line that says where to look."""
-    if found is None:
+def in_words(difference: Difference | None) -> str:
+    """Return the line that names the first module that differs."""
+    if difference is None:
         return (
-            "where: nothing that passes the modules differs by more than rounding, nor do gradients"
-            " and weights"
+            "where: no input, output, gradient or weight of a module differs by more than rounding"
         )
     return (
-        f"where: {found.module}, {found.way} of step {found.step}: {found.what} (relative error"
-        f" {found.error:.1e})"
+        f"where: {difference.module}, {difference.way} of step {difference.step}:"
+        f" {difference.what} (relative error {difference.error:.1e})"
     )
 
 

@@ -32,6 +32,7 @@ def perform(home: Path, errors: Path, rank: int) -> None:
     """
     job, digest = read_start(home)
     run = read_run_file(home / RUN_FILE)
+    # ranks that train with different configurations would hang, or average unlike gradients
     if run.digest() != digest:
         raise BadEnvironment(
             f"{home / RUN_FILE} was changed after the run was started: its digest is"

@@ -16,8 +16,8 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import differences_of, without_adapters
 
+# The value of `checkpoint.resume` that starts a run or resumes it, whichever applies
 AUTO = "auto"
-"""The value of `checkpoint.resume` that starts a run or resumes it, whichever applies."""
 
 
 def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
@@ -33,6 +33,7 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
         folder = root / run.log.name
         ours = run.checkpoint.resume == AUTO or launch_of(folder) == launch
         return folder if ours and begun(folder) and (folder / RUN_FILE).is_file() else None
+    # by time, and not by name, which a user may have chosen
     for folder in sorted(root.glob("*"), key=_age, reverse=True):
         if folder.is_symlink() or not (folder / RUN_FILE).is_file() or launch_of(folder) != launch:
             continue
@@ -84,10 +85,10 @@ def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
                 )
     if not runs:
         if run.log.name:
-            what = f"there is no run named {run.log.name} in {root}"
+            why = f"there is no run named {run.log.name} in {root}"
         else:
-            what = f"there is no run in {root}"
-        raise _nothing("latest", what)
+            why = f"there is no run in {root}"
+        raise _nothing("latest", why)
     same = [folder for folder, other in runs if _differs_nowhere(run, other)]
     alike = [
         folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)
@@ -95,6 +96,7 @@ def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
+    # a run with a checkpoint rather than a newer one that stopped before its first
     folder = next((f for f in candidates if ckpt_folder.committed(f / CHECKPOINTS)), candidates[0])
     return folder, newest(folder, notes)
 
@@ -162,15 +164,15 @@ def weights_of(run: RunConfig) -> Path | None:
         return path
     checkpoint = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
     if checkpoint is None:
-        rule = f"{path} has no checkpoint yet"
-        fix = "wait until it has saved one, or name another run or checkpoint"
-        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, fix)])
+        rule = f"cannot start from {path} because it has no checkpoint yet"
+        fix = "another run or checkpoint, or this one when it has saved a checkpoint"
+        raise ConfigError.of("MT502", "checkpoint.init_from", start, rule, fix)
     other = read_run_file(checkpoint / RUN_FILE)
     if other.peft.kind is not None and run.peft.kind is None:
         raise _adapters_left_out(checkpoint, start)
     differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     if differences:
-        where = f"the weights in {checkpoint} are of another model: there it is"
+        where = f"the weights in {checkpoint} are of another model, in which it is"
         raise ConfigError(
             Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
             for key, (old, new) in differences.items()
@@ -180,25 +182,26 @@ def weights_of(run: RunConfig) -> Path | None:
 
 def _adapters_left_out(checkpoint: Path, start: str | None) -> ConfigError:
     rule = (
-        f"the weights in {checkpoint} have adapters, and peft.kind is null: what they have"
-        " learned would be lost"
+        f"cannot start without adapters because the weights in {checkpoint} have some, which would"
+        " be lost with peft.kind=null"
     )
     fix = (
         f"peft=lora, or {program()} convert export {checkpoint} HF_DIR and"
         " checkpoint.init_from=HF_DIR, which is merged"
     )
-    return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
+    return ConfigError.of("MT503", "checkpoint.init_from", start, rule, fix)
 
 
 def _adapters_without_model(run: RunConfig) -> ConfigError:
-    rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
+    rule = "cannot be read without the Hugging Face folder that the adapters were trained on"
     fix = "checkpoint.init_from=HF_DIR"
-    return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
+    return ConfigError.of("MT521", "peft.init_from", run.peft.init_from, rule, fix)
 
 
-def _nothing(given: str, what: str) -> ConfigError:
+def _nothing(given: str, why: str) -> ConfigError:
+    rule = f"cannot resume because {why}"
     fix = "leave out checkpoint.resume for a new run"
-    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, fix)])
+    return ConfigError.of("MT502", "checkpoint.resume", given, rule, fix)
 
 
 def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
@@ -207,32 +210,26 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
     if not source.is_file():
         return ()
     other = read_run_file(source)
-    trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)[
-        "state"
-    ].get("weights_only")
-    differences = differences_of(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
-    if not trained:
-        differences = without_adapters(differences, other)
-    problems = []
+    step = 0
+    trained = True
     if checkpoint is not None:
-        step = int(ckpt_folder.read_manifest(checkpoint, verify=False)["step"])
+        manifest = ckpt_folder.read_manifest(checkpoint, verify=False)
+        step = int(manifest["step"])
+        trained = not manifest["state"].get("weights_only")
+    # imported weights were trained elsewhere: only the model itself has to agree
+    if trained:
+        differences = differences_of(run, other, *Effect)
     else:
-        step = 0
+        differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
+    problems = []
     longer = run.trainer.steps > other.trainer.steps
     free = LENGTH if longer and goes_on_alike(run, other, step) else ()
     for key, (old, new) in differences.items():
         effect = effect_of(key)
         where = f"{source} has {show(old)}"
         if effect is Effect.ARCHITECTURE:
-            problems.append(
-                Problem(
-                    "MT503",
-                    key,
-                    new,
-                    f"the checkpoint is of another model: {where}",
-                    f"{key}={show(old)}",
-                )
-            )
+            rule = f"the checkpoint is of another model: {where}"
+            problems.append(Problem("MT503", key, new, rule, f"{key}={show(old)}"))
         elif key == LENGTH[0] and longer and key not in free and not run.checkpoint.accept_changes:
             rule = (
                 f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"

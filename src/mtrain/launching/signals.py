@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and how a launcher handles them."""
+"""Signals that request a stop of a run, and their handlers in a launcher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from mtrain.errors import Preempted
 
+# Ctrl-C, the signal of a scheduler, a closed terminal, and the warnings of SLURM's `--signal`
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Ctrl-C, the signal of a scheduler, a closed terminal, and the warnings of SLURM's `--signal`."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -81,6 +81,7 @@ def stoppable() -> Iterator[None]:
 @contextmanager
 def blocked() -> Iterator[None]:
     """Block requests to stop in this thread, and in a process that it forks."""
+    # blocked signals stay pending: none is lost between the fork and its own handlers
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield

@@ -33,10 +33,11 @@ from mtrain.world.stacks import ERRORS
 
 HOST = "127.0.0.1"
 BACKLOG = 2048
+# The file next to `run.yaml` with the job of the ranks, and the digest of its configuration
 START_FILE = "start.json"
-"""The file next to `run.yaml` with the job of the ranks, and the digest of its configuration."""
+# The variable with the process id of the launcher; a rank ends when that process ends
 PARENT = "MTRAIN_LAUNCHER_PID"
-"""The variable with the process id of the launcher; a rank ends when that process ends."""
+# Variables by which a launcher gives a process its rank and the address of the store
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -51,7 +52,6 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
     LISTEN_FD,
 )
-"""Variables by which a launcher gives a process its rank and the address of the store."""
 
 
 def run_ranks(
@@ -67,7 +67,8 @@ def run_ranks(
     """
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
+    # A fork copies unwritten output, and every rank would print it again.
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = Supervisor(errors, advice)
@@ -159,6 +160,7 @@ def python(module: str, *words: str) -> list[str]:
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` with a PYTHONPATH that gives a child this process's modules."""
+    # without "", the working folder, whose files could replace modules
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -236,6 +238,8 @@ def read_start(home: Path) -> tuple[Job, str]:
 
 
 def _listening() -> socket.socket:
+    # bound before any rank starts and inherited by rank 0: a free port that is only looked up may
+    # be taken before rank 0 binds it
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((HOST, 0))

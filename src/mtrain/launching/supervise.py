@@ -1,4 +1,4 @@
-"""The supervisor of a local run's ranks: it names the first failure and ends the rest."""
+"""The supervisor of a local run's ranks: it names the first failure and ends the other ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
+# Seconds that the peers of the first ended rank have to record their errors
 GRACE_S = 0.5
-"""Seconds that the peers of the first ended rank have to record their errors."""
+# Seconds that a rank has between SIGTERM and SIGKILL
 END_S = 3.0
-"""Seconds that a rank has between SIGTERM and SIGKILL."""
 
 
 @dataclass
@@ -98,6 +98,7 @@ class Supervisor:
             self._restore()
         if self.stops > 1:
             raise KeyboardInterrupt
+        # after a stop, ranks that lose their peers fail as well, and that is no failure of the run
         stopped = any(e.code == Preempted.exit_code for e in self.ended)
         if (stopped and not failed) or (
             self.stops and failed and all(self._stopped_early(e) for e in failed)
@@ -141,7 +142,7 @@ class Supervisor:
         """Collect one ended rank; return False if every rank still runs."""
         try:
             pid, status = os.waitpid(-1, 0 if block else os.WNOHANG)
-        except ChildProcessError:
+        except ChildProcessError:  # a caller that ignores SIGCHLD leaves no children to wait for
             self.ranks.clear()
             return False
         if pid in self.ranks:

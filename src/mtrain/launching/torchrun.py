@@ -18,7 +18,7 @@ from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
 from mtrain.launching import folder, matmul
 from mtrain.launching.causes import environment_fault
 from mtrain.launching.child_process import prepare
@@ -26,10 +26,10 @@ from mtrain.launching.worker import describe, enter, leave, revive
 from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
 
+# Seconds in which another machine of a shared filesystem has to see a file that rank 0 wrote
 SEEN_S = 30.0
-"""Seconds in which another machine of a shared filesystem has to see a file that rank 0 wrote."""
+# The variable with the configuration's file, if a machine's launcher composed it
 RUN_GIVEN = "MTRAIN_RUN"
-"""The variable with the configuration's file, if a machine's launcher composed it."""
 
 
 def here() -> launchers.Launched | None:
@@ -83,6 +83,7 @@ def shared_config(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunC
         join.announce(folder.anchored(run), _end, argv)
         return run
     offer = attempt.read_offer()
+    # all ranks end together, and one of each machine prints the reason
     if offer is not None and offer.failure:
         attempt.present(join.bare_info(attempt.env), {}, attempt.join_timeout_s)
         attempt.together()
@@ -182,6 +183,7 @@ def _end(error: MtrainError, speaks: bool) -> None:
     """End this process from any thread; one rank per machine writes the reason, past locks that may
     hold sys.stderr.
     """
+    # not sys.stderr: the main thread may hang inside a call that holds its lock
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
@@ -219,11 +221,12 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
         planned = folder.plan(run, launch=launchers.restarted(os.environ))
         if planned.weights is not None and not is_checkpoint(planned.weights):
-            rule = "a Hugging Face folder is imported before the ranks of a launcher start"
-            fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
-            raise ConfigError(
-                [Problem("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)]
+            rule = (
+                "cannot be a Hugging Face folder because the ranks of a launcher have started, and"
+                " weights are imported before that"
             )
+            fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
+            raise ConfigError.of("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)
         run = matmul.chosen(run, planned.checkpoint)
         launch = launchers.identity(os.environ)
         chosen = stack.enter_context(folder.opened(run, planned, argv, launch=launch))

@@ -40,6 +40,7 @@ def enter(run: RunConfig, end: End) -> None:
         BadEnvironment: a variable that the user set would change the run.
     """
     ready_environment(run)
+    # before the first connection: a rank of a large world needs one for each peer
     raise_files(RankEnv.here().size)
     from mtrain.world import join
 
@@ -97,6 +98,7 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
     }
     try:
         errors.mkdir(parents=True, exist_ok=True)
+        # renamed when complete, as the launcher may read the folder at any time
         draft = errors / f".{record_name(rank)}"
         draft.write_text(strict_json.dumps(body))
         draft.replace(errors / record_name(rank))

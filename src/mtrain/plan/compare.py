@@ -22,24 +22,22 @@ METRICS = "metrics.jsonl"
 PEAKS = "memory.json"
 PLAN = "plan.json"
 ALLOCATED = "peak_bytes"
+# Measured memory of a device -> its prefix before `memory of stage`. torch reports what tensors
+# took and what its allocator held; the driver reports all that is in use.
 MEASURED = {ALLOCATED: "", "reserved_bytes": "reserved ", "driver_bytes": "driver "}
-"""Memory of a device that is measured, and its name before `memory of stage`: the most that tensors
-took, the most that the allocator held, and all that is in use of the device."""
+# Planned parts that a measurement cannot see: torch's allocator knows nothing of CUDA's context.
 BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "driver_bytes": ()}
-"""Parts of the plan that are not in it."""
+# A process compiles kernels and allocates memory in its first steps, so their times say nothing.
 FIRST_STEPS = 3
-"""Steps of a process that measure how it begins: kernels are compiled, memory is allocated."""
+# Limits against damaged files: characters of a line, any number, bytes of a file of a run.
 LONGEST = 1 << 20
 LARGEST = 1e18
 MOST_BYTES = 64 << 20
-"""Characters of a line; any number of a run; bytes of another file that a run wrote."""
+# Parts of a step that the trainer measures as one: the update of the weights.
 UPDATE = ("optimizer", "offload", "dp")
-"""Parts of the time of a step in which weights are updated, as the trainer measures it."""
+# Kind of part -> accepted deviation, as a share of the plan. A process on a host has no bound:
+# its memory holds every imported library.
 BOUNDS = {"time": 0.15, "memory": 0.1, "size": 0.01}
-"""Kind of part -> how far off what was measured may be, as a share of what was planned.
-
-A process on a host has every library in its memory: none.
-"""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def _memory(
     run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]
 ) -> Iterator[Row]:
     """Yield the most that the ranks of each stage took; on a host, all that a process has."""
-    each = max(1, run.parallel.world // run.parallel.pp)
+    each = max(1, run.parallel.ranks // run.parallel.pp)
     device = counts_memory(run)
     for key, name in MEASURED.items() if device else ((ALLOCATED, ""),):
         sizes = plan["memory_by_stage"][key] if device else plan["peak_bytes_by_stage"]
@@ -186,13 +184,8 @@ def lines_of_run(home: Path) -> list[dict[str, Any]]:
     try:
         resumed = json.loads(read_bytes(home / PLAN, PLAN, MOST_BYTES))["resumed_from"]
         begun = int(Path(resumed).name.rpartition("_")[2])
-    except (
-        ConfigError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):  # it was not, or nothing says so
+    except (ConfigError, ValueError, TypeError, KeyError, RecursionError):
+        # The run was not resumed, or its plan is missing or damaged.
         begun = 0
     return [line for line in lines_of(home / METRICS) if line["step"] > begun]
 

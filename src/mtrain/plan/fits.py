@@ -14,13 +14,13 @@ from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage
 from mtrain.units import bytes_
 
+# A rule plans the memory in passing, so not for more weights of a rank or turns of a schedule.
 MOST_TENSORS = 20_000
-"""Weights of a rank, and turns of a schedule, up to which a plan is made in passing."""
 
 
 MODULES = "parallel.recompute.modules"
+# Dotted key -> value.
 Change = dict[str, Any]
-"""Key -> value."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def _worst(run: RunConfig) -> Over | None:
         return None
     try:
         worst = worst_stage(run)
-    except ValueError:  # stages that do not fit the model, of which the rules have said so
+    except ValueError:
+        # The stages do not fit the model, which a rule reports.
         return None
     return Over(worst.stage, worst.peak, worst.parts)
 

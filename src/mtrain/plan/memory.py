@@ -27,18 +27,16 @@ from mtrain.plan.count import parameters, state_bytes
 from mtrain.plan.fits import cheapest, over
 from mtrain.units import GIB, bytes_, count
 
+# The state of so many parameters needs 16 PB, which no machine has; the largest trained models
+# have a hundredth.
 MOST_PARAMETERS = 10**15
-"""The state of so many needs 16 PB, which no machine has; the largest models that were trained have
-a hundredth.
-"""
+# No single machine has more memory than 64 TiB.
 MOST_BYTES = 1 << 46
-"""No single machine has more memory: 64 TiB."""
+# Memory of a CPU rank on top of the model: a forked interpreter with torch.
 RANK_BYTES = 300 << 20
-"""Memory of a CPU rank on top of the model: a forked interpreter with torch."""
+# Bytes of a token of a batch: 8 each for its id, label and position, 4 for its weight in the
+# loss.
 TOKEN_BYTES = 28
-"""Of a token of a batch: itself, its label and its position in 8 bytes each, its weight in the loss
-in 4.
-"""
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
@@ -74,7 +72,7 @@ def bytes_here(run: RunConfig) -> int:
     """Return a lower bound of the memory of the processes of a run on this machine's CPU, before
     any sample.
     """
-    return state_bytes(run) + run.parallel.world * RANK_BYTES
+    return state_bytes(run) + run.parallel.ranks * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
@@ -93,7 +91,8 @@ def _kept(run: RunConfig) -> list[int]:
         return [0]
     try:
         stages = held_stages(run)
-    except ValueError:  # the rules have said why
+    except ValueError:
+        # A rule reports why.
         return [0]
     rank = Rank.of(run)
     return [sum(kept(family.stage(rank, stage)) for stage in held) for held in stages]
@@ -126,8 +125,9 @@ class _Memory:
 def _here(run: RunConfig, machine: Machine) -> _Memory:
     state = bytes_here(run)
     holds = machine.memory_bytes
-    ranks = run.parallel.world
-    if state > holds:  # meant for other machines, which are not named
+    ranks = run.parallel.ranks
+    # The run is for other machines, which it does not name.
+    if state > holds:
         return _Memory("the largest machine", MOST_BYTES, 1, -(-_largest(run) // ranks), 0)
     return _Memory("this machine", holds, ranks, _largest(run), state)
 
@@ -226,13 +226,12 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
     machine.
     """
     need = bytes_here(run)
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     if need <= machine.memory_bytes:
         return []
     rule = (
         f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need"
-        f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}; the machines that"
-        " it is meant for have a name, as in cluster=h100x64"
+        f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}"
     )
     related = ("cluster.device", "cluster.nodes", "parallel.ranks")
     return [
@@ -242,7 +241,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
             "MT140",
             "model.name",
             rule,
-            "model=llama_tiny",
+            "model=llama_tiny, or name the machines to plan for, such as cluster=h100x64",
             severity="warning",
             related=related,
         )
@@ -252,7 +251,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """Return a warning if the plan of a step does not fit a device."""
     memory = run.cluster.device_memory_gib
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     if memory is None:
         return []
     # moments in host memory are not on a device

@@ -27,40 +27,29 @@ from mtrain.plan.states import States, rank_states
 from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
+# A process on a GPU takes 612 MiB for the context of CUDA and 146 for kernels and their
+# workspaces, measured on an H200 with torch 2.11.
 CONTEXT_BYTES = 758 * MIB
-"""Memory of a process on a GPU on top of its tensors: 612 MiB for the context of CUDA and 146 for
-kernels and their workspaces, measured on an H200 with torch 2.11.
-"""
+# A rank on a CPU is a forked interpreter with torch.
 HOST_BYTES = 300 * MIB
-"""Memory of a rank on a CPU on top of the model: a forked interpreter with torch."""
+# Every run has NCCL and a communicator of all ranks. Measured on the same H200, with one rank.
 WORLD_BYTES = 558 * MIB
-"""Memory of NCCL and its communicator of all ranks, which every run has: measured there, with one
-rank.
-"""
+# Each further group of ranks that communicate has a communicator. Measured in the same way.
 COMMUNICATOR_BYTES = 389 * MIB
-"""Memory of each further communicator, one for a group of ranks that talk: measured there, with one
-rank.
-"""
+# Assumed fragmentation of torch's allocator, as a share of what a step allocates in pieces.
 RESERVE = 0.04
-"""Assumed overhead of torch's allocator, as a share of what a step allocates, in
-pieces.
-"""
+# A loss in parts computes so many logits at once, for a multiple of CHUNK tokens. The three
+# numbers are those of `mtrain_kernels.linear_cross_entropy`.
 HOST_LOGITS = 1 << 22
 GPU_LOGITS = 1 << 27
 CHUNK = 64
-"""Logits that exist at once where the loss is computed in parts, of a multiple of so many tokens:
-as in `mtrain_kernels.linear_cross_entropy`.
-"""
+# fp32 numbers per logit while plain torch applies the soft cap: the capped logit and its slope,
+# for this part and the one before, and one temporary.
 BENT = 5
-"""Numbers in fp32 of a logit that plain torch bends: the bent one and its slope, of this part and
-of the one before, and one on the way.
-"""
+# `linear_cross_entropy` adds up the gradient of a weight in fp32 when there are more parts.
 MOST_PARTS = 3
-"""More of them add up the gradient of a weight in half precision in fp32: as there."""
+# Products in eight bits keep two copies of a weight, one of them transposed: a byte each.
 QUANTIZED_COPIES = 2
-"""Bytes of an element of a weight in the copies that products in eight bits keep: as it is, and
-transposed.
-"""
 
 PARTS = (
     "weights",
@@ -75,6 +64,7 @@ PARTS = (
     "context",
     "reserve",
 )
+# Part of the memory -> the origin of its number.
 HOW = {
     "weights": "counted: every tensor, with the padding of megatron-core's buffers",
     "gradients": "counted: as the weights",
@@ -99,7 +89,6 @@ HOW = {
         "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces"
     ),
 }
-"""Of each part of the memory: where its number comes from."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +230,8 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
-        sizes: dict[tuple[int, str], int] = {}  # all experts of a layer are quantised at once
+        # All experts of a layer are quantised at once.
+        sizes: dict[tuple[int, str], int] = {}
         for chunk, held in enumerate(self.held):
             for w in stage_weights(self.run, held):
                 if _is_quantized(w) and not self._stays_wide(w, held):
@@ -357,7 +347,8 @@ def _loss_work(r: Rank, op: Op) -> int:
     m = r.model
     columns = r.model.padded_vocab_size // r.layout.tp
     tokens = max((p.m for p in op.products), default=r.tokens)
-    if r.words["loss"] == "megatron":  # logits as they come, before they are widened
+    # megatron-core keeps the logits in their own format until it widens them.
+    if r.words["loss"] == "megatron":
         return tokens * (columns + m.hidden_size) * r.element
     rows = _rows_of_logits(r, tokens, columns)
     gathered = 1 + bool(r.layout.sequence_parallel)

@@ -16,15 +16,21 @@ from mtrain.layout.grid import RankGrid
 from mtrain.models.rank import Equipped, Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight, expert_tensors
-from mtrain.plan.count import active_parameters, adapter_parameters, flops_of_token, parameters
+from mtrain.plan.count import (
+    active_parameters,
+    adapter_parameters,
+    flops_of_token,
+    frozen_parameters,
+    parameters,
+)
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.states import state_bytes_of
 from mtrain.plan.time.report import time_report
 from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
 
+# A table names up to so many ranges of layers of a stage in full.
 MOST_WORDS = 5
-"""Of a stage's layers that are all printed."""
 
 
 def report(run: RunConfig) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
     return {
         "total": total + dense + experts,
         "active": active_parameters(run.model) + dense + visited,
-        "frozen": total if run.peft.kind else family_of(run.model).frozen_parameters(run.model),
+        "frozen": total if run.peft.kind else frozen_parameters(run.model),
         "by_kind": dict(by_kind),
         "by_stage": [
             {
@@ -98,9 +104,8 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 def whole(run: RunConfig, weight: Weight) -> int:
     """Return the elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
-    if (
-        weight.kind == "experts" or weight.expert
-    ):  # their biases have an expert-tensor parallelism of 1
+    if weight.kind == "experts" or weight.expert:
+        # Biases of experts count in the same way: their own expert-tensor parallelism is 1.
         return weight.numel * p.ep * expert_tensors(p)
     return weight.numel * (1 if weight.whole else p.tp)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mtrain.config.schema.run import RunConfig
 
+# Whether it is a forward, and the chunk of the rank.
 Turn = tuple[bool, int]
-"""Whether it is a forward, and of which chunk of the rank."""
 
 
 def turns(run: RunConfig, stage: int, microbatches: int) -> Iterator[Turn]:
@@ -49,7 +49,8 @@ def most_in_flight(
         number = min(p.pp - stage, microbatches)
         return number * kept[0], [number]
     group = p.microbatch_group_size_per_vp_stage or p.pp
-    enough = 4 * max(group, p.pp)  # later ones repeat
+    # Later micro-batches repeat what these do.
+    enough = 4 * max(group, p.pp)
     held = [0] * p.vpp
     now = 0
     most = 0

@@ -18,17 +18,18 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.optimizer import Rotated
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.weights import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
+# About the size of a gradient's elements in a small model. soap divides by moments: a smaller
+# epsilon would enlarge differences of rounding.
 SMOOTH_EPS = 1e-2
-"""About what an element of a small model's gradient is."""
+# soap renews its bases at least so often, in steps: the run is short and should do so, too.
 BASES_EVERY = 2
-"""Steps between two bases of soap at most."""
 _SIDES = ("optim.soap.max_precond_dim",)
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
@@ -59,11 +60,13 @@ def shrink(
     run = run.on_any_device()
     p = _fitting(run.parallel, max_ranks)
     deep = stages(run)
-    if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
+    # Stages that were written by hand belong to the larger pipeline.
+    if p.pp * p.vpp < len(deep):
         p = p.model_copy(update=EQUAL_STAGES)
         deep = []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
-    if p.hybrid_context_parallel:  # room for documents of different lengths
+    # Documents of different lengths need room in a sample.
+    if p.hybrid_context_parallel:
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)
@@ -107,7 +110,7 @@ def shrink(
             }
         ),
     }
-    small = resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    small = _again(run, values)
     small = _with_sides_of(run, small)
     return with_triton_of(run, small) if interpreted else small
 
@@ -190,6 +193,13 @@ def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
     return recompute.model_copy(update={"num_layers": 1}) if recompute.num_layers else recompute
 
 
+def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
+    """Return a run with other sections, whose null keys are resolved for a small CPU."""
+    sections = dict(run) | values
+    changed = UnresolvedRun.model_construct(**sections)
+    return resolve(UnresolvedRun.model_validate(changed.model_dump()), MACHINE)
+
+
 def _tokens(data: DataConfig, seq: int) -> DataConfig:
     """Synthetic tokens, packed where samples were; no key of what is read in their place."""
     kept = {key: getattr(data, key) for key in ("packed", "packed_by", "prefetch", "cache_dir")}
@@ -214,7 +224,13 @@ def alone(run: RunConfig) -> RunConfig:
     micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too
-    parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)
+    parallel = ParallelConfig(
+        ranks=1,
+        sequence_parallel=False,
+        distributed_optimizer=optim.holds_main_weights,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
     trainer = run.trainer.model_copy(update=micro)
     return run.model_copy(update={"parallel": parallel, "optim": optim, "trainer": trainer})
 
@@ -373,7 +389,7 @@ def _optimizer(run: RunConfig, steps: int, dtype: str) -> OptimConfig:
     """Return the same optimizer, warm after half of the steps."""
     return run.optim.model_copy(
         update={
-            "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
+            "warmup_iters": min(run.optim.warmup_iters, steps // 2),
             "decay_iters": None,
             **_final_decay(run),
             **_state(run, dtype),
@@ -426,4 +442,4 @@ def portable(run: RunConfig) -> RunConfig:
             update={"device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),
     }
-    return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    return _again(run, values)

@@ -18,19 +18,18 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.weights import Weight
 from mtrain.plan.weights import Matrix, factor_bytes, matrices, stage_weights, update_of
 
+# For the distributed optimizer megatron-core pads the start of a weight to a multiple of START
+# elements and the end of a bucket to one of END, or of END_OF_LARGE for NCCL's bandwidth.
 START = 64
 END = 128
 END_OF_LARGE = 1 << 16
-"""Elements that a weight begins at a multiple of, and a bucket ends at, where the optimizer is
-distributed.
-"""
+# megatron-core's default size of a bucket is the larger of 40 million elements and one million
+# per data-parallel rank.
 SMALLEST_BUCKET = 40_000_000
 BUCKET_PER_RANK = 1_000_000
-"""megatron-core's default buckets: the first, or the second for each data-parallel rank.
-"""
+# An optimizer in eight bits keeps one scale in fp32 for each block of 128 moments.
 SCALED = 128
 SCALE_BYTES = 4
-"""Elements of a moment in eight bits that share a scale, and what that takes."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from mtrain.plan.rank import StageMemory
 from mtrain.plan.schedule import turns
 
+# A backward multiplies with inputs and with weights, a forward only with weights.
 BACKWARD = 2.0
-"""A backward multiplies with inputs and with weights: twice the products of its forward."""
+# A schedule repeats itself after so many micro-batches per stage: a picture shows no more.
 MOST_GROUPS = 3
-"""Micro-batches beyond so many pipelines of them repeat what those before did."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, open_splits, prepare_for_model
-from mtrain.data.batch import GlobalBatches
-from mtrain.data.samples.evaluated import evaluation_samples
+from mtrain.data.batch import GlobalBatches, evaluation_samples
 from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.train.loop.context import TrainContext

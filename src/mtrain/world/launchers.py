@@ -1,34 +1,36 @@
-"""The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI,
-Kubernetes.
+"""Launchers, and the variables by which each numbers its processes.
 
 Each set is translated into torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), which the rest of mtrain reads.
+MASTER_ADDR, MASTER_PORT), which the rest of mtrain reads. A launcher is one entry of `LAUNCHERS`.
 
 Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment
-variables set by mpirun", the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
+variables set by mpirun", the PMI of MPICH and PMIx, Flux's job shell (`flux run`), and Kubernetes'
+documentation of indexed jobs.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mtrain.config.machine.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
 
+# The variables that make a process a rank
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that make a process a rank."""
 LOCAL_HOST = "127.0.0.1"
+# Linux takes the ports of outgoing connections from 32768 on, so these are free of them.
 PORTS = range(12_000, 30_000)
-"""Ports below those that Linux gives to outgoing connections."""
+# From this number on, SLURM numbers steps that no `srun` of a user made: batch scripts and
+# interactive shells.
 SPECIAL_STEPS = 0xFFFFFFF0
-"""From this number on, SLURM numbers steps that no `srun` of a user made, such as batch scripts and
-interactive shells.
-"""
 USUAL_PORT = 29_500
+Environment = Mapping[str, str]
+# Variables for the same fact; the first one that is set counts
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,6 @@ class Launched:
     host: str
     """The host of process 0, which serves the store."""
     port: int
-    identity: str
-    """The name of the launch, which restarts keep; empty where it is unknown."""
     machines: int = 0
     """The number of machines; 0: unknown."""
     read: Mapping[str, str] = field(default_factory=dict)
@@ -70,24 +70,76 @@ class Launched:
         }
 
 
-def launched(environment: Mapping[str, str]) -> Launched | None:
-    """Return this process as the launcher numbers it; None: a run here starts its own ranks.
+@dataclass(frozen=True)
+class Variables:
+    """A launcher that numbers its processes by variables and nothing else.
 
-    torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run under srun.
+    A process is one of its processes if `rank` and `size` are set.
+    """
+
+    launcher: str
+    rank: Names
+    size: Names
+    local_rank: Names
+    local_size: Names = ()
+    """Processes on this machine; a launcher that sets none of these sets `machines`."""
+    machines: Names = ()
+    """Machines, over which the processes are spread evenly."""
+    launch: Names = ()
+    """The name of the launch, which is equal in all of its processes."""
+
+    def __call__(self, environment: Environment) -> Launched | None:
+        rank = _first_set(environment, *self.rank)
+        size = _first_set(environment, *self.size)
+        if not environment.get(rank) or not environment.get(size):
+            return None
+        index = _number(environment, rank)
+        count = _count(environment, size)
+        local_rank = _first_set(environment, *self.local_rank)
+        here = _first_set(environment, *self.local_size, *self.machines)
+        machines = 0
+        if self.machines:
+            machines = _count(environment, here)
+            local_size = -(-count // machines)
+        else:
+            local_size = _count(environment, here, count)
+        launch = _value(environment, *self.launch)
+        return Launched(
+            launcher=self.launcher,
+            rank=index,
+            size=count,
+            # Without a local rank, processes are assumed to fill one machine after the other.
+            local_rank=_number(environment, local_rank, index % local_size),
+            local_size=local_size,
+            # Fewer processes here than in all prove a second machine, which is all that matters.
+            host=_host(environment, self.launcher, "", 1 if local_size == count else 2),
+            port=_port(environment, f"{self.launcher} {launch}"),
+            machines=machines,
+            read={
+                "RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": here,
+            },
+        )
+
+
+def launched(environment: Environment) -> Launched | None:
+    """Return this process as the launcher numbers it; None: a run here starts its own ranks.
 
     Raises:
         BadEnvironment: variables contradict each other, are no numbers, or lack the address of
             process 0.
     """
-    for reader in (_torchrun, _open_mpi, _slurm, _pmi, _kubernetes):
-        place = reader(environment)
+    for launcher in LAUNCHERS:
+        place = launcher(environment)
         if place is not None:
             _check(place, environment)
             return place if place.size > 1 or place.launcher == "torchrun" else None
     return None
 
 
-def identity(environment: Mapping[str, str]) -> str | None:
+def identity(environment: Environment) -> str | None:
     """Return the name of the launch, such as `slurm 1234`; None: the launcher does not restart
     processes.
 
@@ -103,7 +155,7 @@ def identity(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def restarted(environment: Mapping[str, str]) -> str | None:
+def restarted(environment: Environment) -> str | None:
     """Return the identity of a launch whose earlier start may have begun the run; None: this is the
     first start.
 
@@ -118,7 +170,7 @@ def restarted(environment: Mapping[str, str]) -> str | None:
     return launch if count.isdigit() and int(count) > 0 else None
 
 
-def _torchrun(environment: Mapping[str, str]) -> Launched | None:
+def _torchrun(environment: Environment) -> Launched | None:
     """Read the variables of torchrun, which other launchers set too.
 
     Raises:
@@ -145,23 +197,22 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
         local_size=_count(environment, "LOCAL_WORLD_SIZE", 1),
         host=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT"),
-        identity=identity(environment) or "",
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> Launched | None:
+def _slurm(environment: Environment) -> Launched | None:
     """Read the variables of a task of srun; batch scripts and shells are no tasks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
+    # A step of srun may have fewer tasks than its job, so the step's variables come first.
     tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     size = _count(environment, tasks, 1)
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    count = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
-    hosts = list(expanded(nodes))
+    hosts = list(expanded(_value(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
+    count = _value(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     machines = int(count) if count.isdigit() else len(hosts) or 1
     per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
     job = _slurm_job(environment) or ""
-    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "0")
+    step = _value(environment, "SLURM_STEP_ID", "SLURM_STEPID") or "0"
     return Launched(
         launcher="slurm",
         rank=_number(environment, "SLURM_PROCID"),
@@ -170,7 +221,6 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
         local_size=_tasks_here(environment, size, machines),
         host=_host(environment, "slurm", hosts[0] if hosts else "", machines),
         port=_port(environment, f"slurm {job}.{step}"),
-        identity=f"slurm {job}" if job else "",
         machines=machines,
         read={
             "RANK": "SLURM_PROCID",
@@ -181,87 +231,34 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
     )
 
 
-def _is_task(environment: Mapping[str, str]) -> bool:
-    """Return whether SLURM's variables are those of a task of srun.
-
-    A batch script has SLURM_PROCID=0, too, and passes it to every process that it starts; only srun
-    sets the number of a step.
-    """
-    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
+def _is_task(environment: Environment) -> bool:
+    """Return whether SLURM's variables are those of a task of srun."""
+    # A batch script has SLURM_PROCID=0, too, and passes it to every process that it starts; only
+    # srun sets the number of a step.
+    step = _value(environment, "SLURM_STEP_ID", "SLURM_STEPID")
     if step:
         return step.isdigit() and int(step) < SPECIAL_STEPS
     return environment.get("ENVIRONMENT") != "BATCH"
 
 
-def _slurm_job(environment: Mapping[str, str]) -> str | None:
+def _slurm_job(environment: Environment) -> str | None:
     """Return the number of SLURM's job, which a requeued job keeps."""
-    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
-    return job or None
+    return _value(environment, "SLURM_JOB_ID", "SLURM_JOBID") or None
 
 
-def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
+def _tasks_here(environment: Environment, size: int, machines: int) -> int:
     """Count the tasks on this machine, from a list such as `4(x3),2`."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
-        "SLURM_TASKS_PER_NODE", ""
+    counts = tasks_per_node(
+        _value(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     )
-    counts = tasks_per_node(text)
     node = environment.get("SLURM_NODEID", "0")
+    # The list may be the job's, which does not fit a smaller step.
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
         return counts[int(node)]
     return max(1, size // machines)
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a process of Open MPI's mpirun."""
-    if not environment.get("OMPI_COMM_WORLD_RANK"):
-        return None
-    size = _count(environment, "OMPI_COMM_WORLD_SIZE", 1)
-    here = _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
-    name = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    return Launched(
-        launcher="mpirun",
-        rank=_number(environment, "OMPI_COMM_WORLD_RANK"),
-        size=size,
-        local_rank=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
-        local_size=here,
-        host=_host(environment, "mpirun", "", 1 if here == size else 2),
-        port=_port(environment, f"mpirun {name}"),
-        identity=identity(environment) or "",
-        read={
-            "RANK": "OMPI_COMM_WORLD_RANK",
-            "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-            "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-            "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-        },
-    )
-
-
-def _pmi(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a process of a PMI or PMIx launcher, such as MPICH's Hydra."""
-    pmix = bool(environment.get("PMIX_RANK"))
-    rank = "PMIX_RANK" if pmix else "PMI_RANK"
-    size = _first_set(environment, "PMIX_SIZE", "PMI_SIZE")
-    if not environment.get(rank) or not environment.get(size):
-        return None
-    local = _first_set(environment, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    here = _first_set(environment, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    count = _count(environment, size)
-    local_size = _count(environment, here, count)
-    name = environment.get("PMIX_NAMESPACE") or environment.get("PMI_ID", "")
-    return Launched(
-        launcher="PMIx" if pmix else "PMI",
-        rank=_number(environment, rank),
-        size=count,
-        local_rank=_number(environment, local, _number(environment, rank) % local_size),
-        local_size=local_size,
-        host=_host(environment, "PMI", "", 1 if local_size == count else 2),
-        port=_port(environment, f"pmi {name if pmix else ''}"),
-        identity=identity(environment) or "",
-        read={"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here},
-    )
-
-
-def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
+def _kubernetes(environment: Environment) -> Launched | None:
     """Read the variables of a pod of an indexed job, whose host names end in the pod's index."""
     if not environment.get("JOB_COMPLETION_INDEX"):
         return None
@@ -271,6 +268,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
     count = _count(environment, size)
     port = _first_set(environment, "PET_MASTER_PORT", "MASTER_PORT")
     index = _number(environment, "JOB_COMPLETION_INDEX")
+    # Pods of an indexed job are named JOB-INDEX, so pod 0 follows from this one's name.
     first = re.sub(rf"-{index}$", "-0", environment.get("HOSTNAME", ""))
     return Launched(
         launcher="kubernetes",
@@ -280,7 +278,6 @@ def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
         local_size=1,
         host=_host(environment, "kubernetes", environment.get("PET_MASTER_ADDR") or first, count),
         port=_number(environment, port, USUAL_PORT),
-        identity="",
         machines=count,
         read={"RANK": "JOB_COMPLETION_INDEX", "WORLD_SIZE": size, "MASTER_PORT": port},
     )
@@ -304,11 +301,12 @@ def _expanded(group: str) -> Iterator[str]:
         if not (first.isdigit() and (not dash or last.isdigit())):
             continue
         for index in range(int(first), int(last or first) + 1):
+            # A list keeps leading zeros: n[08-10] is n08, n09 and n10.
             for end in _expanded(tail) if tail else ("",):
                 yield f"{head}{index:0{len(first)}d}{end}"
 
 
-def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
+def _host(environment: Environment, launcher: str, first: str, machines: int) -> str:
     """Return the host of process 0: MASTER_ADDR, this machine if all processes are here, or the
     first of the list.
 
@@ -328,19 +326,25 @@ def _host(environment: Mapping[str, str], launcher: str, first: str, machines: i
     )
 
 
-def _port(environment: Mapping[str, str], launch: str) -> int:
+def _port(environment: Environment, launch: str) -> int:
     """Return MASTER_PORT, or a port computed from the launch, which another launch rarely gets."""
     if environment.get("MASTER_PORT"):
         return _number(environment, "MASTER_PORT")
+    # Every process must compute the same port, so this is a checksum and not Python's salted hash.
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
-def _first_set(environment: Mapping[str, str], *names: str) -> str:
+def _first_set(environment: Environment, *names: str) -> str:
     """Return the first of these variables that is set, or the last if none is set."""
     return next((name for name in names if environment.get(name)), names[-1])
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _value(environment: Environment, *names: str) -> str:
+    """Return the value of the first of these variables that is set, else ""."""
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def _number(environment: Environment, name: str, default: int | None = None) -> int:
     """Return a variable as a number; an empty one counts as missing.
 
     Raises:
@@ -351,7 +355,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return number(environment, name)
 
 
-def _count(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _count(environment: Environment, name: str, default: int | None = None) -> int:
     """Return a variable as a number of processes, which is 1 or more; raises as `_number` does."""
     count = _number(environment, name, default)
     if count == 0:
@@ -359,7 +363,7 @@ def _count(environment: Mapping[str, str], name: str, default: int | None = None
     return count
 
 
-def _check(place: Launched, environment: Mapping[str, str]) -> None:
+def _check(place: Launched, environment: Environment) -> None:
     """Refuse variables that contradict each other.
 
     Raises:
@@ -386,6 +390,7 @@ def _check(place: Launched, environment: Mapping[str, str]) -> None:
         )
     if not 0 < place.port < 1 << 16:
         wrong.append(f"{port} is {place.port}: a port is a number from 1 to 65535")
+    # torchrun may run under srun, and its workers then have other numbers than srun's tasks.
     if place.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
         wrong += _differences(place, environment)
     if wrong:
@@ -395,16 +400,57 @@ def _check(place: Launched, environment: Mapping[str, str]) -> None:
         )
 
 
-def _differences(place: Launched, environment: Mapping[str, str]) -> list[str]:
+def _differences(place: Launched, environment: Environment) -> list[str]:
     """Return a sentence where RANK contradicts the number that srun or mpirun set, as when a user
     exports one RANK.
     """
     out = []
-    for reader in (_open_mpi, _slurm):
-        other = reader(environment)
+    for launcher in (OPEN_MPI, _slurm):
+        other = launcher(environment)
         if other is not None and other.size == place.size > 1 and other.rank != place.rank:
             own = other.read["RANK"]
             out.append(
                 f"RANK is {place.rank} and {own} is {other.rank}, each of {place.size} processes"
             )
     return out
+
+
+OPEN_MPI = Variables(
+    "mpirun",
+    rank=("OMPI_COMM_WORLD_RANK",),
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    launch=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+_LOCAL_OF_PMI = {
+    "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    "local_size": ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+}
+# The order matters: torchrun and mpirun may run under srun, whose variables their processes then
+# inherit, and launchers of MPI set PMI variables next to their own.
+# Readers of each launcher's variables; the first that recognises this process counts
+LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
+    _torchrun,
+    OPEN_MPI,
+    _slurm,
+    # Flux sets PMI_RANK, too, but no number of processes per machine: it deals them out evenly.
+    Variables(
+        "flux",
+        rank=("FLUX_TASK_RANK",),
+        size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        machines=("FLUX_JOB_NNODES",),
+        launch=("FLUX_JOB_ID",),
+    ),
+    Variables(
+        "PMIx",
+        rank=("PMIX_RANK",),
+        size=("PMIX_SIZE", "PMI_SIZE"),
+        launch=("PMIX_NAMESPACE",),
+        **_LOCAL_OF_PMI,
+    ),
+    # such as MPICH's Hydra; PMI_ID is the number of the process, not the name of the launch
+    Variables("PMI", rank=("PMI_RANK",), size=("PMI_SIZE", "PMIX_SIZE"), **_LOCAL_OF_PMI),
+    _kubernetes,
+)

@@ -18,26 +18,23 @@ from torch.distributed import PrefixStore, Store
 
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 
+# The share of the join timeout in which further ranks may join after a fault, so that one message
+# reports all faults.
 FAULT_GRACE = 0.5
-"""The share of the join timeout in which further ranks may join after a fault, so that one message
-reports all faults.
-"""
+# The share of the join timeout in which the others can answer a rendezvous that replaces rank 0's
 LEAST_GRACE = 0.2
-"""The share of the join timeout in which the others can answer a rendezvous that replaces rank 0's.
-"""
+# How many join timeouts a rank that has joined and still imports gets
 IMPORT_FACTOR = 12
-"""How many join timeouts a rank that has joined and still imports gets."""
 
+# The key of the number of ranks 0 that have reached the store and do not yet have a configuration
 DECIDING = "deciding"
-"""The key of the number of ranks 0 that have reached the store and do not yet have a configuration.
-"""
+# The time between two signs of life of a rank that works for all ranks before it is ready
 BEAT_S = 1.0
-"""The time between two signs of life of a rank that works for all ranks before it is ready."""
+# How long such a rank counts as alive after a sign of life, without its pauses
 LIFE_S = 10.0
-"""How long such a rank counts as alive after a sign of life, without its pauses."""
 
+# A flat configuration, which is sent only where digests differ
 Config = dict[str, Any]
-"""A flat configuration, which is sent only where digests differ."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,7 @@ def offer_of(root: Store, number: int) -> Offer | None:
 
 def pause_of(size: int) -> float:
     """Return the seconds between a rank's reads of the store, longer in large worlds."""
+    # All ranks together read the store at most 2,000 times a second.
     return max(0.02, size / 2_000)
 
 
@@ -88,6 +86,7 @@ def _pages(store: Store, name: str, known: int) -> list[bytes]:
 
 def _add_page(store: Store, name: str, text: str) -> int:
     """Append to a list in the store, and return the position, from 1."""
+    # The counter gives each writer a position of its own before the entry exists.
     number = store.add(name, 1)
     store.set(f"{name}/{number}", text)
     return number
@@ -125,6 +124,7 @@ class Member:
         self.number = number
         self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
+            # Equal configurations are not sent: thousands of copies would delay the store.
             packed = zlib.compress(json.dumps(config).encode())
             self.store.set(f"config/{info.digest}", packed)  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
@@ -205,6 +205,7 @@ class Coordinator:
 
     def open_instead_of(self, known: int | None, root: Store) -> None:
         """Make this the newest rendezvous, unless a newer one than `known` exists."""
+        # Several ranks may lose patience at once; only the first of them opens a rendezvous.
         root.compare_set("newest", str(known or ""), str(self.number))
 
     def look(self) -> None:
@@ -213,6 +214,7 @@ class Coordinator:
             return
         self._read()
         now = time.monotonic()
+        # The wait for absent ranks begins with the first rank that is ready, not with its imports.
         if self.state.ready:
             self.first_ready = self.first_ready or now
         if self.state.is_wrong():

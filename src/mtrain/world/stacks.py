@@ -11,13 +11,12 @@ from types import FrameType
 from mtrain.world import heartbeat as heartbeat_module
 from mtrain.world.heartbeat import heartbeat
 
+# The folder, in a run folder, where each rank records its failure, and its stacks when it hangs
 ERRORS = "errors"
-"""The folder, in a run folder, where each rank records its failure, and its stacks when it hangs.
-"""
+# The file whose frames stand between a wait and its caller
 NOTES_WAITS = heartbeat_module.__file__
-"""The file whose frames stand between a wait and its caller."""
+# The prefix of the names of watching threads, which do none of the work
 WATCHING = "mtrain "
-"""The prefix of the names of watching threads, which do none of the work."""
 
 
 def main_frame() -> FrameType | None:
@@ -58,5 +57,6 @@ def write(path: Path, title: str) -> None:
         if not name.startswith(WATCHING):
             text += [f"\n{name}, most recent call last:\n", *traceback.format_stack(frame)]
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A run may stall, recover and stall again.
     with path.open("a") as file:
         file.write("".join(text) + "\n")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.data.arguments import read_arguments
 from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import spec_of
-from mtrain.cli.named_values import Word, number, yes
+from mtrain.cli.named_values import OFF, ON, read_arguments, whole
+from mtrain.cli.output import refusal
 from mtrain.config.disk.manifest import Manifest, path_of
-from mtrain.errors import ConfigError, Problem, say
+from mtrain.errors import say
 from mtrain.units import bytes_, count
 
 TOKENIZER = {
@@ -29,17 +29,16 @@ TOKENIZER = {
         "num_special_tokens",
     )
 }
-WHOLE = number(int, 0, 1 << 62)
 BAR = 40
 
 
-def inspect(argv: Sequence[str], *, as_json: bool) -> int:
+def inspect(words: Sequence[str], *, as_json: bool) -> int:
     """Print counts and lengths of a corpus, or one document of it."""
     usage = "inspect PREFIX [--doc N] [--tokenizer PATH]"
-    known = {**TOKENIZER, "doc": Word(None, WHOLE, "a whole number of at least 0", "doc=0")}
-    values, (prefix,) = read_arguments(argv, known, usage, most=1)
+    known = {**TOKENIZER, "doc": whole(None, 0, 1 << 62, "0")}
+    values, (prefix,) = read_arguments(words, known, usage, most=1)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.view import described
+    from mtrain.data.preprocess.inspect import described
 
     one = open_prefix(prefix)
     if values["doc"] is not None:
@@ -73,30 +72,25 @@ def _files(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
-    from mtrain.data.preprocess.view import document, tokens_as_text
+    from mtrain.data.preprocess.inspect import document, tokens_as_text
 
-    number_ = values["doc"]
-    sequences = document(one.dataset, number_)
+    index = values["doc"]
+    sequences = document(one.dataset, index)
     encoder = _loaded(values)
     theirs = one.held.body["tokenizer"]["sha256"] if one.held is not None else ""
+    # Another tokenizer would show readable text that the corpus never had.
     if encoder is not None and theirs not in ("", encoder.spec.sha256):
         rule = f"tokens were made with {theirs[:12]}, and this is {encoder.spec.sha256[:12]}"
         fix = f"tokenizer=PATH of {_files(one.held.body['tokenizer'])}"
-        raise ConfigError([Problem("MT620", "tokenizer", encoder.file, rule, fix, "command line")])
+        raise refusal(rule, fix, "MT620", "tokenizer", encoder.file)
     if as_json:
-        if encoder is not None:
-            text = encoder.decode([int(i) for ids in sequences for i in ids])
-        else:
-            text = None
-        say(
-            strict_json.dumps(
-                {"doc": number_, "sequences": [ids.tolist() for ids in sequences], "text": text}
-            )
-        )
+        lists = [ids.tolist() for ids in sequences]
+        text = None if encoder is None else encoder.decode([i for ids in lists for i in ids])
+        say(strict_json.dumps({"doc": index, "sequences": lists, "text": text}))
         return 0
     total = sum(map(len, sequences))
     say(
-        f"document {number_} of {one.dataset.num_documents}: {total} tokens in {len(sequences)}"
+        f"document {index} of {one.dataset.num_documents}: {total} tokens in {len(sequences)}"
         " sequences"
     )
     for i, ids in enumerate(sequences):
@@ -108,34 +102,35 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
 
 def _loaded(values: Mapping[str, Any]) -> Any:
     """Return the tokenizer that is named; None: none is."""
-    from mtrain.data.preprocess.encoders.loader import load
+    from mtrain.data.preprocess.tokenizers import load
 
-    return (
-        load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
-    )
+    if values["tokenizer"] is None:
+        return None
+    return load(spec_of({**values, "vocab_size": None}))
 
 
-def verify(argv: Sequence[str], *, as_json: bool) -> int:
+def verify(words: Sequence[str], *, as_json: bool) -> int:
     """Read every byte of corpora; return exit code 4 for a damaged one."""
     known = {
-        "vocab_size": Word(
-            None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"
-        ),
-        "manifest": Word(True, yes, "true or false", "manifest=false"),
-        "write": Word(False, yes, "true or false", "write=true"),
+        "vocab_size": whole(None, 1, 1 << 31, "32000"),
+        "manifest": ON,
+        "write": OFF,
         **TOKENIZER,
     }
-    values, prefixes = read_arguments(argv, known, "verify PREFIX...")
+    values, prefixes = read_arguments(words, known, "verify PREFIX...")
     encoder = _loaded(values)
     from mtrain.data.preprocess.derive import open_prefix
-    from mtrain.data.preprocess.scan import verify as verify_
-    from mtrain.data.preprocess.scan import write_manifest
+    from mtrain.data.preprocess.inspect import verify as verify_
+    from mtrain.data.preprocess.inspect import write_manifest
 
+    # A tokenizer of the command line bounds the ids where no number is given.
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:
         one = open_prefix(prefix)
         dataset = one.dataset
         held = one.held
+        # There is nothing to compare with yet: the scan makes the hashes that the new manifest
+        # gets.
         bare = held is None and values["write"]
         scanned = verify_(dataset, held, limit, hashed=values["manifest"] and not bare)
         if bare:
@@ -145,12 +140,10 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
                 "prefix": str(prefix),
                 "hashed": held is not None,
                 "largest_id": scanned.largest,
+                "documents": dataset.num_documents,
+                "tokens": dataset.num_tokens,
             }
-            say(
-                strict_json.dumps(
-                    {**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}
-                )
-            )
+            say(strict_json.dumps(body))
             continue
         against = "adds up; there is no manifest with hashes"
         if held is not None:
@@ -164,10 +157,9 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def stats(argv: Sequence[str], *, as_json: bool) -> int:
+def stats(words: Sequence[str], *, as_json: bool) -> int:
     """Print tokens, fertility and unknown bytes of each file that corpora were made of."""
-    known = {"files": Word(True, yes, "true or false", "files=false")}
-    values, prefixes = read_arguments(argv, known, "stats PREFIX...")
+    values, prefixes = read_arguments(words, {"files": ON}, "stats PREFIX...")
     from mtrain.data.preprocess.derive import open_prefix
 
     rows = [
@@ -190,8 +182,7 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
 def _rows(prefix: Path, held: Manifest | None, *, files: bool) -> list[dict[str, Any]]:
     if held is None:
         rule = "the corpus has no manifest with the counts of each file"
-        fix = "a corpus that `data tokenize` made"
-        raise ConfigError([Problem("MT623", "prefix", str(prefix), rule, fix, "command line")])
+        raise refusal(rule, "a corpus that `data tokenize` made", "MT623", "prefix", str(prefix))
     total = held.count("tokens")
     inputs = held.body["inputs"]
     out = [_row(one["file"], one, total) for one in inputs] if files and len(inputs) > 1 else []
@@ -223,13 +214,12 @@ def _row(name: str, counts: Mapping[str, Any], total: int) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> str:
     text = bytes_(row["text_bytes"]) if row["text_bytes"] is not None else "-"
-    each = ("bytes_per_token", "fertility")
     ratios = " ".join(
-        f"{row[name]:>11.3f}" if row[name] is not None else f"{'-':>11}" for name in each
+        f"{'-':>11}" if row[name] is None else f"{row[name]:>11.3f}"
+        for name in ("bytes_per_token", "fertility")
     )
-    unknown = (
-        f"{100 * row['unknown_share']:>7.3f}%" if row["unknown_share"] is not None else f"{'-':>8}"
-    )
+    share_unknown = row["unknown_share"]
+    unknown = f"{'-':>8}" if share_unknown is None else f"{100 * share_unknown:>7.3f}%"
     left = f"  {row['rejected']} left out" if row["rejected"] else ""
     share = f"{100 * row['share']:>5.1f}%"
     counts = f"{count(row['documents']):>10} {count(row['tokens']):>9} {share} {text:>10}"

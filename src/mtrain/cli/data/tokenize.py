@@ -1,4 +1,4 @@
-"""`data tokenize INPUT... --out PREFIX`."""
+"""`data tokenize` and `data train-tokenizer`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.data.arguments import needs, read_arguments
-from mtrain.cli.named_values import Word, number, texts, yes
+from mtrain.cli.named_values import (
+    OFF,
+    ON,
+    Word,
+    one_of,
+    read_arguments,
+    required,
+    texts,
+    whole,
+)
+from mtrain.cli.output import refusal
 from mtrain.config.compose.paths import user_path
-from mtrain.errors import ConfigError, Problem, say
+from mtrain.errors import say
 from mtrain.units import MIB, bytes_, count, seconds
 
 USAGE = "tokenize INPUT... --out PREFIX --tokenizer PATH"
+TRAIN_USAGE = "train-tokenizer INPUT... --out tokenizer.json --vocab-size N"
+END = "<|endoftext|>"
 FORMATS = ("jsonl", "parquet", "arrow", "tar", "text")
 ENGINES = ("auto", "tokenizers", "gigatoken")
 KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
-
-
-def one_of(*names: str) -> Any:
-    """Return a reader of one of several words."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError(text)
-        return text
-
-    return read
 
 
 def special(text: str) -> tuple[tuple[str, int], ...]:
@@ -50,58 +50,49 @@ WORDS = {
     "tokenizer": Word(None, user_path),
     "key": Word("text"),
     "template": Word(None),
-    "ignored_keys": Word(
-        (), texts, "a key, or a JSON list of keys", "ignored_keys=loss", many=True
-    ),
-    "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "format=jsonl"),
-    "lines": Word(False, yes, "true or false", "lines=true"),
-    "eod": Word(True, yes, "true or false", "eod=false"),
+    "ignored_keys": Word((), texts, "a key, or a JSON list of keys", "loss", many=True),
+    "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "jsonl"),
+    "lines": OFF,
+    "eod": ON,
     "eod_token": Word(None),
     "sentences": Word(None),
-    "keep_newlines": Word(False, yes, "true or false", "keep_newlines=true"),
-    "special": Word("token", one_of("token", "text"), "token or text", "special=text"),
-    "dtype": Word(None, one_of("uint16", "int32"), "uint16 or int32", "dtype=int32"),
-    "workers": Word(None, number(int, 1, 4096), "a whole number from 1 to 4096", "workers=4"),
-    "max_rejects": Word(
-        1000, number(int, 0, 1 << 62), "a whole number of at least 0", "max_rejects=1000"
-    ),
-    "max_document": Word(64, number(int, 1, 1024), "MiB, from 1 to 1024", "max_document=64"),
-    "fresh": Word(False, yes, "true or false", "fresh=true"),
-    "overwrite": Word(False, yes, "true or false", "overwrite=true"),
-    "kind": Word(None, one_of(*KINDS), f"one of {', '.join(KINDS)}", "kind=sentencepiece"),
-    "engine": Word("auto", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "engine=gigatoken"),
+    "keep_newlines": OFF,
+    "special": Word("token", one_of("token", "text"), "token or text", "text"),
+    "dtype": Word(None, one_of("uint16", "int32"), "uint16 or int32", "int32"),
+    "workers": whole(None, 1, 4096, "4", "a whole number from 1 to 4096"),
+    "max_rejects": whole(1000, 0, 1 << 62, "1000"),
+    "max_document": whole(64, 1, 1024, "64", "MiB, from 1 to 1024"),
+    "fresh": OFF,
+    "overwrite": OFF,
+    "kind": Word(None, one_of(*KINDS), f"one of {', '.join(KINDS)}", "sentencepiece"),
+    "engine": Word("auto", one_of(*ENGINES), f"one of {', '.join(ENGINES)}", "gigatoken"),
     "merges": Word(None, user_path),
-    "lower_case": Word(True, yes, "true or false", "lower_case=false"),
+    "lower_case": ON,
     "pattern": Word(None),
-    "special_tokens": Word(
-        (), special, "JSON of names and ids", """special_tokens='{"<|endoftext|>": 100}'"""
-    ),
-    "num_special_tokens": Word(
-        1000, number(int, 7, 1 << 17), "a whole number from 7", "num_special_tokens=1000"
-    ),
-    "vocab_size": Word(
-        None, number(int, 1, 1 << 24), "a whole number of at least 1", "vocab_size=131072"
-    ),
+    "special_tokens": Word((), special, "JSON of names and ids", """'{"<|endoftext|>": 100}'"""),
+    "num_special_tokens": whole(1000, 7, 1 << 17, "1000", "a whole number from 7"),
+    "vocab_size": whole(None, 1, 1 << 24, "131072"),
 }
-
+# words of one kind of tokenizer
 OF_KIND = {"merges": "gpt2", "lower_case": "bert"} | dict.fromkeys(
     ("pattern", "special_tokens", "num_special_tokens", "vocab_size"), "tiktoken"
 )
-"""Words of one kind of tokenizer."""
 
 
-def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
+def tokenize(words: Sequence[str], *, as_json: bool) -> int:
     """Make `.bin/.idx` of documents; return the exit code."""
-    values, inputs = read_arguments(argv, WORDS, USAGE)
-    prefix = prefix_of(needs(values, "out", USAGE))
+    values, inputs = read_arguments(words, WORDS, USAGE)
+    prefix = prefix_of(required(values, "out", USAGE))
+    # Workers are processes: threads of tokenizers in each of them would compete for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from mtrain.data.preprocess.build import Limits
     from mtrain.data.preprocess.build import tokenize as build
 
     job = job_of(values, inputs)
-    limits = Limits(
-        values["workers"] or cores(), values["max_rejects"], values["fresh"], values["overwrite"]
-    )
+    # the cores that this process may use: a container or a scheduler may give it fewer than all
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = values["workers"] or cores or 1
+    limits = Limits(workers, values["max_rejects"], values["fresh"], values["overwrite"])
     with Shown([source.size for source in job.sources], speaks=not as_json) as shown:
         made = build(job, prefix, limits, shown, partial(say, error=True))
     if as_json:
@@ -117,14 +108,12 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
     Raises:
         ConfigError: an input, the template or the tokenizer is invalid.
     """
-    from mtrain.data.preprocess.inputs.sources import find_sources
-    from mtrain.data.preprocess.work import Job
+    from mtrain.data.preprocess.sources import find_sources
+    from mtrain.data.preprocess.workers import Job
 
     if values["keep_newlines"] and values["sentences"] is None:
         rule = "has no effect where documents are not cut into sentences"
-        raise ConfigError(
-            [Problem("MT003", "keep_newlines", True, rule, "sentences=english", "command line")]
-        )
+        raise refusal(rule, "sentences=english", "MT003", "keep_newlines", True)
     return Job(
         spec_of(values),
         reading_of(values),
@@ -142,13 +131,11 @@ def reading_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: the template is invalid, or a key is named too.
     """
-    from mtrain.data.preprocess.inputs.record import reading
+    from mtrain.data.preprocess.record import reading
 
     if values["template"] is not None and values["key"] != "text":
         rule = "a template names its keys; key= would have no effect"
-        raise ConfigError(
-            [Problem("MT004", "key", values["key"], rule, "one of both", "command line")]
-        )
+        raise refusal(rule, "one of both", "MT004", "key", values["key"])
     return reading(
         values["key"],
         values["template"],
@@ -164,9 +151,9 @@ def spec_of(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: no tokenizer is named, or it does not exist.
     """
-    from mtrain.data.preprocess.encoders.spec import find_tokenizer
+    from mtrain.data.preprocess.encoder import find_tokenizer
 
-    path = needs(values, "tokenizer", USAGE)
+    path = required(values, "tokenizer", USAGE)
     spec = find_tokenizer(
         path,
         values["merges"],
@@ -180,12 +167,11 @@ def spec_of(values: Mapping[str, Any]) -> Any:
         num_special_tokens=values["num_special_tokens"],
         vocab_size=values["vocab_size"],
     )
+    # A word without effect would look as if it had one.
     for name, kind in OF_KIND.items():
         if spec.kind != kind and values[name] != WORDS[name].default:
             rule = f"has no effect: it is of {kind}, and this tokenizer is {spec.kind}"
-            raise ConfigError(
-                [Problem("MT003", name, values[name], rule, "leave it out", "command line")]
-            )
+            raise refusal(rule, "leave it out", "MT003", name, values[name])
     return spec
 
 
@@ -197,30 +183,17 @@ def prefix_of(path: Path) -> Path:
     """
     if path.suffix in (".bin", ".idx"):
         rule = f"is a prefix: without {path.suffix}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT602", "out", str(path), rule, f"out={path.with_suffix('')}", "command line"
-                )
-            ]
-        )
+        raise refusal(rule, f"out={path.with_suffix('')}", "MT602", "out", str(path))
     if not path.name or path.name == ".." or os.path.isdir(path):
         rule = "is a folder; the beginning of a file's name is needed"
-        raise ConfigError(
-            [Problem("MT602", "out", str(path), rule, f"out={path / 'corpus'}", "command line")]
-        )
+        raise refusal(rule, f"out={path / 'corpus'}", "MT602", "out", str(path))
     return path
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     """Describe a new corpus for a person."""
-    from mtrain.data.preprocess.work import BY
-    from mtrain.data.record_keys import FLAGS
+    from mtrain.data.preprocess.workers import BY
+    from mtrain.data.records import FLAGS
 
     text = sum(one["text_bytes"] for one in made["inputs"])
     size = sum(one["bytes"] for one in made["files"].values())
@@ -264,6 +237,7 @@ class Shown:
         self._began = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
+        # A log file must not fill with the frames of a bar.
         self._live = speaks and sys.stderr.isatty()
 
     @property
@@ -291,6 +265,8 @@ class Shown:
         """Count a finished unit."""
         for part in unit:
             while self._last < part.source:
+                # Units come in the order of their files. Units of a packed file do not add up to
+                # its size on disk: a finished file counts as whole.
                 self._done += self._sizes[self._last] - self._seen[self._last]
                 self._last += 1
             step = min(part.size, self._sizes[part.source] - self._seen[part.source])
@@ -301,3 +277,57 @@ class Shown:
             rate = self._read / max(1e-9, self.seconds) / 1e6
             line = f"{rate:.1f} MB/s  {count(totals.sum('tokens'))} tokens"
             self._bar.update(self._task, completed=self._done, line=line)
+
+
+TRAINED = {
+    "out": Word(None, user_path),
+    "vocab_size": whole(32000, 1, 1 << 22, "32000"),
+    "kind": Word("bpe", one_of("bpe", "wordpiece", "unigram"), "bpe, wordpiece or unigram", "bpe"),
+    "special": Word((), texts, "a text, or a JSON list of texts", f'"{END}"', many=True),
+    "limit_mib": whole(1024, 1, 1 << 30, "1024", "MiB, a whole number of at least 1"),
+} | {
+    name: WORDS[name]
+    for name in (
+        "key",
+        "template",
+        "format",
+        "lines",
+        "max_document",
+        "lower_case",
+        "ignored_keys",
+        "max_rejects",
+    )
+}
+
+
+def train_tokenizer(words: Sequence[str], *, as_json: bool) -> int:
+    """Train a tokenizer on documents and write its tokenizer.json; return the exit code."""
+    values, inputs = read_arguments(words, TRAINED, TRAIN_USAGE)
+    out = required(values, "out", TRAIN_USAGE)
+    if os.path.lexists(out):
+        raise refusal("is there", "another name", "MT622", "out", str(out))
+    if not os.path.isdir(out.parent):
+        rule = f"{out.parent} is no folder"
+        raise refusal(rule, "out=FILE in an existing folder", "MT002", "out", str(out))
+    from mtrain.data.preprocess.sources import find_sources
+    from mtrain.data.preprocess.train import Texts, save, train
+
+    sources = find_sources(inputs, values["format"])
+    found = Texts(sources, reading_of(values), values["limit_mib"] * MIB, values["max_rejects"])
+    if not all(one and one.isprintable() for one in values["special"]):
+        rule = "a special token has letters, and each can be printed"
+        raise refusal(rule, f"special='{END}'", "MT003", "special", values["special"])
+    # train() adds BERT's own special tokens to a wordpiece.
+    special = list(values["special"]) or ([] if values["kind"] == "wordpiece" else [END])
+    made = train(found, values["kind"], values["vocab_size"], special, values["lower_case"])
+    save(made, out)
+    size = made.get_vocab_size()
+    rejected = len(found.rejected)
+    if as_json:
+        facts = {"vocab_size": size, "text": found.read, "left_out": rejected}
+        say(strict_json.dumps({"file": str(out), **facts}))
+        return 0
+    left = f", {rejected} records left out" if rejected else ""
+    made_of = f"{values['kind']} of {size} tokens, trained on {bytes_(found.read)} of text"
+    say(f"{out}: {made_of}{left}", *by_keys(found.by))
+    return 0

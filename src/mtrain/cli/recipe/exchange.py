@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mtrain import strict_json
-from mtrain.cli.command import needed
+from mtrain.cli.output import needed, refusal, say_json, write_new
 from mtrain.cli.recipe.capture import TIMEOUT_S
 from mtrain.cli.recipe.capture import capture as record
-from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
+from mtrain.cli.recipe.files import describe, for_elsewhere
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import STDIN, download_of, read_stdin
@@ -21,8 +20,8 @@ from mtrain.config.messages.validate import MISSING, OPEN, unfilled
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
+from mtrain.errors import Problem, say_page, visible
 from mtrain.plan.time.report import in_steps
 from mtrain.recipes.delta import delta, left_open, recipe_text
 from mtrain.recipes.diff import overrides_of
@@ -43,8 +42,8 @@ CONFIG = "config.json"
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
+# The exit code of a recipe with keys to fill in.
 INCOMPLETE = 2
-"""The exit code of a recipe that is left to be filled in."""
 UNFILLED = "MT702"
 USAGE = (
     "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or"
@@ -54,18 +53,22 @@ USAGE = (
 
 def import_(
     words: Sequence[str],
-    command: Sequence[str] | None,
     *,
     capture: bool,
     timeout: str | None,
     output: str | None,
     as_json: bool,
+    command: Sequence[str] | None = None,
 ) -> int:
-    """Print a recipe, or write it to `output`; list every setting without a place on stderr."""
+    """Print a recipe, or write it to `output`; list every setting without a place on stderr.
+
+    `command` are the words after `--`.
+    """
     files = [word for word in words if "=" not in word]
     extra = [word for word in words if "=" in word]
     if capture:
         found = _captured(files, extra, command, timeout)
+        # The recipe names its sources: of a command, the words that are files.
         named = [word for word in command or () if Path(word).is_file()]
     else:
         found = _read(files, extra, command)
@@ -77,7 +80,7 @@ def import_(
     if output is not None:
         write_new(Path(output), text)
     if as_json:
-        say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
+        say_json(_facts(found, text, problems, run.digest()))
         return INCOMPLETE if found.open else 0
     done = f"wrote {output}: {program()} check recipe={output}"
     say_page(text if output is None else visible(done))
@@ -101,11 +104,9 @@ def _file_of(name: str) -> str:
         if len(found) == 1:
             return str(found[0])
         rule = f"{name} is a folder with {len(found)} scripts and no {CONFIG}; one file is imported"
-        fix = (
-            " or ".join(f"recipe import {p}" for p in found[:3])
-            or "name the script, or the folder of a model"
-        )
-        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+        named = " or ".join(f"recipe import {p}" for p in found[:3])
+        fix = named or "name the script, or the folder of a model"
+        raise refusal(rule, fix, "MT002")
     download = download_of(name, CONFIG)
     if download is not None and not Path(name).suffix.endswith(FILES):
         rule = (
@@ -113,7 +114,7 @@ def _file_of(name: str) -> str:
             " downloaded here"
         )
         fix = f"{download[0]}, then recipe import {download[1]}"
-        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+        raise refusal(rule, fix, "MT002")
     return name
 
 
@@ -122,25 +123,15 @@ def _captured(
 ) -> Imported:
     """Run a command with recorders in place of launchers, and import what it would start."""
     if files or not command:
+        # Words before `--` were likely meant as the command; a bare script needs its shell.
         script = [] if files and not os.path.isfile(files[0]) else ["bash"]
         words = shlex.join([*script, *(files or ["pretrain.sh"])])
         rule = f"{CAPTURE} runs the command after --"
         fix = f"recipe import {CAPTURE} -- {words}"
-        raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
+        raise refusal(rule, fix)
     seconds = str(TIMEOUT_S) if timeout is None else timeout
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", seconds) or float(seconds) <= 0:
-        raise ConfigError(
-            [
-                Problem(
-                    "MT010",
-                    "",
-                    None,
-                    f"--timeout {seconds}: takes seconds",
-                    "--timeout 600",
-                    "command line",
-                )
-            ]
-        )
+        raise refusal(f"--timeout {seconds}: takes seconds", "--timeout 600")
     return record(command, extra, float(seconds))
 
 
@@ -166,9 +157,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         return import_scripts(paths, extra)
     if len(files) > 1:
         rule = "a config.json describes a whole model, so no other file may be given"
-        raise ConfigError(
-            [Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")]
-        )
+        raise refusal(rule, f"recipe import {configs[0]}")
     return import_config(Path(configs[0]), extra)
 
 
@@ -197,7 +186,7 @@ def _about(
     return {**words, "verified": report}
 
 
-def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
+def _validated(raw: UnresolvedRun, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
     """Return the resolved configuration and its problems; keys `left` open have only that one."""
     machine = Machine.here()
     world_size = world_size_of()
@@ -217,8 +206,8 @@ def _unfilled(key: str, why: str) -> Problem:
         return unfilled(key, "recipe")
     fix = f"write its value there, or import again with {key}=VALUE"
     if key == WHOLE:
-        fix = "see to what is named here, and write at recipe.verified what the recipe is"
-    return Problem(UNFILLED, key, MISSING, f"is left to fill in: {why}", fix, "recipe")
+        fix = "correct what is named here, and write at recipe.verified what the recipe is"
+    return Problem(UNFILLED, key, MISSING, why, fix, "recipe")
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
@@ -254,14 +243,15 @@ def _facts(
     }
 
 
-def export(words: Sequence[str], *, as_json: bool) -> int:
-    """Print the command line of Megatron-LM that means the same, and in comments what
-    has no flag.
+def export(words: Sequence[str], *, megatron: bool, as_json: bool) -> int:
+    """Print the command line of Megatron-LM that means the same, and in comments what has no flag.
+
+    `megatron` may be set or not: there is no other form.
     """
     _, run = for_elsewhere(overrides_of(words))
     text = export_script(run, in_steps(run))
     if as_json:
-        say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
+        say_json({"script": text, "digest": run.digest()})
     else:
         say_page(text)
     return 0

@@ -19,8 +19,9 @@ import tempfile
 
 ENCODE = json.JSONEncoder(allow_nan=False).encode
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+# A stand-in of srun or mpirun goes on to the command that it would start, and passes its own
+# words on in this variable: the record of that command begins with them.
 AROUND = "MTRAIN_CAPTURE_AROUND"
-"""Variable with the words of the launchers that a command stands behind."""
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 ALWAYS = ("torchrun", "deepspeed", "accelerate")
 AROUND_OTHERS = ("srun", "mpirun", "mpiexec", "horovodrun")
@@ -40,6 +41,7 @@ def record(words: list[str]) -> None:
     """
     around = json.loads(os.environ.get(AROUND, "[]"))
     line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
+    # Several processes add lines at once: with O_APPEND none overwrites another.
     handle = os.open(os.path.join(FOLDER, "calls"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, (line + "\n").encode("utf-8", "surrogateescape"))
     os.close(handle)
@@ -73,6 +75,7 @@ def trains(arguments: list[str]) -> bool:
     ):
         if re.match(r"-[A-Za-z]*c", arguments[index]):
             return False
+        # -W and -X take the next word as their value.
         index += 2 if arguments[index] in ("-W", "-X") else 1
     if index >= len(arguments) or arguments[index] == "-":
         return False
@@ -89,9 +92,11 @@ def trains(arguments: list[str]) -> bool:
     words = set(re.split(r"[^a-z]+", name))
     if name in known["gpt"]:
         return True
+    # Names such as preprocess_data.py or convert.py train nothing, whatever their flags.
     if words & set(known["other"]):
         return False
     flags = {word.partition("=")[0] for word in rest} & set(known["flags"])
+    # A program of any name trains if it takes several flags of Megatron-LM.
     return bool(words & set(known["trains"])) or len(flags) >= 3
 
 
@@ -171,6 +176,7 @@ def with_environment(words: list[str]) -> None:
                 words = [*shlex.split(value), *words]
         elif not word.startswith("-"):
             os.environ[option] = value
+    # `env -i` would clear what the recorders need, and the script would start for real.
     os.environ.update(around)
     keep()
     if not words:
@@ -232,6 +238,7 @@ def submit(arguments: list[str]) -> None:
             subprocess.call(
                 ["bash", file.name], env=env, stdout=sys.stderr, stdin=subprocess.DEVNULL
             )
+    # Scripts read the number of the job from this line.
     os.write(1, b"1\n" if "--parsable" in arguments else b"Submitted batch job 1\n")
 
 
@@ -261,6 +268,7 @@ def as_python_starts() -> None:
     if words and trains(words[1:]):
         program = os.path.basename(words[1])
         record([program, *words[2:]] if program in ALWAYS else ["python", *words[1:]])
+        # Nothing of the program may run, not even what it registers for its end.
         os._exit(0)
 
 

@@ -13,7 +13,7 @@ from mtrain.config.compose.dump import spell
 from mtrain.config.messages.docs import documented
 from mtrain.config.messages.keys import field_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 EFFECTS = {
     Effect.ARCHITECTURE: (
@@ -63,11 +63,12 @@ def default_of(path: str) -> str:
 
 def section_of(path: str) -> type[BaseModel] | None:
     """Return the section class of a group or of a section inside one, such as `model.moe`."""
-    section: Any = RunConfig
+    section: Any = UnresolvedRun
     for name in path.split("."):
         info = section.model_fields.get(name)
         if info is None:
             return None
+        # The class of a section may stand inside of `X | None`.
         found = [a for a in (info.annotation, *get_args(info.annotation)) if isinstance(a, type)]
         section = next((a for a in found if issubclass(a, BaseModel)), None)
         if section is None:
@@ -133,6 +134,7 @@ def _words(annotation: Any) -> str:
         return "one of " + ", ".join(map(str, inside))
     if origin is tuple:
         items = [_split(part)[1] for part in inside if part is not Ellipsis]
+        # A tuple with dots in its type takes any number of items.
         many = "any number of" if Ellipsis in inside else str(len(items))
         return f"a list of {many} values, each {items[0]}"
     if origin is dict:

@@ -17,9 +17,10 @@ from mtrain.config.compose.yaml_reader import load
 from mtrain.config.messages.keys import field_of, is_content
 from mtrain.config.messages.suggestions import NEAREST, is_number
 from mtrain.config.rules import Answers, apply, findings
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
+Resolve = Callable[[UnresolvedRun], RunConfig]
 PROPOSED = ("MT013", "MT014", "MT007")
 """Codes whose fix is a value of mtrain's choice, which must not even cause a warning. Other fixes
 repeat the written value or its nearest.
@@ -29,7 +30,9 @@ KEPT = ("MT010", "MT012", "MT013")
 
 
 def with_fixes(
-    problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
+    problems: Sequence[Problem],
+    partial: UnresolvedRun,
+    resolve: Resolve,
 ) -> list[Problem]:
     """Return `problems` with fixes that break no rule.
 
@@ -45,7 +48,7 @@ def with_fixes(
 
 
 def _with_fix(problem: Problem, trial: _Trial) -> Problem:
-    keep = problem.code in KEPT or problem.rule.endswith(NEAREST)
+    keep = problem.code in KEPT or problem.detail.endswith(NEAREST)
     if problem.fix:
         fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep)
     else:
@@ -55,13 +58,13 @@ def _with_fix(problem: Problem, trial: _Trial) -> Problem:
 
 def _is_meant(problem: Problem) -> bool:
     """Return whether the fix is the written value in other words."""
-    return problem.code not in PROPOSED or problem.rule.endswith(NEAREST)
+    return problem.code not in PROPOSED or problem.detail.endswith(NEAREST)
 
 
 class _Trial:
     """A trial of settings of one key against the keys that were not refused."""
 
-    def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
+    def __init__(self, partial: UnresolvedRun, resolve: Resolve) -> None:
         self.partial = partial
         self.resolve = resolve
         self.held = partial.flat()
@@ -97,6 +100,7 @@ class _Trial:
 
         Null does not replace a number: zero minutes do not mean the default minutes.
         """
+        # What a person wrote is never replaced by a value of ours.
         said = (isinstance(value, (str, list)) and len(value) > 0) or (
             is_number(value) and self.held.get(path) is None
         )
@@ -120,6 +124,7 @@ class _Trial:
             for f in findings(run)
             if f.severity == "error" and (f.code, f.path) not in self.before
         ]
+        # The first broken rule is enough: its fixes are tried together with the setting.
         changes = [
             {key: value, **change}
             for f in broken[:1]
@@ -142,7 +147,7 @@ class _Trial:
         except (ValidationError, KeyError, TypeError):
             return False
 
-    def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
+    def _said(self, run: UnresolvedRun, *, unusual: bool) -> set[tuple[str, str]]:
         """Return the findings of the rules for a run; warnings and missing inputs count only if
         nothing `unusual` may remain.
         """
@@ -181,6 +186,7 @@ def _change(text: str) -> tuple[str, Any] | None:
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        # A choice changes many keys at once, and is not tried here; a layout is.
         if key in ("recipe", "run", *GROUPS) and key != "parallel":
             return None
         if key == "parallel":

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mtrain.config.engine.fields import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
 """Keys whose values are the shipped names plus those of installed plug-ins."""
@@ -60,12 +60,6 @@ DERIVED = {
 """Names without a key here, and the reason."""
 
 
-RESOLVED = {
-    "precision.dtype": "precision.format",
-    "data.seq_length": "data.length",
-    "optim.lr": "optim.rate",
-}
-"""Keys that are null until they are resolved -> the property that always has a value."""
 MERGE = "<<"
 """YAML's merge key, which mtrain does not read."""
 
@@ -100,7 +94,7 @@ def _all_keys() -> dict[str, FieldInfo]:
             if inner is not None:
                 walk(f"{path}.", inner)
 
-    walk("", RunConfig)
+    walk("", UnresolvedRun)
     return out
 
 
@@ -146,8 +140,10 @@ def foreign() -> dict[str, str]:
     """Return the key for each name of megatron-core's fields, Megatron-LM's flags and Hugging
     Face's configs.
     """
+    # A name that a key here already has must not point to another key.
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
+    # Explicit aliases win over names that are derived from fields and flags.
     for path, key in keys().items():
         out |= dict.fromkeys(key.aka.split(), path)
     for path, key in keys().items():
@@ -207,6 +203,8 @@ def _suggested(path: str) -> tuple[list[str], str]:
     if path in _all_keys():
         return [path], ""
     last = path.rpartition(".")[2].strip("_")
+    # Search from the certain to the vague: derived values, foreign names, fields without a key, the
+    # same last word, then similar spelling.
     if last in DERIVED:
         return [], DERIVED[last]
     if last in foreign():
@@ -318,6 +316,7 @@ def readings(path: str, value: Any) -> Iterator[list[Any]]:
     likely first.
     """
     if isinstance(value, list) and len(value) == 1:
+        # Words come first: `on` and `1` are switches wherever a key takes them.
         yield [value[0]]
     if isinstance(value, (bool, dict)) or value is None:
         return
@@ -358,6 +357,7 @@ def _numbers(path: str, text: str) -> Iterator[Decimal]:
         return
     sign, digits, power, unit = match.groups()
     digits = digits.replace("_", "").replace(" ", "")
+    # 1,000 is a thousand, 1,5 a European decimal.
     grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]*)?", digits) is not None
     digits = digits.replace(",", "" if grouped else ".")
     try:
@@ -375,6 +375,7 @@ def _scales(path: str, unit: str) -> list[str]:
     if last.endswith(("_gib", "_mib")):
         scale = _SIZES.get(unit[:1], "1")
         return [str(Decimal(scale) * 1024) if last.endswith("_mib") and unit else scale]
+    # 4k tokens are 4,096 to most people, and 4,000 to some.
     if unit in ("k", "ki") and _OF_TOKENS.search(last):
         return ["1024", "1000"]
     return [_COUNTS.get(unit, "1")]

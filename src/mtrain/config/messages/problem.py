@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.schema.base import Section
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem, Related, Severity
 
 
-def value_at(run: RunConfig, path: str) -> Any:
+def value_at(run: UnresolvedRun, path: str) -> Any:
     """Return the value of a dotted key; None where its section is null."""
     node: Any = run
     for name in path.split("."):
@@ -19,11 +19,11 @@ def value_at(run: RunConfig, path: str) -> Any:
 
 
 def problem_of(
-    run: RunConfig,
+    run: UnresolvedRun,
     origins: Mapping[str, str],
     code: str,
     path: str,
-    rule: str,
+    detail: str,
     fix: str,
     *,
     severity: Severity = "error",
@@ -32,7 +32,7 @@ def problem_of(
     """Return the problem `code` of the key `path`; `related` are the other keys of its rule."""
     others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
     return Problem(
-        code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
+        code, path, plain(value_at(run, path)), detail, fix, origins.get(path, ""), severity, others
     )
 
 
@@ -50,9 +50,10 @@ def distinct(problems: Sequence[Problem]) -> list[Problem]:
     seen: dict[tuple[str, str, str, str], Problem] = {}
     refused_at: set[str] = set()
     for problem in problems:
+        # The refused text of a reference is still there, and of the wrong type for its key.
         if problem.path in refused_at:
             continue
         if problem.code == "MT007":
             refused_at.add(problem.path)
-        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
+        seen.setdefault((problem.code, problem.path, problem.detail, problem.source), problem)
     return list(seen.values())

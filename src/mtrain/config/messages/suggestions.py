@@ -73,6 +73,7 @@ _WORDS = {
 
 def accepts(path: str, value: Any) -> bool:
     """Return whether the schema accepts `value` at `path`, whatever the other keys are."""
+    # A command without problems never needs this, and the import takes time.
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     field = field_of(path)
@@ -80,6 +81,7 @@ def accepts(path: str, value: Any) -> bool:
         isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
     ):
         return False
+    # Strict, because a fix must be valid exactly as it is printed.
     annotation: Any = (
         Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     )
@@ -99,6 +101,7 @@ def taken(path: str, value: Any) -> list[Any]:
     for group in readings(path, value):
         out: list[Any] = []
         for reading in group:
+            # YAML and the schema end at a machine word.
             huge = isinstance(reading, int) and abs(reading) >= 1 << 63
             nothing = reading in ([], {}) and value not in ([], {}, "")
             if not huge and not nothing and reading not in out and accepts(path, reading):
@@ -128,8 +131,10 @@ def suggestions(path: str, value: Any) -> list[str]:
     known = _WORDS.get(str(value).lower(), value)
     with suppress(TypeError):
         known = CONVERTED.get(last, lambda v: v)(known)
+        # --no-bias sets add_bias=false: the flag of the other system says the opposite.
         known = not known if last in opposites() and isinstance(known, bool) else known
     fitting = [override(key, known) for key in near if accepts(key, known)]
+    # A text is accepted by many keys and says nothing about which was meant.
     fitting = fitting or [
         override(key, reading)
         for key in near
@@ -182,6 +187,7 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     word = plain(word).strip().lower()
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     letters = re.sub(r"[^a-z0-9]", "", word)
+    # Case, dashes and dots are the most frequent slips, and unambiguous.
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
     begun = sorted(
         (c for c in choices if len(word) > 2 and c.startswith(word)),
@@ -195,6 +201,7 @@ def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
     words, other names; the smallest of each first.
     """
     rest = choice.removeprefix(begin)
+    # llama3 means llama3_8b before llama3_instruct and before llama31_8b.
     order = 2
     if not rest or rest[0] == "_":
         order = 0 if _SIZE.match(rest, 1) or not rest else 1
@@ -225,6 +232,7 @@ def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
 
 def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
     """Return the distance of two sizes, without units if one has none."""
+    # 8 next to 8b: compare the digits if a unit is missing.
     if one[1] and other[1]:
         return abs(_in_ones(one) - _in_ones(other))
     return abs(float(one[0]) - float(other[0]))
@@ -233,6 +241,7 @@ def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
 def layouts_near(word: str) -> list[str]:
     """Return the layouts that a word may have meant: other case, separators, or a bare number."""
     letters = re.sub(r"[^a-z0-9]", "", plain(word).lower())
+    # A bare number may be a degree of any of the three usual axes.
     if letters.isdigit() and int(letters[:7]) > 0 and len(letters) < 7:
         return [f"{axis}{int(letters)}" for axis in ("tp", "pp", "dp")]
     try:
@@ -284,6 +293,7 @@ def choice_fix(group: str, text: str) -> str:
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
         near = layouts_near(text) or near
+        # parallel=1 means one rank.
         near += ["single"] if text.strip().isdigit() else []
     if is_nothing(text):
         near = [usual_choice(group)]
@@ -317,6 +327,7 @@ def bare_word(word: str) -> list[str]:
         return [default]
     import difflib
 
+    # Reversed, so that of two groups with one name the first of GROUPS wins.
     every = {name: group for group in reversed(GROUPS) for name in choices_of_group(group)}
     close = difflib.get_close_matches(plain(word).lower(), every, n=1, cutoff=0.8)
     recipes = difflib.get_close_matches(recipe, names, n=1, cutoff=0.8)
@@ -334,6 +345,7 @@ def default_choices() -> tuple[dict[str, str], dict[str, str]]:
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     entries = config.values.get("defaults", [])
+    # A user's own config.yaml may replace the one that ships, so validate it.
     for index, entry in enumerate(entries if isinstance(entries, list) else [None]):
         source = config.where(f"defaults.{index}")
         ((group, choice),) = (

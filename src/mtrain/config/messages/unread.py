@@ -36,6 +36,7 @@ def names_of(key: str) -> list[str]:
     """
     if key == "recipe":
         return recipe_names()
+    # +group=choice adds a choice, and its names are those of the group.
     key = key.lstrip("+")
     return choices_of_group(key) if _is_choice(key) else list(choices_of(key))
 
@@ -45,11 +46,13 @@ def why_unread(key: str, text: str, said: str) -> str:
     parts = _parts(text)
     if not text.strip():
         return "is empty: a value stands behind the ="
+    # Hydra's grammar reports only a position here.
     if len(parts) > 1 and not all(parts):
         return "a comma has no value on one side of it"
     name, inner = _call(text)
     if len(parts) > 1 and any(_call(part)[0] in FORMS for part in parts):
         return ALONE
+    # Hydra has intervals for optimizers of hyperparameters, which mtrain does not run.
     if name == "interval":
         return (
             "an interval has no end of values, and a sweep is made of some: choice(A,B) or"
@@ -133,6 +136,7 @@ def _call(text: str) -> tuple[str, list[str]]:
 
 
 def _candidates(key: str, text: str) -> Iterator[str]:
+    # Semicolons separate values in other languages of configuration.
     parts = [part for part in _parts(text.replace(";", ",")) if part]
     name, arguments = _call(text)
     inner = [part for part in arguments if part]
@@ -145,6 +149,7 @@ def _candidates(key: str, text: str) -> Iterator[str]:
         and 1 <= len(inner) <= 3
     ):
         yield from _ranges(inner)
+    # Brackets mean one list here, although a sweep may be meant: offer both.
     if text.startswith("["):
         items = [part for part in _parts(text.strip().strip("[]")) if part]
         yield f"[{','.join(items)}]"
@@ -165,6 +170,7 @@ def _ranges(parts: list[str]) -> Iterator[str]:
     start, stop, step = _bounds(parts)
     low, high = (parts[0], parts[1]) if len(parts) > 1 else ("0", parts[0])
     size = f"{abs(step):g}" if step else "1"
+    # A range downwards needs a negative step, or was written in the wrong order.
     if start > stop:
         yield f"range({low},{high},-{size})"
         yield f"range({high},{low})" if size == "1" else f"range({high},{low},{size})"
@@ -209,6 +215,7 @@ def _works(key: str, text: str, *, sweep: bool) -> bool:
         values = sweep_values(text, names_of(key), MOST)
     except ValueError:
         return False
+    # A sweep is no fix where only one run is started.
     if values is not None and (not sweep or not values):
         return False
     return all(_fits(key, value) for value in values or [text])
@@ -233,6 +240,7 @@ def _parts(text: str) -> list[str]:
     out = [""]
     depth = 0
     quote = ""
+    # Hydra's parser refuses the texts that are split here, so it cannot be used.
     for letter in text:
         if letter == "," and depth <= 0 and not quote:
             out.append("")
@@ -254,6 +262,7 @@ def as_text(key: str, text: str, value: object) -> str | list[str] | None:
         or accepts(key, value)
     ):
         return None
+    # 007 is a name as text, and seven as a number.
     if not isinstance(value, list):
         return text if accepts(key, text) and not text.startswith("[") else None
     items = [item.strip("'\"") for item in _parts(text.strip()[1:-1])]

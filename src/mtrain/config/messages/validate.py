@@ -39,7 +39,7 @@ from mtrain.config.messages.suggestions import (
     taken,
 )
 from mtrain.config.schema.base import MOST_RANKS
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
@@ -89,7 +89,7 @@ _PATTERNS = {
 }
 
 
-def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
+def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | None, list[Problem]]:
     """Validate `values` against the schema; return the configuration or a bounded list of
     problems.
     """
@@ -101,8 +101,9 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None,
     ]
     wrong += [_open(path, known, where) for path, value in known.items() if value == MISSING]
     try:
-        run = RunConfig.model_validate(values)
+        run = UnresolvedRun.model_validate(values)
     except ValidationError as error:
+        # pydantic refuses these values too, with less of an explanation.
         named = {problem.path for problem in wrong}
         found = [
             e
@@ -110,6 +111,7 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None,
             if whole(".".join(map(str, e["loc"]))) not in named
         ]
         others = (problem for e in found for problem in _problems(e, where, known))
+        # One more than the limit, so that the error can say that there are others.
         return None, [*wrong, *islice(others, MAX_PROBLEMS + 1)]
     return (None, wrong) if wrong else (run, [])
 
@@ -141,12 +143,14 @@ def _problems(
     value = error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
+        # An unknown section: report its keys one by one, since each may have a home elsewhere.
         near, why = suggest(path) if isinstance(value, dict) and value else ([path], "")
         if not why and path not in GROUPS and all(_is_section(key) for key in near):
             for leaf, inner in leaves(value, path):
                 yield unknown_key(leaf, inner, where)
         else:
             yield unknown_key(path, value, where)
+    # pydantic reports a list that is too short as missing items.
     elif kind == "missing" and path.rpartition(".")[2].isdigit():
         yield _length(path, value, where)
     elif kind == "missing":
@@ -158,6 +162,7 @@ def _problems(
             _required(path, values),
             where(path),
         )
+    # An import leaves null where it cannot know; the reader needs a remark, not a type.
     elif value is None and path in OPEN:
         yield unfilled(path, where(path))
     elif kind in _BOUNDS:
@@ -227,6 +232,7 @@ def _bound(
 ) -> Problem:
     name, words = _BOUNDS[kind]
     bound = context[name]
+    # A bound itself is no valid value of an open interval, so step over it.
     whole = isinstance(value, int) and isinstance(bound, int)
     if kind == "less_than_equal" and bound >= MOST_RANKS:  # far beyond what anybody has
         fix = _unset(path, value)
@@ -242,12 +248,14 @@ def _bound(
 
 
 def _literal(path: str, value: Any, where: Where, values: Mapping[str, Any]) -> Problem:
+    # pydantic marks an unknown name in a mapping this way.
     if path.endswith(".[key]"):
         key = path.removesuffix(".[key]")
         section = key.rpartition(".")[0]
         rule = f"there is no such key; one of {', '.join(choices_of(section))}"
         return Problem("MT012", key, value, rule, "", where(key))
     choices = choices_of(path)
+    # A word of another system has one meaning; similar spelling would mislead.
     foreign = FOREIGN_WORDS.get(path, {}).get(str(value))
     near = [foreign] if foreign is not None else near_choice(str(value), choices)
     rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} {NEAREST}" if near else "")
@@ -264,6 +272,7 @@ def _wrong_type(
     path: str, kind: str, value: Any, where: Where, values: Mapping[str, Any]
 ) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
+    # In a file `model: llama_tiny` is a natural mistake: on the command line it is a choice.
     if path in GROUPS and isinstance(value, str):
         return _text_for_a_group(path, value, rule, where)
     if path in GROUPS:
@@ -332,6 +341,7 @@ def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) ->
     """
     outer = whole(path)
     said = values.get(outer)
+    # Repeat the whole list: a fix must be a setting, and an item has no key of its own.
     items = (
         [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
     )
@@ -369,7 +379,7 @@ def whole(path: str) -> str:
 def unfilled(path: str, source: str) -> Problem:
     """Return the problem of a key that an import left open."""
     rule, fix = OPEN[path]
-    return Problem("MT702", path, None, f"is left to fill in: {rule}", fix, source)
+    return Problem("MT702", path, None, rule, fix, source)
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
@@ -377,6 +387,7 @@ def _required(path: str, values: Mapping[str, Any]) -> str:
     if path in GROUPS:
         return choice_fix(path, "")
     section, _, last = path.rpartition(".")
+    # Sections of attention share names of keys, so another one's value is the likeliest.
     same = [
         values[key]
         for key in schema_keys()

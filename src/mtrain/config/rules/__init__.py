@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cache
@@ -15,81 +15,66 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.provided import discards, forgets, lost
 from mtrain.config.messages.problem import plain, problem_of, value_at
 from mtrain.config.messages.suggestions import NOTHING, with_choices
-from mtrain.config.resolve.watch import watched
+from mtrain.config.resolve.watch import Run, watched
 from mtrain.config.rules import (
+    attention,
     batch,
     chats,
     corpus,
     data,
-    dsa,
-    engines,
     experts,
     graphs,
     layout,
-    linear_attention,
-    mixing,
     model,
-    mup,
-    offload,
     optim,
     peft,
     pipeline,
     plug_ins,
     precision,
-    quantized,
-    rotary,
-    routing,
     sharding,
     storage,
-    tokenizers,
     unused,
 )
 from mtrain.config.rules.families import rules_of_families
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related
-from mtrain.config.rules.rule import Rule
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.rules.rule import Rule, rules_in
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
+# Problems are reported in this order: first what decides the shape of a run.
 _MODULES = (
     layout,
     pipeline,
     sharding,
     experts,
-    routing,
     batch,
     model,
-    mup,
-    linear_attention,
-    dsa,
-    rotary,
+    attention,
     data,
-    mixing,
     corpus,
-    tokenizers,
     chats,
     precision,
-    quantized,
     optim,
     peft,
     storage,
-    plug_ins,
     graphs,
-    offload,
     unused,
-    engines,
+    plug_ins,
 )
 
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """Return every rule: those of this package, then those of the families of models."""
-    return (*(rule for module in _MODULES for rule in module.RULES), *rules_of_families())
+    return (*(rule for module in _MODULES for rule in rules_in(module)), *rules_of_families())
 
 
 MAX_TRIES = 400
 DISK_SECONDS = 0.4
 """The seconds that rules on files may take to try the fixes of one configuration."""
+Read = tuple[Finding, frozenset[str]]
+"""A finding, and the keys that its rule had read by then."""
 
 
 class Answers:
@@ -100,10 +85,10 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Rule, dict[tuple[Any, ...], list[tuple[Finding, frozenset[str]]]]] = {}
+        self._known: dict[Rule, dict[tuple[Any, ...], list[Read]]] = {}
         self._left = DISK_SECONDS
 
-    def of(self, rule: Rule, run: RunConfig) -> list[tuple[Finding, frozenset[str]]]:
+    def of(self, rule: Rule, run: RunConfig) -> list[Read]:
         """Return the findings of a rule, each with the keys that the rule had read by then."""
         known = self._known.setdefault(rule, {})
         values = tuple(value_at(run, key) for key in rule.reads)
@@ -111,7 +96,7 @@ class Answers:
             if known and self._left <= 0:
                 return []
             begun = time.monotonic()
-            known[values] = list(_said(rule, run))
+            known[values] = list(_watched(rule, run))
             self._left -= time.monotonic() - begun
         return known[values]
 
@@ -120,8 +105,8 @@ def check(
     run: RunConfig,
     origins: Mapping[str, str] | None = None,
     *,
-    raw: RunConfig | None = None,
-    resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
+    raw: UnresolvedRun | None = None,
+    resolve: Callable[[UnresolvedRun], RunConfig] | None = None,
     hidden: Callable[[AbstractSet[str]], bool] = lambda reads: False,
     to_run: bool = True,
 ) -> list[Problem]:
@@ -132,30 +117,31 @@ def check(
     the keys that the rule read, are left out. If the configuration is not `to_run` on this machine,
     inputs that it lacks are warnings.
     """
-    raw = raw if raw is not None else run
     answers = Answers()
     found = list(findings_and_reads(run, answers))
-    trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    said = [
-        (_softened(finding, raw, to_run=to_run), reads)
+    broken = [finding for finding, _ in found]
+    if raw is None or resolve is None:
+        raw = run
+        trial = _Trial(run, lambda changed: changed, broken, answers)
+    else:
+        trial = _Trial(raw, resolve, broken, answers)
+    problems = [
+        _problem(_softened(finding, raw, to_run=to_run), run, origins or {}, trial, reads)
         for finding, reads in found
         if not hidden(reads)
     ]
-    problems = [_problem(finding, run, origins or {}, trial, reads) for finding, reads in said]
     return sorted(problems, key=lambda p: p.severity)
 
 
-def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
+def _softened(finding: Finding, raw: UnresolvedRun, *, to_run: bool) -> Finding:
     """Return a warning in place of an error, for inputs that a run elsewhere may have."""
-    if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
+    on_a_device = finding.lacks == "device"
+    if to_run or not finding.lacks or (on_a_device and raw.cluster.device != "auto"):
         return finding
-    if finding.lacks == "device":
-        where = "; name the machines it is meant for, as in cluster=h100x8"
-    else:
-        where = ""
-    return replace(
-        finding, severity="warning", rule=f"{finding.rule}; a run here is refused{where}"
-    )
+    parts = [finding.detail, "a run here is refused"]
+    if on_a_device:
+        parts.append("name the machines it is meant for, as in cluster=h100x8")
+    return replace(finding, severity="warning", detail="; ".join(filter(None, parts)))
 
 
 def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:
@@ -164,24 +150,23 @@ def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding
     """
     answers = answers or Answers()
     for rule in all_rules():
+        # Watching which keys are read costs time, and trials do not need it.
         yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
-def findings_and_reads(
-    run: RunConfig, answers: Answers
-) -> Iterator[tuple[Finding, frozenset[str]]]:
+def findings_and_reads(run: RunConfig, answers: Answers) -> Iterator[Read]:
     """Yield the same, each with the keys that its rule had read until then."""
     for rule in all_rules():
-        yield from answers.of(rule, run) if rule.disk else _said(rule, run)
+        yield from answers.of(rule, run) if rule.disk else _watched(rule, run)
 
 
-def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]]:
+def _watched(rule: Rule, run: RunConfig) -> Iterator[Read]:
     reads = set[str]()
     for found in rule(watched(run, reads)):
         yield found, frozenset(reads)
 
 
-def apply(run: RunConfig, change: Change) -> RunConfig:
+def apply(run: Run, change: Change) -> Run:
     """Return `run` with new values for dotted keys.
 
     Raises:
@@ -195,7 +180,7 @@ def apply(run: RunConfig, change: Change) -> RunConfig:
         for name in parents:
             node = node[name]
         node[last] = value
-    return RunConfig.model_validate(values)
+    return type(run).model_validate(values)
 
 
 class _Trial:
@@ -203,8 +188,8 @@ class _Trial:
 
     def __init__(
         self,
-        raw: RunConfig,
-        resolve: Callable[[RunConfig], RunConfig],
+        raw: UnresolvedRun,
+        resolve: Callable[[Any], RunConfig],
         found: Iterable[Finding],
         answers: Answers,
     ) -> None:
@@ -239,17 +224,17 @@ class _Trial:
                     return done
         return None
 
-    def choose(self, finding: Finding, limit: int = 2) -> list[Change]:
-        """Return the fixes that remove `finding` and cause nothing new, in the order of the rule.
+    def choose(self, finding: Finding, fixes: Sequence[Change]) -> list[Change]:
+        """Return two of `fixes` that remove `finding` and cause nothing new, in their order.
 
         If no fix does so by itself, return the first that does with one or two more changes.
         """
         good: list[Change] = []
-        for change in finding.fixes:
-            if len(good) < limit and not any(known.items() <= change.items() for known in good):
+        for change in fixes:
+            if len(good) < 2 and not any(known.items() <= change.items() for known in good):
                 done = self.repair(change, finding, 0)
                 good += [done] if done is not None else []
-        for change in () if good else finding.fixes:
+        for change in () if good else fixes:
             done = self.repair(change, finding, 2)
             if done is not None:
                 return [done]
@@ -265,37 +250,30 @@ def _problem(
 ) -> Problem:
     held = trial.raw.flat()
     undone = [lost(change, held, origins) for change in finding.fixes] if finding.unset else []
-    kept = tuple(
+    kept = [
         change
         for change in finding.fixes
         if not discards(change, held, origins)
         and not (finding.unset and lost(change, held, origins))
-    )
-    chosen = [
-        c for c in trial.choose(replace(finding, fixes=kept)) if not discards(c, held, origins)
     ]
-    kept_values = [change for change in chosen if not forgets(change, held, origins)]
+    chosen = [c for c in trial.choose(finding, kept) if not discards(c, held, origins)]
+    # Prefer fixes that leave every value that the user provided.
+    keeping = [change for change in chosen if not forgets(change, held, origins)]
     fixes = []
-    for change in kept_values or chosen:
-        new = {
-            key: value
-            for key, value in change.items()
-            if key not in held or plain(value) != held[key]
-        }
+    for change in keeping or chosen:
+        new = {k: value for k, value in change.items() if k not in held or plain(value) != held[k]}
         settings = new or change
         each = (override(*one) for one in settings.items())
         fixes.append(with_choices(settings) if finding.unset else " ".join(each))
     if finding.hint:
         fixes.append(finding.hint)
-    if not fixes:
-        fixes = _left_out(undone, finding.path)
     return problem_of(
         run,
         origins,
         finding.code,
         finding.path,
-        finding.rule,
-        " or ".join(dict.fromkeys(fixes)),
+        finding.detail,
+        " or ".join(dict.fromkeys(fixes or _left_out(undone, finding.path))),
         severity=finding.severity,
         related=related(finding, run, reads, origins),
     )

@@ -1,15 +1,15 @@
-"""Corpus rules: the files exist, are well-formed, and hold enough for the requested samples.
+"""Corpus rules: files exist, are well-formed, hold enough samples, and fit the tokenizer.
 
 Training validates the same before it starts, and reads every byte afterwards.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.compose.paths import names_near, user_path
@@ -30,7 +30,15 @@ from mtrain.config.disk.token_files import (
     split_documents,
     tokenizer_facts,
 )
-from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.resolve.model_tokenizer import (
+    folder_of_the_model,
+    is_from_elsewhere,
+    sha256_of,
+    tokenizer_of,
+    unread_tokenizer,
+)
+from mtrain.config.rules.data import NO_MIDDLE, UNPACKED
+from mtrain.config.rules.finding import Change, Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.data import WEIGHTS_OF, DataConfig, read_corpora
 from mtrain.config.schema.run import RunConfig
@@ -41,21 +49,18 @@ MAX_READ = 100
 """Files of a folder that are looked into; beyond them a file is taken for text."""
 CHECKED_TOKENS = 1 << 20
 """Tokens at the beginning of a corpus whose ids are looked at: a hundredth of a second."""
+TOKENIZER = "data.tokenizer"
+VOCAB = "model.vocab_size"
 _AGAIN = "write it again, or data.path=another"
 TOO_FEW = Code(
     "MT605",
-    "A split has too few tokens for one sample.",
+    "Cannot cut one sample from a split because it has too few tokens.",
     "Shorten data.seq_length, or give the split more.",
     example="data.limit_mib=0.0001",
 )
-ANOTHER_TOKENIZER = Code(
-    "MT620",
-    "A tokenizer, or a corpus, is not the one that the tokens belong to, as their manifest says.",
-    help="Name the tokenizer that the manifest names, or tokenize the text with the other one.",
-)
 NO_END = Code(
     "MT608",
-    "No end-of-document token is known to tell documents apart.",
+    "Cannot separate documents because no end-of-document token is known.",
     "Turn data.eod_mask_loss, data.packed and data.fim off, or name a tokenizer.",
     example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
 )
@@ -64,13 +69,13 @@ NO_END = Code(
 @rule(
     Code(
         "MT305",
-        "The file or folder of text exists, can be read, and holds text.",
         help="Name a file or folder of text; data.suffixes says which files of a folder are read.",
         example="data.path=/nowhere/text",
     ),
     Code(
         "MT321",
-        "No text was found among the files that were looked at; training looks at all of them.",
+        "Cannot tell if there is text because `check` looks at some files only; training reads"
+        " all.",
         severity="warning",
     ),
     TOO_FEW,
@@ -81,49 +86,49 @@ NO_END = Code(
     disk=True,
 )
 def text_existence(run: RunConfig) -> Iterator[Finding]:
-    """The file or folder of text exists, is readable, and holds text for a sample of each split."""
+    """Cannot train on this text because the file or folder is missing, unreadable or without
+    text.
+    """
     d = run.data
     if d.kind != "text":
         return
+    # Without a path the standard library of Python is the text: it is on every machine.
     path = user_path(d.path) if d.path is not None else Path(sysconfig.get_path("stdlib"))
-    rule = "is empty, and a file or a folder is needed" if d.path == "" else unreadable(path)
-    if rule is not None:
-        near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
-        yield Finding("MT305", "data.path", rule, (*near, {"data.path": None}))
+    none: Change = {"data.path": None}
+    detail = "the name is empty" if d.path == "" else unreadable(path)
+    if detail is not None:
+        fixes = each("data.path", [*names_near(path), None])
+        yield Finding("MT305", "data.path", detail, fixes)
         return
     splits = 2 if run.trainer.eval_iters else 1
     need = splits * d.least_tokens
     limit = need if d.limit_mib is None else max(1, int(d.limit_mib * MIB))
     bound = Bound()
     try:
-        size, files, rule = _text_in(path, d, min(need, limit), bound)
+        size, files, detail = _text_in(path, d, min(need, limit), bound)
         size = min(size, limit) if d.limit_mib is not None else size
     except OSError as error:
         size = 0
         files = 0
-        rule = f"{error.filename} cannot be read: {error.strerror}"
+        detail = f"{error.filename}: {error.strerror}"
     if bound.spent:
-        if rule is not None:
+        if detail is not None:
             endings = ", ".join(d.suffixes)
-            rule = (
-                f"none of the files that were looked at ends in {endings}; training looks at all of"
-                " them"
-            )
-            yield Finding("MT321", "data.path", rule, ({"data.path": None},))
-    elif rule is not None:
-        yield Finding("MT305", "data.path", rule, ({"data.path": None},))
+            yield Finding("MT321", "data.path", f"none of these ends in {endings}", [none])
+    elif detail is not None:
+        yield Finding("MT305", "data.path", detail, [none])
+    # A byte is at most a token, and each document ends with one more.
     elif size + files < need:
-        rule = (
-            f"{size} bytes of text in {files} document{'s' if files != 1 else ''} are at most"
-            f" {size + files} tokens; {splits} split{'s' if splits > 1 else ''} of at least one"
-            f" sample need {need}"
+        detail = (
+            f"{size} bytes in {files} documents are at most {size + files} tokens; {splits} splits"
+            f" of at least one sample need {need}"
         )
+        # The length that fits: a sample needs one token more than it predicts.
         few = (size + files) // splits - 1
-        short: tuple[Change, ...] = ({"data.seq_length": few},) if few >= 2 else ()
+        short = each("data.seq_length", [few] if few >= 2 else [])
         if d.limit_mib is not None:
-            enough = -(-1000 * need // MIB) / 1000
-            short = ({"data.limit_mib": enough}, {"data.limit_mib": None}, *short)
-        yield Finding("MT605", "data.seq_length", rule, (*short, {"data.path": None}))
+            short = [*each("data.limit_mib", [-(-1000 * need // MIB) / 1000, None]), *short]
+        yield Finding("MT605", "data.seq_length", detail, [*short, none])
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
@@ -143,52 +148,49 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         return name.endswith(d.suffixes) or (library and name.startswith("LICENSE"))
 
     for file in files_below(path, wanted, SKIPPED_FOLDERS if library else frozenset(), bound):
-        files = files + 1
+        files += 1
         held = file.stat().st_size
+        why = None
         if files <= MAX_READ:
             why = no_text(file) if held else "it is empty"
-        else:
-            why = None
         if why is None:
-            size = size + held
-            texts = texts + 1
+            size += held
+            texts += 1
         else:
             wrong = f"{file}: {why}"
+        # Stop as soon as there is enough: folders may hold millions of files.
         if size >= need:
             break
-    if not files:
-        empty = next(os.scandir(path), None) is None
-        endings = ", ".join(d.suffixes) or "(no suffixes given)"
-        return (
-            0,
-            0,
-            "the folder is empty" if empty else f"the folder holds no file ending in {endings}",
-        )
-    return size, texts, None if texts else f"no file of it holds text; {wrong}"
+    if files:
+        return size, texts, None if texts else f"no file of it holds text; {wrong}"
+    if next(os.scandir(path), None) is None:
+        return 0, 0, "the folder is empty"
+    endings = ", ".join(d.suffixes) or "(no suffixes given)"
+    return 0, 0, f"the folder holds no file ending in {endings}"
 
 
 @rule(
     Code(
         "MT306",
-        "Both files of every indexed corpus exist and can be read.",
         help="Name the prefix of both files.",
         example="data=indexed data.path=/nowhere/corpus",
     ),
     TOO_FEW,
     Code(
         "MT611",
-        "The .bin and .idx are inconsistent or invalid.",
-        help=(
-            "Write them again, or name the prefix of others; an index names dtype, sequences and"
-            " documents."
-        ),
+        "Cannot read the corpus because its .bin and .idx are inconsistent or invalid.",
+        help="Write them again, or name the prefix of others.",
     ),
     Code(
         "MT612",
-        "Token ids are outside the model's vocabulary.",
-        help="Enlarge model.vocab_size, or tokenize the text anew.",
+        "Cannot embed the tokens of the corpus because ids lie outside of the vocabulary.",
+        help="Enlarge model.vocab_size, or tokenize the text again.",
     ),
-    ANOTHER_TOKENIZER,
+    Code(
+        "MT620",
+        "Cannot use this tokenizer because another one made the tokens, as their manifest says.",
+        help="Name the tokenizer in the manifest, or tokenize the text with this one.",
+    ),
     reads=(
         "data.path data.blend data.validation_blend data.test_blend data.blend_weights"
         " data.validation_weights data.test_weights data.kind data.seq_length data.split"
@@ -197,9 +199,7 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     disk=True,
 )
 def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
-    """Both files of every indexed corpus exist, agree, and hold tokens for the samples of each
-    split.
-    """
+    """Cannot open the corpus because one of its two files is missing or unreadable."""
     d = run.data
     if d.kind != "indexed":
         return
@@ -212,30 +212,23 @@ def indexed_file_existence(run: RunConfig) -> Iterator[Finding]:
     if d.blend is None and d.path is not None:
         shares = whole["blend"] if apart else d.split
         yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
-    for key in whole:
+    for key, own in whole.items():
         names: tuple[str, ...] = getattr(d, key) or ()
         read = read_corpora(getattr(d, key), getattr(d, WEIGHTS_OF[key]))
         for i, prefix in enumerate(names):
             if prefix not in read:
                 continue
-            around = names[:i], names[i + 1 :]
-            shares = whole[key] if apart else d.split
-            found = list(
-                _corpus(
-                    run,
-                    prefix,
-                    lambda name, a=around, k=key: {f"data.{k}": [*a[0], name, *a[1]]},  # type: ignore[misc]
-                    shares,
-                )
-            )
-            for f in found[:1]:
-                if f.path == "data.path":
-                    path = f"data.{key}"
-                    rule = f"{prefix}: {f.rule}"
-                else:
-                    path = f.path
-                    rule = f.rule
-                yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
+
+            def renamed(name: str, key: str = key, i: int = i) -> Change:
+                others = list(getattr(d, key))
+                return {f"data.{key}": [*others[:i], name, *others[i + 1 :]]}
+
+            # One problem of one corpus: another corpus may have the same.
+            for found in _corpus(run, prefix, renamed, own if apart else d.split):
+                if found.path == "data.path":
+                    detail = f"{prefix}: {found.detail}"
+                    found = replace(found, path=f"data.{key}", detail=detail)
+                yield found
                 return
 
 
@@ -247,25 +240,25 @@ def _corpus(
     `renamed` is the change that names another corpus; `shares` are those of train, validation and
     test.
     """
-    if "://" in text:  # an object store, which opening it asks
+    # Only opening it asks an object store.
+    if "://" in text:
         return
     base = user_path(text)
+    # A user who completes the name in a shell ends with one of the two files.
     if base.suffix in (".bin", ".idx"):
-        yield Finding(
-            "MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),)
-        )
+        detail = f"a prefix has no {base.suffix}"
+        yield Finding("MT306", "data.path", detail, [renamed(text[:-4])])
         return
     for suffix in (".idx", ".bin"):
         path = base.with_name(base.name + suffix) if base.name else base / suffix
-        rule = unreadable(path)
-        if rule is None and os.path.isdir(path):
-            rule = "is a folder"
-        if rule is None and path.stat().st_size == 0:
-            rule = "the file is empty"
-        if rule is not None:
-            names = [n for n in names_near(path) if n.endswith(suffix)]
-            near = tuple(renamed(n[: -len(suffix)]) for n in names)
-            yield Finding("MT306", "data.path", f"{path.name}: {rule}", near)
+        detail = unreadable(path) or ""
+        if not detail and os.path.isdir(path):
+            detail = "is a folder"
+        elif not detail and path.stat().st_size == 0:
+            detail = "the file is empty"
+        if detail:
+            near = [renamed(n.removesuffix(suffix)) for n in names_near(path) if n.endswith(suffix)]
+            yield Finding("MT306", "data.path", f"{path.name}: {detail}", near)
             return
     try:
         with closing(TokenFiles(base)) as corpus:
@@ -274,7 +267,7 @@ def _corpus(
     except CorruptData as error:
         yield Finding("MT611", "data.path", str(error), hint=_AGAIN)
     except OSError as error:
-        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}")
+        yield Finding("MT306", "data.path", f"{error.filename}: {error.strerror}")
 
 
 def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
@@ -288,15 +281,13 @@ def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
     vocab = run.model.vocab_size
     if held is None:
         return
+    # A manifest that describes other files must not decide about these.
     if wrong := held.sizes_differ(base):
         raise CorruptData(wrong)
     largest = held.count("largest_id")
     if largest >= vocab:
-        rule = (
-            f"{base.name}.bin: its manifest says token ids to {largest}; the vocabulary has ids 0"
-            f" to {vocab - 1}"
-        )
-        yield Finding("MT612", "data.path", rule, ({"model.vocab_size": largest + 1},), hint=_AGAIN)
+        detail = f"{base.name}.bin has ids to {largest}, the vocabulary 0 to {vocab - 1}"
+        yield Finding("MT612", "data.path", detail, [{VOCAB: largest + 1}], hint=_AGAIN)
     yield from _same_tokenizer(run, held)
 
 
@@ -308,14 +299,11 @@ def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
     path = user_path(named)
     if not os.path.isfile(path) or path.stat().st_size > READ_TOKENIZER:
         return
-    ours = hashlib.sha256(path.read_bytes()).hexdigest()
+    ours = sha256_of(path)
     if ours != theirs:
-        rule = (
-            f"its sha256 is {ours[:12]}, and {held.path.name} says that {theirs[:12]} made the"
-            " tokens"
-        )
-        hint = f"data.tokenizer=PATH of the tokenizer whose sha256 begins with {theirs[:12]}"
-        yield Finding("MT620", "data.tokenizer", rule, hint=hint)
+        detail = f"its sha256 is {ours[:12]}, that in {held.path.name} {theirs[:12]}"
+        hint = f"{TOKENIZER}=PATH of the tokenizer whose sha256 begins with {theirs[:12]}"
+        yield Finding("MT620", TOKENIZER, detail, hint=hint)
 
 
 def _end_in_manifests(run: RunConfig) -> bool:
@@ -339,12 +327,14 @@ def _tokens_suffice(
     vocabulary.
     """
     d = run.data
-    need = run.data.least_tokens
+    need = d.least_tokens
     vocab = run.model.vocab_size
     if sum(shares) <= 0:
         return
-    if d.order == "megatron":  # its splits are cut by sequences, which opening it does
+    # Megatron-LM's splits are cut by sequences, which opening the corpus does.
+    if d.order == "megatron":
         shares = (1, 0, 0)
+    # Nothing reads the split for tests during training.
     used = ("train", "validation") if run.trainer.eval_iters else ("train",)
     for name, share, documents in zip(used, shares, split_documents(corpus, shares), strict=False):
         if not share:
@@ -352,45 +342,40 @@ def _tokens_suffice(
         start = corpus.document_start(documents.start)
         held = corpus.document_start(documents.stop) - start
         if held < need:
-            rule = (
+            detail = (
                 f"the {name} split of {corpus.bin.name} has {held} tokens in {len(documents)}"
-                f" documents, a sample needs {need} (in all: {corpus.num_tokens} tokens in"
-                f" {corpus.num_documents} documents)"
+                f" documents, a sample needs {need}; in all {corpus.num_tokens} tokens in"
+                f" {corpus.num_documents} documents"
             )
-            fixes: list[Change] = [{"data.seq_length": held - 1}] if held > 2 else []
+            fixes = each("data.seq_length", [held - 1] if held > 2 else [])
+            # A run without evaluation needs no such split.
             if name == "validation":
                 fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": 0})
             fixes.append({"data.split": [0.9, 0.1, 0.0]})
-            yield Finding("MT605", "data.seq_length", rule, tuple(fixes))
+            yield Finding("MT605", "data.seq_length", detail, fixes)
             return
         span = corpus.ids(start, min(held, CHECKED_TOKENS))
         if span is not None and (span[0] < 0 or span[1] >= vocab):
-            rule = (
-                f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to"
-                f" {vocab - 1}"
-            )
-            larger: tuple[Change, ...] = (
-                ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
-            )
-            yield Finding("MT612", "data.path", rule, larger, hint=_AGAIN)
+            detail = f"{corpus.bin} has ids {span[0]} to {span[1]}, the vocabulary 0 to {vocab - 1}"
+            larger = each(VOCAB, [span[1] + 1] if span[0] >= 0 else [])
+            yield Finding("MT612", "data.path", detail, larger, hint=_AGAIN)
             return
 
 
 @rule(
     Code(
         "MT307",
-        "The tokenizer that data.tokenizer names exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
     Code(
         "MT613",
-        "A file is no tokenizer.json.",
+        "Cannot use the tokenizer because its file is no tokenizer.json.",
         help="Name one that Hugging Face's tokenizers wrote.",
     ),
     Code(
         "MT607",
-        "The tokenizer has more ids than the model has rows.",
+        "Cannot embed every token because the tokenizer has more ids than the model.",
         help="Enlarge model.vocab_size.",
     ),
     NO_END,
@@ -401,53 +386,47 @@ def _tokens_suffice(
     disk=True,
 )
 def tokenizer_existence(run: RunConfig) -> Iterator[Finding]:
-    """A named tokenizer exists, is valid, and has no more ids than the model."""
+    """Cannot use the tokenizer because its file is missing or unreadable."""
     d = run.data
     if d.kind == "mock" or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
-    rule = unreadable(path)
-    if rule is None and os.path.isdir(path):
-        rule = "is a folder; the path of a tokenizer.json is needed"
+    detail = unreadable(path)
+    near: list[str] = []
+    if detail is not None:
+        near = names_near(path)
+    elif os.path.isdir(path):
+        detail = "a folder; the path of a tokenizer.json is needed"
         inside = path / "tokenizer.json"
-        fixes: tuple[Change, ...] = (
-            ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
-        )
-    else:
-        fixes = tuple({"data.tokenizer": name} for name in names_near(path))
-    off: Change = {"data.tokenizer": None}
-    without = (off, {**off, "trainer.sample_tokens": 0})
-    if rule is not None:
+        near = [str(inside)] if os.path.isfile(inside) else []
+    off: Change = {TOKENIZER: None}
+    without = [off, {**off, "trainer.sample_tokens": 0}]
+    if detail is not None:
         hint = ""
-        if not fixes and (download := download_of(d.tokenizer, "tokenizer.json")) is not None:
-            rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
-            hint = f"{download[0]}, then data.tokenizer={download[1]}/tokenizer.json"
-        yield Finding("MT307", "data.tokenizer", rule, (*fixes, *without), hint=hint)
+        if not near and (download := download_of(d.tokenizer, "tokenizer.json")) is not None:
+            detail += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
+            hint = f"{download[0]}, then {TOKENIZER}={download[1]}/tokenizer.json"
+        fixes = [*each(TOKENIZER, near), *without]
+        yield Finding("MT307", TOKENIZER, detail, fixes, hint=hint)
         return
     try:
         facts = tokenizer_facts(path)
     except CorruptData as error:
-        yield Finding("MT613", "data.tokenizer", str(error), without)
-        return
+        yield Finding("MT613", TOKENIZER, str(error), without)
     except OSError as error:
-        yield Finding("MT307", "data.tokenizer", f"cannot be read: {error.strerror}", without)
-        return
-    if facts is not None:
-        yield from _tokenizer_fits(run, facts)
+        yield Finding("MT307", TOKENIZER, error.strerror or "", without)
+    else:
+        if facts is not None:
+            yield from _tokenizer_fits(run, facts)
 
 
 def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     vocab = run.model.vocab_size
     if facts.vocab_size > vocab:
-        rule = (
-            f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to"
-            f" {vocab - 1}"
-        )
-        yield Finding("MT607", "model.vocab_size", rule, ({"model.vocab_size": facts.vocab_size},))
+        detail = f"ids up to {facts.vocab_size - 1}, those of the model 0 to {vocab - 1}"
+        yield Finding("MT607", VOCAB, detail, [{VOCAB: facts.vocab_size}])
     if facts.eod is None and run.data.kind == "indexed" and not _end_in_manifests(run):
-        yield from _end_is_unknown(
-            run, "the tokenizer has no end-of-document token of a name in use"
-        )
+        yield from _end_is_unknown(run, "the tokenizer has none of a name in use")
 
 
 @rule(
@@ -459,27 +438,107 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     disk=True,
 )
 def end_of_document_id(run: RunConfig) -> Iterator[Finding]:
-    """The tokenizer or the manifest states the token that ends documents of indexed data."""
+    """Cannot separate documents without a tokenizer or a manifest that names the token."""
     d = run.data
     wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
     if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):
-        yield from _end_is_unknown(
-            run, "needs the end-of-document token, and data.tokenizer is null"
-        )
+        yield from _end_is_unknown(run, f"{TOKENIZER} is null")
 
 
-def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:
+def _end_is_unknown(run: RunConfig, detail: str) -> Iterator[Finding]:
     d = run.data
-    off: Change = {"data.eod_mask_loss": False, "data.packed": False, "data.packed_multiple": None}
-    off = {**off, "data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
-    hint = "data.tokenizer=PATH of a tokenizer.json that has one"
+    off: Change = {"data.eod_mask_loss": False, **UNPACKED, **NO_MIDDLE}
+    hint = f"{TOKENIZER}=PATH of a tokenizer.json that has one"
     for key, value in (
         ("eod_mask_loss", d.eod_mask_loss),
         ("packed", d.needs_document_ends),
         ("fim.rate", d.fim.rate),
     ):
         if value:
-            yield Finding("MT608", f"data.{key}", rule, (off,), hint=hint)
+            yield Finding("MT608", f"data.{key}", detail, [off], hint=hint)
 
 
-RULES = (text_existence, indexed_file_existence, tokenizer_existence, end_of_document_id)
+@rule(
+    Code(
+        "MT345",
+        says="data.tokenizer has the sha256 0123456789ab, that of the model ba9876543210",
+        help=(
+            "Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus"
+            " with it."
+        ),
+    ),
+    reads=(
+        "data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend"
+        " data.blend_weights data.validation_weights data.test_weights checkpoint.resume"
+        " checkpoint.init_from checkpoint.accept_changes"
+    ),
+    disk=True,
+)
+def own_tokenizer(run: RunConfig) -> Iterator[Finding]:
+    """Cannot give the model another tokenizer because its weights were learned for the ids of its
+    own.
+    """
+    d = run.data
+    folder = folder_of_the_model(run)
+    if folder is None or d.kind == "mock":
+        return
+    own = tokenizer_of(folder)
+    if own is None:
+        yield from _unknown(run, folder)
+        return
+    # accept_changes is the explicit consent to other ids.
+    if run.checkpoint.accept_changes:
+        return
+    try:
+        if d.tokenizer is not None and os.path.isfile(named := user_path(d.tokenizer)):
+            yield from _same(named, own)
+        elif d.kind == "indexed":
+            yield from _made_by(run, own)
+    except (OSError, CorruptData):  # other rules report what is wrong with a file
+        return
+
+
+def _unknown(run: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Yield imported weights whose tokenizer is missing: no new one replaces it."""
+    if run.data.tokenizer is not None or run.data.kind not in ("text", "image_text"):
+        return
+    unread = unread_tokenizer(folder)
+    if unread is not None:
+        detail = f"the model has {unread}, which is not read, and no tokenizer.json"
+    elif is_from_elsewhere(folder) and not run.checkpoint.accept_changes:
+        detail = f"{folder} has weights and no tokenizer.json, and one would be trained here"
+    else:
+        return
+    yield Finding(
+        "MT345", TOKENIZER, detail, hint=f"{TOKENIZER}=PATH of the model's tokenizer.json"
+    )
+
+
+def _same(named: Path, own: Path) -> Iterator[Finding]:
+    ours = sha256_of(own)
+    theirs = sha256_of(named)
+    if ours != theirs:
+        detail = f"its sha256 is {theirs[:12]}, that of {own} {ours[:12]}"
+        yield Finding("MT345", TOKENIZER, detail, each(TOKENIZER, [str(own), None]))
+
+
+def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
+    """Yield the first corpus whose manifest names another tokenizer.json."""
+    d = run.data
+    ours = sha256_of(own)
+    keys: dict[str, tuple[str, ...]] = {}
+    if d.path and d.blend is None:
+        keys["data.path"] = (d.path,)
+    for key, weights in WEIGHTS_OF.items():
+        keys[f"data.{key}"] = tuple(read_corpora(getattr(d, key), getattr(d, weights)))
+    for key, names in keys.items():
+        for name in names:
+            held = None if "://" in name else read_manifest(user_path(name), READ_BYTES)
+            theirs = None if held is None else held.tokenizer_sha256
+            if theirs not in (None, ours):
+                detail = (
+                    f"{name} was made by another tokenizer, {str(theirs)[:12]}; the model has"
+                    f" {own}, {ours[:12]}"
+                )
+                yield Finding("MT345", key, detail, hint=f"text that was tokenized with {own}")
+                return

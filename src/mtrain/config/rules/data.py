@@ -1,9 +1,10 @@
-"""Data rules: the requirements of each kind, and token ids within the embedding."""
+"""Data rules: the keys of each kind, shares of a blend, splits, packing and marker tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import PurePath
 
 from mtrain.config.compose.dump import override
@@ -13,13 +14,26 @@ from mtrain.config.resolve.model_tokenizer import (
     is_from_elsewhere,
     model_tokenizer,
 )
-from mtrain.config.rules.finding import DP, Change, Finding
+from mtrain.config.rules.finding import DP, Change, Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.data import WEIGHTS_OF
 from mtrain.config.schema.run import RunConfig
 
 LEAST_SHARE = 1e-12
 """Of a blend. Shares are kept in 64 bits, whose rounding is a ten-thousandth of it."""
+SPLIT = "data.split"
+CURRICULUM = "data.blend_curriculum"
+NO_MIDDLE: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
+UNPACKED: Change = {"data.packed": False, "data.packed_multiple": None}
+NO_EVALUATION: Change = {"trainer.eval_iters": 0}
+_BLEND = "data=indexed data.blend=[a,b]"
+_PER_CORPUS = {
+    "blend_sizes": "blend",
+    "blend_max_epochs": "blend",
+    "validation_weights": "validation_blend",
+    "test_weights": "test_blend",
+}
+"""Keys with a number for each corpus of another one."""
 
 
 def is_lost(share: float, total: float) -> bool:
@@ -29,56 +43,79 @@ def is_lost(share: float, total: float) -> bool:
 
 @rule(
     Code(
+        "MT357",
+        help="Turn off data.packed_by=first_fit, or the key that needs a stream of tokens.",
+        example=(
+            "data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5"
+            " data.fim.ids=[1,2,3]"
+        ),
+    ),
+    reads="data.kind data.packed data.packed_by data.order data.fim.rate",
+)
+def whole_documents(run: RunConfig) -> Iterator[Finding]:
+    """Cannot cut samples like this because that takes a stream of tokens, and
+    data.packed_by=first_fit keeps documents whole.
+    """
+    d = run.data
+    if not d.whole_documents:
+        return
+    stream: Change = {
+        "data.packed_by": "stream",
+        "data.packed_window": 2048,
+        "data.long_documents": "cut",
+    }
+    if d.order == "megatron":
+        keyed = {"data.order": "keyed", "data.megatron_cache": None}
+        yield Finding("MT357", "data.order", "samples of Megatron-LM", [keyed, stream])
+    if d.fim.rate:
+        detail = f"fill in the middle, rate {d.fim.rate:g}"
+        yield Finding("MT357", "data.fim.rate", detail, [NO_MIDDLE, stream])
+
+
+@rule(
+    Code(
         "MT316",
-        "Indexed data is read from one path or from a blend, not from both.",
+        "Cannot read a path next to a blend because data.blend names all corpora.",
         example="data=indexed data.path=a data.blend=[a,b]",
     ),
-    Code("MT301", "Indexed data needs the prefix of its .bin and .idx.", example="data=indexed"),
-    Code("MT302", "Synthetic data reads no path.", example="data=mock data.path=x"),
+    Code(
+        "MT301",
+        "Cannot read indexed data because the prefix of its .bin and .idx is not set.",
+        example="data=indexed",
+    ),
+    Code("MT302", example="data=mock data.path=x"),
     Code(
         "MT303",
-        "Only data of kind text can be limited in size.",
+        "Cannot limit the size of this data because only kind text has a limit.",
         example="data=mock data.limit_mib=1",
     ),
     Code(
         "MT304",
-        "Synthetic data has no text, and reads no tokenizer.",
+        "Cannot use a tokenizer because synthetic data has no text.",
         example="data=mock data.tokenizer=x",
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
 def data_kind_keys(run: RunConfig) -> Iterator[Finding]:
-    """A key that the chosen kind of data does not read is an error."""
+    """Cannot read a path because data.kind=mock generates its tokens."""
     d = run.data
+    no_path: Change = {"data.path": None}
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
-        rule = "data.blend names the corpora that are read, and data.path would have no effect"
-        yield Finding(
-            "MT316",
-            "data.path",
-            rule,
-            ({"data.path": None}, {"data.blend": None, "data.blend_weights": None}),
-            unset=True,
-        )
+        fixes = [no_path, {"data.blend": None, "data.blend_weights": None}]
+        yield Finding("MT316", "data.path", f"{len(d.blend)} corpora", fixes, unset=True)
+    # The path may be named where the run starts, so `check` only warns.
     if d.kind == "indexed" and d.path is None and d.blend is None:
-        rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
-        yield Finding("MT301", "data.path", rule, hint="data.path=PREFIX", lacks="input")
+        yield Finding("MT301", "data.path", hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
-        rule = "kind mock makes its tokens up and reads no path"
-        yield Finding(
-            "MT302",
-            "data.path",
-            rule,
-            ({"data.path": None},),
-            hint=_kinds_that_read(d.path),
-            unset=True,
-        )
+        hint = _kinds_that_read(d.path)
+        yield Finding("MT302", "data.path", "", [no_path], hint=hint, unset=True)
     if d.kind != "text" and d.limit_mib is not None:
-        rule = f"limits how much text is read, and data.kind is {d.kind}"
-        yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},), unset=True)
+        detail = f"data.kind is {d.kind}"
+        yield Finding("MT303", "data.limit_mib", detail, [{"data.limit_mib": None}], unset=True)
     if d.kind == "mock" and d.tokenizer is not None:
-        rule = "kind mock has no text, and the tokenizer no effect"
         none = {"data.tokenizer": None}
-        yield Finding("MT304", "data.tokenizer", rule, (none,), unset=True, hint="data=text")
+        detail = "data.kind is mock"
+        yield Finding("MT304", "data.tokenizer", detail, [none], unset=True, hint="data=text")
 
 
 def _kinds_that_read(path: str) -> str:
@@ -86,27 +123,27 @@ def _kinds_that_read(path: str) -> str:
     ending = PurePath(path).suffix.lower()
     if ending in (".jsonl", ".json"):
         return "data=sft"
+    # The two files of a corpus are named by their common prefix.
     if ending in (".bin", ".idx"):
         return f"data=indexed {override('data.path', path[: -len(ending)])}"
     return "data=text" if ending else "data=text or data=indexed"
 
 
 @rule(
-    Code(
-        "MT317", "Every corpus of a blend is named once.", example="data=indexed data.blend=[a,a]"
-    ),
+    Code("MT317", example="data=indexed data.blend=[a,a]"),
     Code(
         "MT318",
-        "Every corpus of a blend has a share of its own, and some corpus is read.",
+        "Cannot blend by these weights because each corpus needs one, and rounding must not erase"
+        " a share.",
         "Give a weight for each corpus; 0 leaves a corpus out.",
-        example="data=indexed data.blend=[a,b] data.blend_weights=[1]",
+        example=f"{_BLEND} data.blend_weights=[1]",
     ),
     Code(
         "MT319",
-        "A corpus of a blend that has a weight of 0 is not read.",
+        "Cannot read a corpus because its weight is 0.",
         "Give it a weight above 0, or leave it out of the blend.",
         severity="warning",
-        example="data=indexed data.blend=[a,b] data.blend_weights=[1,0]",
+        example=f"{_BLEND} data.blend_weights=[1,0]",
     ),
     reads=(
         "data.kind data.blend data.blend_weights data.validation_blend data.validation_weights"
@@ -114,118 +151,84 @@ def _kinds_that_read(path: str) -> str:
     ),
 )
 def blend_shares(run: RunConfig) -> Iterator[Finding]:
-    """A blend names every corpus once, with a share of its own."""
+    """Cannot name a corpus twice because its weight sets its share."""
     d = run.data
     for names, weights in WEIGHTS_OF.items() if d.kind == "indexed" else ():
         corpora = getattr(d, names)
         shares = getattr(d, weights)
         if corpora is None:
             continue
-        if len(set(corpora)) < len(corpora):
-            rule = "a corpus is named twice; its share is its weight"
-            yield Finding("MT317", f"data.{names}", rule, _once(names, weights, corpora))
+        once = list(dict.fromkeys(corpora))
+        if len(once) < len(corpora):
+            fixes: list[Change] = [{f"data.{names}": once, f"data.{weights}": None}]
+            if names == "blend":
+                fixes.append({"data.blend": None, "data.blend_weights": None, "data.path": once[0]})
+            detail = f"{len(corpora)} names, {len(once)} corpora"
+            yield Finding("MT317", f"data.{names}", detail, fixes)
         if names == "blend" and shares is not None and len(shares) != len(corpora):
-            rule = f"{len(shares)} weights for {len(corpora)} corpora"
-            yield Finding("MT318", f"data.{weights}", rule, hint="a weight for each corpus")
+            detail = f"{len(shares)} weights for {len(corpora)} corpora"
+            yield Finding("MT318", f"data.{weights}", detail, hint="a weight for each corpus")
         elif shares is not None and len(shares) == len(corpora):
-            yield from _shares(weights, corpora, shares)
+            yield from _shares(f"data.{weights}", corpora, shares)
 
 
-def _shares(weights: str, corpora: Sequence[str], shares: Sequence[float]) -> Iterator[Finding]:
+def _shares(key: str, corpora: Sequence[str], shares: Sequence[float]) -> Iterator[Finding]:
     """Yield a blend that reads no corpus, and shares that are lost in rounding."""
+    # fsum: a plain sum of many shares would itself round.
     total = math.fsum(shares)
-    key = f"data.{weights}"
     if not total:
-        rule = "all weights are 0, so that no corpus is read"
-        yield Finding("MT318", key, rule, hint=f"{key}=[...], of which one is above 0")
+        hint = f"{key}=[...] with a weight above 0"
+        yield Finding("MT318", key, "all weights are 0", hint=hint)
         return
-    few = {
-        name: share / total
-        for name, share in zip(corpora, shares, strict=True)
-        if is_lost(share, total)
-    }
+    named = list(zip(corpora, shares, strict=True))
+    few = {name: share / total for name, share in named if is_lost(share, total)}
     if few:
         name, least = min(few.items(), key=lambda one: one[1])
-        rule = (
-            f"the share of {name} is {least:.2g} of all, and {LEAST_SHARE:g} is the least that can"
-            " be kept"
-        )
-        yield Finding(
-            "MT318", key, rule, hint=f"give {name} a larger weight, or 0, which leaves it out"
-        )
-    if out := [name for name, share in zip(corpora, shares, strict=True) if not share]:
-        if len(out) == 1:
-            rule = "has a weight of 0 and is not read"
-        else:
-            rule = "have a weight of 0 and are not read"
-        yield Finding("MT319", key, f"{_listed(out)} {rule}")
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...]:
-    """Return changes that name each corpus once, or a single corpus as a path."""
-    each: Change = {f"data.{names}": list(dict.fromkeys(corpora)), f"data.{weights}": None}
-    alone: Change = {"data.blend": None, "data.blend_weights": None, "data.path": corpora[0]}
-    return (each, alone) if names == "blend" else (each,)
+        detail = f"the share of {name} is {least:.2g}, at least {LEAST_SHARE:g}"
+        hint = f"give {name} a larger weight, or 0, which leaves it out"
+        yield Finding("MT318", key, detail, hint=hint)
+    if out := [name for name, share in named if not share]:
+        more = f" and {len(out) - 4} more" if len(out) > 4 else ""
+        yield Finding("MT319", key, ", ".join(out[:4]) + more)
 
 
 @rule(
-    Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
+    Code("MT308", example=f"{SPLIT}=[0,0,0]"),
     Code(
         "MT309",
-        "Evaluation has samples to validate on.",
-        example="data.split=[1,0,0]",
+        "Cannot evaluate because the split leaves no samples for it.",
+        example=f"{SPLIT}=[1,0,0]",
     ),
-    reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
+    reads=f"{SPLIT} data.validation_blend data.test_blend trainer.eval_iters",
 )
 def split_usability(run: RunConfig) -> Iterator[Finding]:
-    """The split has data to train on, and to validate on if evaluation is requested."""
+    """Cannot train because the split has no samples for it."""
     d = run.data
+    batches = run.trainer.eval_iters
+    # An interval that was set makes no sense without evaluations, so offer to unset both.
+    off: list[Change] = [NO_EVALUATION, {**NO_EVALUATION, "trainer.eval_interval": 0}]
+    # Separate blends replace the split, which is not read then.
     if d.validation_blend is not None or d.test_blend is not None:
-        if d.validation_blend is None and run.trainer.eval_iters > 0:
-            rule = (
-                f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters}"
-                " batches of it"
-            )
-            off: Change = {"trainer.eval_iters": 0}
-            both: Change = {**off, "trainer.eval_interval": 0}
-            yield Finding(
-                "MT309",
-                "data.validation_blend",
-                rule,
-                (off, both),
-                hint="data.validation_blend=[PREFIX]",
-            )
+        if d.validation_blend is None and batches > 0:
+            key = "data.validation_blend"
+            detail = f"data.test_blend is set, trainer.eval_iters {batches}"
+            yield Finding("MT309", key, detail, off, hint=f"{key}=[PREFIX]")
         return
     train, validation, _ = d.split
     total = sum(d.split)
-    usual: Change = {"data.split": [0.96, 0.03, 0.01]}
+    usual: Change = {SPLIT: [0.96, 0.03, 0.01]}
     if total <= 0 or train <= 0:
-        rule = f"the share of train is {train:g} of {total:g}: nothing to train on"
-        yield Finding("MT308", "data.split", rule, (usual,))
-    elif validation <= 0 and run.trainer.eval_iters > 0:
-        rule = (
-            "the share of validation is 0, and trainer.eval_iters asks for"
-            f" {run.trainer.eval_iters} batches of it"
-        )
-        none: Change = {"trainer.eval_iters": 0}
-        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": 0}, usual)
-        yield Finding("MT309", "data.split", rule, fixes)
+        yield Finding("MT308", SPLIT, f"the share of train is {train:g} of {total:g}", [usual])
+    elif validation <= 0 and batches > 0:
+        detail = f"the share of validation is 0, trainer.eval_iters {batches}"
+        yield Finding("MT309", SPLIT, detail, [*off, usual])
 
 
 @rule(
-    Code(
-        "MT310",
-        "Every token id has a row in the embedding.",
-        example="data.tokenizer_vocab_size=5000",
-    ),
+    Code("MT310", example="data.tokenizer_vocab_size=5000"),
     Code(
         "MT311",
-        "Most rows of the embedding are used.",
+        "Cannot use most rows of the embedding because there are few token ids.",
         severity="warning",
         example="data.tokenizer_vocab_size=400",
     ),
@@ -236,69 +239,57 @@ def split_usability(run: RunConfig) -> Iterator[Finding]:
     disk=True,
 )
 def vocabulary_fit(run: RunConfig) -> Iterator[Finding]:
-    """The embedding has a row for every id of a trained tokenizer, and few unused rows."""
+    """Cannot embed every token because there are more token ids than rows of the embedding."""
     d = run.data
     vocab = run.model.vocab_size
     size = d.tokenizer_vocab_size
+    key = "data.tokenizer_vocab_size"
     if d.kind != "text" or d.tokenizer is not None or model_tokenizer(run) is not None:
         return
     folder = folder_of_the_model(run)
+    # No tokenizer is trained for weights that come from elsewhere.
     if folder is not None and is_from_elsewhere(folder) and not run.checkpoint.accept_changes:
-        return  # no tokenizer is trained for these weights
+        return
+    fixes: list[Change] = [{key: vocab}]
     if size > vocab:
-        rule = f"token ids up to {size - 1}, and model.vocab_size is {vocab}"
-        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": vocab},)
-        if folder is None:  # weights have the vocabulary that they have
-            fixes += ({"model.vocab_size": size},)
-        yield Finding("MT310", "data.tokenizer_vocab_size", rule, fixes)
+        # Weights have the vocabulary that they have.
+        fixes += each("model.vocab_size", [size] if folder is None else [])
+        yield Finding("MT310", key, f"ids up to {size - 1}, model.vocab_size {vocab}", fixes)
+    # Half of the rows is a lot of memory and a softmax over ids that never occur.
     elif 2 * size < vocab:
         unused = 100 * (vocab - size) // vocab
-        rule = (
-            f"{size} token ids for model.vocab_size {vocab}: {unused}% of the embedding is never"
-            " used"
-        )
-        larger: Change = {"data.tokenizer_vocab_size": vocab}
-        yield Finding("MT311", "data.tokenizer_vocab_size", rule, (larger,))
+        detail = f"{size} token ids, model.vocab_size {vocab}: {unused}% is never used"
+        yield Finding("MT311", key, detail, fixes)
 
 
 @rule(
-    Code("MT312", "Generated text needs a tokenizer.", example="data=mock trainer.sample_tokens=8"),
+    Code("MT312", example="data=mock trainer.sample_tokens=8"),
     Code(
         "MT313",
-        "Text is generated with whole sequences on a rank.",
+        "Cannot generate text because each rank holds a part of a sequence.",
         example="parallel=cp2 trainer.sample_tokens=8",
     ),
     reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
 )
 def sample_requirements(run: RunConfig) -> Iterator[Finding]:
-    """Generated text needs a tokenizer, and the whole sequence on one rank."""
-    t = run.trainer
+    """Cannot generate text because the data has no tokenizer."""
     d = run.data
-    if not t.sample_tokens:
+    key = "trainer.sample_tokens"
+    none: Change = {key: 0}
+    if not run.trainer.sample_tokens:
         return
-    none: Change = {"trainer.sample_tokens": 0}
     if d.kind == "mock" or (d.kind == "indexed" and d.tokenizer is None):
-        missing = "data.kind mock has none" if d.kind == "mock" else "data.tokenizer is null"
-        yield Finding(
-            "MT312",
-            "trainer.sample_tokens",
-            f"generating text needs a tokenizer, and {missing}",
-            (none,),
-        )
+        missing = "data.kind is mock" if d.kind == "mock" else "data.tokenizer is null"
+        yield Finding("MT312", key, missing, [none])
     if run.parallel.cp > 1:
-        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
-        yield Finding("MT313", "trainer.sample_tokens", rule, (none, {"parallel.cp": 1}))
+        yield Finding("MT313", key, f"cp {run.parallel.cp}", [none, {"parallel.cp": 1}])
 
 
 @rule(
-    Code(
-        "MT314",
-        "The length of a packed document is a multiple of its chunks, and divides a sample.",
-        example="parallel=cp2 data.packed=true data.packed_multiple=3",
-    ),
+    Code("MT314", example="parallel=cp2 data.packed=true data.packed_multiple=3"),
     Code(
         "MT315",
-        "A balancing loss of each sample is not defined for packed samples.",
+        "Cannot balance each sample because a packed micro-batch is one long sample.",
         example=(
             "model=mixtral_tiny data.packed=true model.moe.router_load_balancing_type=seq_aux_loss"
         ),
@@ -309,83 +300,135 @@ def sample_requirements(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
-    """Packing cuts and pads documents one by one, which excludes some keys."""
+    """Cannot pad packed documents because their multiple must be whole chunks and divide a
+    sample.
+    """
     d = run.data
-    _p = run.parallel
-    m = run.model
+    moe = run.model.moe
     if not d.packed:
         return
-    off: Change = {"data.packed": False, "data.packed_multiple": None}
+    # cp and tp cut each document into chunks of equal size.
     step = chunks_of_a_document(run)
     size = d.packed_multiple or 1
     if size % step or d.length % size:
         near = [n for n in (step, 2 * step, 4 * step) if d.length % n == 0]
-        rule = (
-            f"{size} must be a multiple of the {step} chunks of a document and divide samples of"
-            f" {d.length}"
-        )
-        fixes: tuple[Change, ...] = tuple({"data.packed_multiple": n} for n in near)
-        yield Finding(
-            "MT314",
-            "data.packed_multiple",
-            rule,
-            (*fixes, off),
-            also=("parallel.cp", "parallel.tp"),
-        )
-    if m.moe is not None and m.moe.router_load_balancing_type == "seq_aux_loss":
-        rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
+        key = "data.packed_multiple"
+        detail = f"{size}, {step} chunks, samples of {d.length}"
+        fixes = [*each(key, near), UNPACKED]
+        yield Finding("MT314", key, detail, fixes, also=("parallel.cp", "parallel.tp"))
+    # seq_aux_loss averages within a sample, and a packed sample is many documents.
+    if moe is not None and moe.router_load_balancing_type == "seq_aux_loss":
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
-        yield Finding("MT315", "data.packed", rule, (aux, off))
+        yield Finding("MT315", "data.packed", "seq_aux_loss", [aux, UNPACKED])
+
+
+@rule(
+    Code("MT351", example=f"{_BLEND} data.blend_sizes=[1]"),
+    Code(
+        "MT353",
+        "Cannot blend by several kinds of shares because each defines all of them.",
+        example=f"{_BLEND} data.blend_weights=[1,2] data.blend_sizes=[3,4]",
+    ),
+    reads=(
+        f"data.kind data.blend data.blend_weights data.blend_sizes {CURRICULUM}"
+        " data.blend_max_epochs data.validation_blend data.validation_weights data.test_blend"
+        " data.test_weights"
+    ),
+)
+def blend_numbers(run: RunConfig) -> Iterator[Finding]:
+    """Cannot match numbers with corpora because a blend needs one number per corpus."""
+    d = run.data
+    if d.kind != "indexed":
+        return
+    for key, names in _PER_CORPUS.items():
+        numbers = getattr(d, key)
+        corpora = getattr(d, names)
+        if numbers is not None and corpora is not None and len(numbers) != len(corpora):
+            detail = f"{len(numbers)} numbers for the {len(corpora)} corpora of data.{names}"
+            yield Finding("MT351", f"data.{key}", detail, each(f"data.{key}", [None]))
+    kinds = ("blend_weights", "blend_sizes", "blend_curriculum")
+    # Each of the three keys defines all shares, so two would contradict each other.
+    given = [f"data.{key}" for key in kinds if getattr(d, key) is not None]
+    if d.blend is not None and len(given) > 1:
+        fixes = [{key: None for key in given if key != kept} for kept in given]
+        yield Finding("MT353", given[0], " and ".join(given), fixes, unset=True)
 
 
 @rule(
     Code(
-        "MT357",
-        "Whole documents are read in an order of their own, each as it stands.",
-        "Turn off data.packed_by=first_fit, or what needs a stream of tokens.",
-        example=(
-            "data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5"
-            " data.fim.ids=[1,2,3]"
-        ),
+        "MT352",
+        "Cannot read any corpus because all weights are zero.",
+        example=f"{_BLEND} {CURRICULUM}=[[0,[0,0]]]",
     ),
-    reads="data.kind data.packed data.packed_by data.order data.fim.rate",
+    Code("MT354", example=f"{_BLEND} {CURRICULUM}=[[5,[1,0]]]"),
+    reads=f"data.kind data.blend {CURRICULUM}",
 )
-def whole_documents(run: RunConfig) -> Iterator[Finding]:
-    """Megatron's sample order and fill-in-the-middle need a stream of tokens."""
+def blend_curriculum(run: RunConfig) -> Iterator[Finding]:
+    """Cannot follow the curriculum because it needs weights for all corpora, from sample 0 on, at
+    rising sample numbers.
+    """
     d = run.data
-    if not d.whole_documents:
+    plan = d.blend_curriculum
+    if d.kind != "indexed" or d.blend is None or plan is None:
         return
-    stream: Change = {
-        "data.packed_by": "stream",
-        "data.packed_window": 2048,
-        "data.long_documents": "cut",
-    }
-    if d.order == "megatron":
-        rule = (
-            "Megatron-LM cuts samples from a stream of tokens, and data.packed_by=first_fit keeps"
-            " documents whole"
-        )
-        yield Finding(
-            "MT357",
-            "data.order",
-            rule,
-            ({"data.order": "keyed", "data.megatron_cache": None}, stream),
-        )
-    if d.fim.rate:
-        rule = (
-            "the middle is moved in samples of a stream of tokens, and data.packed_by=first_fit"
-            " keeps documents whole"
-        )
-        none: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
-        yield Finding("MT357", "data.fim.rate", rule, (none, stream))
+
+    def refused(detail: str, *plans: object, code: str = "MT354") -> Finding:
+        return Finding(code, CURRICULUM, detail, each(CURRICULUM, plans))
+
+    for first, weights in plan:
+        total = sum(weights)
+        least = min((w for w in weights if w > 0), default=0.0)
+        if len(weights) != len(d.blend):
+            detail = f"{len(weights)} weights from sample {first} on, for {len(d.blend)} corpora"
+            yield refused(detail, None)
+            return
+        if not total:
+            even = [[at, list(ws) if sum(ws) else [1.0] * len(ws)] for at, ws in plan]
+            yield refused(f"from sample {first} on", even, None, code="MT352")
+            return
+        if is_lost(least, total):
+            kept = [[at, [0.0 if is_lost(w, sum(ws) or 1.0) else w for w in ws]] for at, ws in plan]
+            share = f"{least / total:.2g}"
+            detail = (
+                f"the smallest share from sample {first} on is {share}, at least {LEAST_SHARE:g}"
+            )
+            yield refused(detail, kept)
+            return
+    firsts = [first for first, _ in plan]
+    if firsts[0] != 0:
+        whole = [[0, list(plan[0][1])], *[[first, list(weights)] for first, weights in plan[1:]]]
+        yield refused(f"begins at sample {firsts[0]}", whole, None)
+    elif any(b <= a for a, b in pairwise(firsts)):
+        yield refused(", ".join(map(str, firsts[:8])), None)
 
 
-RULES = (
-    whole_documents,
-    data_kind_keys,
-    blend_shares,
-    split_usability,
-    vocabulary_fit,
-    sample_requirements,
-    packed_samples,
+@rule(
+    Code("MT355", example="data=mock data.fim.rate=0.5"),
+    Code(
+        "MT356",
+        "Cannot fill in the middle because the model does not predict the next token of a text.",
+        example="model=bert_tiny data=mock data.fim.rate=0.5 data.fim.ids=[1,2,3]",
+    ),
+    reads="data.fim.rate data.fim.ids model.vocab_size model.family",
 )
+def middle_marks(run: RunConfig) -> Iterator[Finding]:
+    """Cannot mark prefix, suffix and middle because that takes three different ids of the
+    vocabulary.
+    """
+    fim = run.data.fim
+    vocab = run.model.vocab_size
+    if not fim.rate:
+        return
+    # Encoders and T5 hide tokens in their own way.
+    if run.model.family not in ("gpt", "hybrid"):
+        detail = f"model.family is {run.model.family}"
+        yield Finding("MT356", "data.fim.rate", detail, [NO_MIDDLE], unset=True)
+    if fim.ids is None:
+        detail = f"data.fim.rate {fim.rate:g}, no ids"
+    elif len(set(fim.ids)) < 3 or max(fim.ids) >= vocab:
+        detail = f"three different ids from 0 to {vocab - 1}"
+    else:
+        return
+    hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"
+    also = ("model.vocab_size",) if fim.ids else ()
+    yield Finding("MT355", "data.fim.ids", detail, [NO_MIDDLE], hint=hint, also=also)

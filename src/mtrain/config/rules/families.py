@@ -8,15 +8,15 @@ from typing import Any
 
 from mtrain.config import families
 from mtrain.config.families import Limit
-from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.finding import Change, Finding, each
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment
 
 ABSENT = Code(
     "MT248",
-    "A key says something that the family of the model does not have.",
-    "Take the key away, or set it to what the family has.",
+    "Cannot use this value because the family of the model does not have it.",
+    "Remove the key, or set it to what the family has.",
     example="model=bert_tiny model.window_size=16",
 )
 
@@ -59,17 +59,19 @@ def limits_of(family: str) -> Rule:
     return has_it
 
 
-def beyond(run: RunConfig, limits: Iterable[Limit]) -> Iterator[tuple[Limit, tuple[Change, ...]]]:
+def beyond(run: RunConfig, limits: Iterable[Limit]) -> Iterator[tuple[Limit, list[Change]]]:
     """Yield each limit that a key breaks, with the changes that would keep it."""
     for limit in limits:
         node: Any = run
         for name in limit.key.split("."):
             node = getattr(node, name)
+        # `False == 0` in Python, so compare types as well.
         if any(node == value and type(node) is type(value) for value in limit.values):
             continue
-        fixes: tuple[Change, ...] = tuple({limit.key: value} for value in limit.values)
+        fixes = each(limit.key, limit.values)
         if limit.also:
-            fixes = (*({**fix, **dict(limit.also)} for fix in fixes), *fixes)
+            # Some keys only make sense together, so offer their change first.
+            fixes = [*({**fix, **dict(limit.also)} for fix in fixes), *fixes]
         yield limit, fixes
 
 
@@ -78,13 +80,14 @@ _SECTIONS = dict(families.sections())
 
 @rule(Code("MT249", example="model.bert={}"), reads=" ".join(("model.family", *_SECTIONS.values())))
 def sections_of_other_families(run: RunConfig) -> Iterator[Finding]:
-    """The section of a family's own keys is there for that family only."""
+    """Cannot use the section of a family because the model is of another family."""
     family = run.model.family
     for name, path in _SECTIONS.items():
+        # A plug-in family may read the section of a family that ships.
         known = family == name or not families.ships(family)
         if not known and getattr(run.model, name) is not None:
-            rule = f"has no effect without model.family={name}"
-            yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
+            detail = f"it needs model.family={name}"
+            yield Finding("MT249", path, detail, [{path: None}], also=("model.family",))
 
 
 def rules_of(name: str) -> tuple[Rule, ...]:
@@ -98,6 +101,7 @@ def rules_of(name: str) -> tuple[Rule, ...]:
     if families.has(name, "rules"):
         own = families.part(name, "rules", "RULES", tuple)
     if not families.ships(name):
+        # A prefix of its own keeps codes of plug-ins apart from each other and from MT codes.
         begin = code_prefix(name)
         for code in (code.code for each in own for code in each.codes):
             if not code.removeprefix(begin).isdecimal() or not code.startswith(begin):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mtrain.config.schema.run import RunConfig
-from mtrain.errors import Severity
+from mtrain.codes import Severity, sentence
 
 Change = Mapping[str, Any]
 """Dotted key -> new value, applied together."""
@@ -19,8 +18,9 @@ class Finding:
 
     code: str
     path: str
-    rule: str
-    fixes: tuple[Change, ...] = ()
+    detail: str = ""
+    """The numbers, or the cause where the code's words do not have it."""
+    fixes: Sequence[Change] = ()
     """Changes that may correct it, the least surprising first."""
     severity: Severity = "error"
     """The severity; the code of a warning overrides it."""
@@ -37,14 +37,19 @@ class Finding:
     any machine, warns.
     """
 
+    @property
+    def rule(self) -> str:
+        """Return the finding as `cannot X because Y (numbers)`, in the words of its code."""
+        return sentence(self.code, self.detail)
+
 
 DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"
 """Keys that `ParallelConfig.dp` reads."""
 
 
-def dp_of(run: RunConfig) -> int:
-    """Return `run.parallel.dp`."""
-    return run.parallel.dp
+def each(key: str, values: Iterable[Any]) -> list[Change]:
+    """Return the changes that set a key to one of `values`."""
+    return [{key: value} for value in values]
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:

@@ -8,74 +8,95 @@ from difflib import get_close_matches
 
 from mtrain.config.machine.devices import AUTO, CPU, SHIPPED, facts_of, names
 from mtrain.config.resolve.resolution import smallest_world
-from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.finding import (
+    DP,
+    Change,
+    Finding,
+    divisors,
+    each,
+    listed,
+    multiples,
+    nearest,
+)
 from mtrain.config.rules.pipeline import single
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.base import MOST_RANKS
 from mtrain.config.schema.run import RunConfig
 
+_TP = "parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel"
+"""Keys that `_tp_fixes` reads."""
 
-def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
+
+def _tp_fixes(run: RunConfig, number: int) -> list[Change]:
     """Return tensor-parallel degrees that divide `number`, nearest first, with their other
     requirements.
     """
     p = run.parallel
     out: list[Change] = []
+    # Degrees beyond twice the given one are hardly what was meant.
     for tp in nearest(p.tp, [d for d in divisors(number, 2 * p.tp) if d != p.tp]):
         change: dict[str, object] = {"parallel.tp": tp}
         out.append(change)
+        # Sequence parallelism that was set cannot stay with one tp rank (MT115).
         if tp == 1 and p.sequence_parallel:
             change = {**change, "parallel.sequence_parallel": None}
             out.append(change)
-        if p.ranks is not None:
-            out.append({**change, "parallel.ranks": None})
-    return tuple(out)
+        # A number of ranks that was set for the old tp may not fit the new one.
+        out.append({**change, "parallel.ranks": None})
+    return out
 
 
-@rule(
-    Code("MT101", example="parallel=tp3"),
-    reads="parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
-)
+@rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
+def device_name(run: RunConfig) -> Iterator[Finding]:
+    """Cannot use this device because neither mtrain nor an installed plug-in provides it."""
+    device = run.cluster.device
+    if device == AUTO or device in SHIPPED:
+        return
+    # The names of plug-ins take a scan of installed packages, so look there last.
+    known = [AUTO, *names()]
+    if device not in known:
+        near = get_close_matches(device, known, n=1)
+        fixes = each("cluster.device", dict.fromkeys([*near, AUTO, CPU.name]))
+        yield Finding("MT119", "cluster.device", f"devices here: {', '.join(known)}", fixes)
+
+
+@rule(Code("MT101", example="parallel=tp3"), reads=_TP)
 def tp_head_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Every tp rank holds whole heads."""
+    """Cannot split attention heads over tensor-parallel ranks because tp does not divide them."""
     heads = run.model.num_attention_heads
     tp = run.parallel.tp
     if heads % tp:
-        rule = (
-            f"{heads} attention heads do not divide by tp {tp}; tp that divide:"
-            f" {listed(divisors(heads))}"
-        )
-        yield Finding("MT101", "parallel.tp", rule, _tp_fixes(run, heads))
+        detail = f"{heads} attention heads, tp {tp}; tp that divide: {listed(divisors(heads))}"
+        yield Finding("MT101", "parallel.tp", detail, _tp_fixes(run, heads))
 
 
 @rule(
     Code("MT102", example="parallel=tp3"),
-    reads=(
-        "model.num_query_groups parallel.tp model.mla model.num_attention_heads parallel.ranks "
-        "parallel.sequence_parallel"
-    ),
+    reads=f"model.num_query_groups {_TP} model.mla",
 )
 def tp_query_groups(run: RunConfig) -> Iterator[Finding]:
-    """Key/value heads are sharded over tp, or replicated."""
+    """Cannot split or replicate key/value heads because tp is neither a divisor nor a multiple of
+    the query groups.
+    """
     m = run.model
     tp = run.parallel.tp
     groups = m.query_groups
+    # With fewer groups than ranks megatron-core copies each group to several ranks, so tp may also
+    # be a multiple of the groups. MLA has no groups.
     if m.mla is None and groups % tp and tp % groups:
-        rule = f"tp {tp} is neither a divisor nor a multiple of the {groups} query groups"
-        legal = math.gcd(m.num_attention_heads, groups)
-        yield Finding("MT102", "parallel.tp", rule, _tp_fixes(run, legal))
+        # A tp that divides both numbers is legal for the query heads too (MT101).
+        fixes = _tp_fixes(run, math.gcd(m.num_attention_heads, groups))
+        yield Finding("MT102", "parallel.tp", f"tp {tp}, {groups} query groups", fixes)
 
 
 @rule(
     Code("MT103", example="parallel=tp2 model.ffn_hidden_size=703"),
-    reads=(
-        "model.ffn_hidden_size parallel.tp model.moe.first_dense_layers model.num_attention_heads "
-        "parallel.ranks parallel.sequence_parallel"
-    ),
+    reads=f"model.ffn_hidden_size {_TP} model.moe.first_dense_layers",
 )
 def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """tp divides the width of every dense MLP that it shards."""
+    """Cannot split dense MLPs over tensor-parallel ranks because tp does not divide their width."""
     m = run.model
+    # Layers with experts have a width of their own (MT123).
     if m.moe is None or m.moe.first_dense_layers:
         yield from _width(run, "MT103", "model.ffn_hidden_size", m.ffn_hidden_size)
 
@@ -85,117 +106,94 @@ def tp_mlp_divisibility(run: RunConfig) -> Iterator[Finding]:
         "MT104",
         example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=33 parallel=tp2",
     ),
-    reads=(
-        "model.moe.shared_expert_intermediate_size parallel.tp model.num_attention_heads"
-        " parallel.ranks parallel.sequence_parallel"
-    ),
+    reads=f"model.moe.shared_expert_intermediate_size {_TP}",
 )
 def tp_shared_expert_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """tp divides the width of shared experts, which it shards as it does MLPs."""
+    """Cannot split shared experts over tensor-parallel ranks because tp does not divide their
+    width.
+    """
     m = run.model
     if m.moe is not None and m.moe.shared_expert_intermediate_size:
         width = m.moe.shared_expert_intermediate_size
         yield from _width(run, "MT104", "model.moe.shared_expert_intermediate_size", width)
 
 
-@rule(
-    Code("MT105", example="parallel=tp3"),
-    reads=(
-        "model.vocab_size parallel.tp model.num_attention_heads parallel.ranks"
-        " parallel.sequence_parallel"
-    ),
-)
-def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Every tp rank holds the same number of rows of the embedding."""
-    m = run.model
-    tp = run.parallel.tp
-    if m.padded_vocab_size % tp:
-        rule = (
-            f"the padded vocabulary of {m.padded_vocab_size} (a multiple of 128) does not divide by"
-            f" tp {tp}"
-        )
-        fixes = _tp_fixes(run, math.gcd(m.padded_vocab_size, m.num_attention_heads))
-        yield Finding("MT105", "parallel.tp", rule, fixes)
-
-
 def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]:
     tp = run.parallel.tp
     if width % tp:
         near = multiples(width, tp)
-        rule = f"{width} does not divide by tp {tp}; nearest widths: {listed(near)}"
-        yield Finding(
-            code,
-            key,
-            rule,
-            (
-                *_tp_fixes(run, math.gcd(width, run.model.num_attention_heads)),
-                *({key: n} for n in near),
-            ),
-        )
+        fixes = _tp_fixes(run, math.gcd(width, run.model.num_attention_heads))
+        detail = f"{width} wide, tp {tp}; nearest widths: {listed(near)}"
+        yield Finding(code, key, detail, [*fixes, *each(key, near)])
+
+
+@rule(Code("MT105", example="parallel=tp3"), reads=f"model.vocab_size {_TP}")
+def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
+    """Cannot split the embedding over tensor-parallel ranks because tp does not divide its rows."""
+    # The embedding has the padded vocabulary, so that an odd vocab_size is no problem by itself.
+    rows = run.model.padded_vocab_size
+    tp = run.parallel.tp
+    if rows % tp:
+        fixes = _tp_fixes(run, math.gcd(rows, run.model.num_attention_heads))
+        detail = f"{rows} rows, vocab_size rounded up to a multiple of 128; tp {tp}"
+        yield Finding("MT105", "parallel.tp", detail, fixes)
 
 
 @rule(
     Code(
-        "MT173", "More ranks than mtrain plans for.", example="cluster=h100x8 cluster.nodes=1000000"
+        "MT173",
+        "Cannot plan for so many ranks because there is a limit.",
+        example="cluster=h100x8 cluster.nodes=1000000",
     ),
-    Code(
-        "MT112",
-        "All ranks are used: they are a multiple of tp * pp * cp.",
-        example="parallel=tp2 parallel.ranks=3",
-    ),
+    Code("MT112", example="parallel=tp2 parallel.ranks=3"),
     reads=(
         f"{DP} model.num_attention_heads model.num_layers parallel.ep parallel.etp"
         " parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp"
     ),
 )
 def grid_size(run: RunConfig) -> Iterator[Finding]:
-    """The grid uses every rank once."""
+    """Cannot place every rank in the grid because they are not a multiple of tp * pp * cp."""
     p = run.parallel
-    ranks = p.ranks or 0
-    few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
+    ranks = p.ranks
     if ranks > MOST_RANKS:
-        yield Finding(
-            "MT173", "parallel.ranks", f"{ranks} ranks; {MOST_RANKS} are the most", (single(), few)
-        )
+        # No cluster has so many ranks: a digit too many, probably in cluster.nodes.
+        few = {"cluster.nodes": 1, "cluster.devices_per_node": None}
+        detail = f"{ranks} ranks, at most {MOST_RANKS}"
+        yield Finding("MT173", "parallel.ranks", detail, [single(), few])
     elif ranks % p.model_ranks:
-        rule = (
-            f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
-        )
-        yield Finding("MT112", "parallel.ranks", rule, _grid_fixes(run, p.model_ranks))
+        detail = f"{ranks} ranks, tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
+        yield Finding("MT112", "parallel.ranks", detail, _grid_fixes(run, p.model_ranks))
 
 
-def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
+def _grid_fixes(run: RunConfig, step: int) -> list[Change]:
     p = run.parallel
-    fixes: list[Change] = [{"parallel.ranks": None}]
-    fixes += [
-        {"parallel.ranks": n} for n in multiples(p.ranks or step, math.lcm(step, smallest_world(p)))
-    ]
-    for tp in (d for d in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True)):
-        for pp in (d for d in sorted(divisors(run.model.num_layers, p.pp), reverse=True)):
+    # Experts, replicas and virtual stages have a smallest world of their own.
+    near = multiples(p.ranks, math.lcm(step, smallest_world(p)))
+    fixes = each("parallel.ranks", [None, *near])
+    # The largest degrees come first, because they are nearest to what the user asked for.
+    for tp in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True):
+        for pp in sorted(divisors(run.model.num_layers, p.pp), reverse=True):
             for cp in sorted({p.cp, 1}, reverse=True):
-                if (p.ranks or 0) % (tp * pp * cp) == 0:
+                if p.ranks % (tp * pp * cp) == 0:
                     change: dict[str, object] = {
                         "parallel.tp": tp,
                         "parallel.pp": pp,
                         "parallel.cp": cp,
+                        "parallel.vpp": p.vpp if pp > 1 else 1,
                     }
-                    change["parallel.vpp"] = p.vpp if pp > 1 else 1
                     if tp == 1 and p.sequence_parallel:
                         change["parallel.sequence_parallel"] = None
                     fixes.append(change)
-    return (*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single())
+    # Each fix is tried, so that a long list would cost seconds.
+    return [*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single()]
 
 
 @rule(
-    Code(
-        "MT114",
-        "The ranks do not fill the machines of the cluster.",
-        example="cluster.nodes=2 parallel.ranks=3",
-    ),
+    Code("MT114", example="cluster.nodes=2 parallel.ranks=3"),
     Code(
         "MT113",
-        "A device is named that this machine does not have, and nothing says how many a machine"
-        " has.",
+        "Cannot count the devices because this machine has none and the cluster does not state"
+        " how many a machine has.",
         help="Name the machines: cluster.devices_per_node=8, or a cluster such as cluster=h100x8.",
         example="cluster.device=cuda",
     ),
@@ -206,36 +204,35 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
     ),
 )
 def cluster_size(run: RunConfig) -> Iterator[Finding]:
-    """The layout uses the whole cluster."""
+    """Cannot place the ranks because they must fill every device of the cluster."""
     c = run.cluster
     p = run.parallel
+    ranks = p.ranks
+    # A machine takes any number of CPU processes, so only the machines must divide them.
     if c.devices_per_node is None and facts_of(c.device).on_host:
-        if (p.ranks or 0) % c.nodes:
-            rule = f"{p.ranks} processes do not divide evenly over {c.nodes} machines"
-            yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
+        if ranks % c.nodes:
+            detail = f"{p.ranks} processes, {c.nodes} machines"
+            yield Finding("MT114", "parallel.ranks", detail, [{"cluster.nodes": 1}])
         return
     if c.devices_per_node is None:
-        rule = f"no {c.device} device is here and cluster.devices_per_node is not set"
-        fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-(p.ranks or 1) // c.nodes)},)
+        fixes = each("cluster.devices_per_node", [-(-ranks // c.nodes)])
+        # mtrain counted the devices here and found none, so the CPU is the first suggestion.
         if facts_of(c.device).counted:
-            fixes = ({"cluster.device": CPU.name}, *fixes)
-        yield Finding("MT113", "cluster.device", rule, fixes)
+            fixes = [{"cluster.device": CPU.name}, *fixes]
+        detail = f"device {c.device}, cluster.devices_per_node is not set"
+        yield Finding("MT113", "cluster.device", detail, fixes)
         return
     devices = c.nodes * c.devices_per_node
     if devices != p.ranks:
-        rule = (
-            f"{p.ranks} ranks on {c.nodes} * {c.devices_per_node} = {devices} devices; a cluster is"
-            " used whole"
-        )
         own: list[Change] = [{"parallel.ranks": None}]
-        if p.ranks is not None and p.ranks % c.devices_per_node == 0:
+        if p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
         yield Finding(
             "MT114",
             "parallel.ranks",
-            rule,
-            (*own, *_grid_fixes(run, p.model_ranks)),
+            f"{p.ranks} ranks on {c.nodes} * {c.devices_per_node} = {devices} devices",
+            [*own, *_grid_fixes(run, p.model_ranks)],
             also=("cluster.nodes",),
         )
 
@@ -243,40 +240,29 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT115",
-        "Sequence parallelism splits over the tp ranks, and there is one.",
+        "Cannot shard the sequence because sequence parallelism needs at least two tp ranks.",
         example="parallel=single parallel.sequence_parallel=true",
     ),
-    Code(
-        "MT116",
-        "Sequence parallelism gives every tp rank as many tokens.",
-        example="parallel=tp2sp data.seq_length=255",
-    ),
+    Code("MT116", example="parallel=tp2sp data.seq_length=255"),
     reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp model.family",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Sequence parallelism shards activations between the tensor-parallel regions over tp."""
+    """Cannot split a sample into equal parts because sequence parallelism shards it over tp * cp
+    ranks.
+    """
     p = run.parallel
     seq = run.data.length
+    off: Change = {"parallel.sequence_parallel": False}
     if not p.sequence_parallel:
         return
     if p.tp == 1:
-        yield Finding(
-            "MT115",
-            "parallel.sequence_parallel",
-            "sequence parallel shards over the tp ranks, and tp is 1",
-            ({"parallel.sequence_parallel": False}, {"parallel.tp": 2}),
-        )
-    elif run.model.family != "t5" and seq % (
-        p.tp * p.cp
-    ):  # MT280 looks at what T5 makes of a sample
-        step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
-        near = multiples(seq, step)
-        cut = f"tp {p.tp} * cp {p.cp} = {p.tp * p.cp} (sequence parallel)"
-        rule = f"a sequence of {seq} does not divide by {cut}; nearest: {listed(near)}"
-        fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
-        yield Finding(
-            "MT116", "data.seq_length", rule, (*fixes, {"parallel.sequence_parallel": False})
-        )
+        yield Finding("MT115", "parallel.sequence_parallel", "tp 1", [off, {"parallel.tp": 2}])
+    elif run.model.family != "t5" and seq % (p.tp * p.cp):
+        # MT280 looks at the two sequences that T5 makes of a sample.
+        # A suggested length must satisfy context parallelism as well (MT117).
+        near = multiples(seq, math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1))
+        detail = f"{seq} tokens, tp {p.tp} * cp {p.cp} = {p.tp * p.cp}; nearest: {listed(near)}"
+        yield Finding("MT116", "data.seq_length", detail, [*each("data.seq_length", near), off])
 
 
 @rule(
@@ -284,23 +270,18 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.cp parallel.sequence_parallel parallel.tp",
 )
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
+    """Cannot balance causal attention because each cp rank takes two equal chunks of a sample, one
+    from each end.
+    """
     p = run.parallel
     seq = run.data.length
     if p.cp > 1 and seq % (2 * p.cp):
-        step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
-        near = multiples(seq, step)
-        rule = (
-            f"a sequence of {seq} does not divide into 2 * cp {p.cp} = {2 * p.cp} chunks; nearest:"
-            f" {listed(near)}"
-        )
-        fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
-        yield Finding(
-            "MT117",
-            "data.seq_length",
-            rule,
-            (*fixes, {"parallel.cp": 1}, {"parallel.cp": 1, "parallel.ranks": None}),
-        )
+        # A suggested length must satisfy sequence parallelism as well (MT116).
+        near = multiples(seq, math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1))
+        none = {"parallel.cp": 1}
+        fixes = [*each("data.seq_length", near), none, {**none, "parallel.ranks": None}]
+        detail = f"{seq} tokens, 2 * cp {p.cp} = {2 * p.cp} chunks; nearest: {listed(near)}"
+        yield Finding("MT117", "data.seq_length", detail, fixes)
 
 
 @rule(
@@ -310,52 +291,14 @@ def context_parallel(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def gather_overlap(run: RunConfig) -> Iterator[Finding]:
-    """Only the distributed optimizer gathers weights, and the overlapped gather needs overlapped
-    gradients.
+    """Cannot overlap the gather of weights because that takes the distributed optimizer and
+    overlapped gradients.
     """
     p = run.parallel
-    if not p.overlap_param_gather:
-        return
-    need = [k for k in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(p, k)]
-    if need:
-        rule = (
-            f"overlapping the gather of weights needs {' and '.join(f'parallel.{k}' for k in need)}"
-        )
-        on: Change = {f"parallel.{k}": True for k in need}
-        yield Finding(
-            "MT118",
-            "parallel.overlap_param_gather",
-            rule,
-            (on, {"parallel.overlap_param_gather": False}),
-        )
-
-
-@rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
-def device_name(run: RunConfig) -> Iterator[Finding]:
-    """mtrain or an installed plug-in provides the device."""
-    device = run.cluster.device
-    if device == AUTO or device in SHIPPED:
-        return
-    known = [AUTO, *names()]
-    if device not in known:
-        near = get_close_matches(device, known, n=1)
-        rule = f"there is no such device here; devices: {', '.join(known)} (a plug-in adds one)"
-        changes: list[Change] = [
-            {"cluster.device": name} for name in dict.fromkeys([*near, AUTO, CPU.name])
-        ]
-        yield Finding("MT119", "cluster.device", rule, tuple(changes))
-
-
-RULES = (
-    device_name,
-    tp_head_divisibility,
-    tp_query_groups,
-    tp_mlp_divisibility,
-    tp_shared_expert_divisibility,
-    tp_vocabulary_divisibility,
-    grid_size,
-    cluster_size,
-    sequence_parallel,
-    context_parallel,
-    gather_overlap,
-)
+    keys = ("distributed_optimizer", "overlap_grad_reduce")
+    # Megatron-LM's arguments refuse the gather without either of them, too.
+    need = [f"parallel.{key}" for key in keys if not getattr(p, key)]
+    if p.overlap_param_gather and need:
+        fixes = [dict.fromkeys(need, True), {"parallel.overlap_param_gather": False}]
+        detail = f"needs {' and '.join(need)}"
+        yield Finding("MT118", "parallel.overlap_param_gather", detail, fixes)

@@ -1,55 +1,71 @@
-"""Hooks and objectives: every name stands for something that is installed."""
+"""Rules about installed software: hooks, objectives, and the release of megatron-core."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from mtrain.config.engine import release as engine
+from mtrain.config.engine.capabilities import CAPABILITIES, is_here, keys
 from mtrain.config.machine import installed
-from mtrain.config.rules.finding import Finding
+from mtrain.config.messages.problem import value_at
+from mtrain.config.resolve.condition import condition
+from mtrain.config.rules.finding import Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 from mtrain.config.schema.trainer import TrainerConfig
 
-DEFAULT = TrainerConfig.model_fields["objective"].default
-"""The objective that ships and needs no look at installed packages."""
+OBJECTIVE = "trainer.objective"
 
 
 @rule(Code("MT126", example="log.hooks=[garbag]"), reads="log.hooks", disk=True)
 def known_hooks(run: RunConfig) -> Iterator[Finding]:
-    """Each hook ships with mtrain or comes with an installed package, and is named once."""
+    """Cannot enable these hooks because each must be installed and named once."""
+    # A scan of installed packages takes longer than all other rules.
     if not run.log.hooks:
-        return  # a scan of installed packages takes longer than all other rules
+        return
     names = installed.names(installed.SHIPPED_HOOKS, installed.HOOKS)
     unknown = [name for name in run.log.hooks if name not in names]
     if not unknown and len(set(run.log.hooks)) == len(run.log.hooks):
         return
     known = tuple(dict.fromkeys(name for name in run.log.hooks if name in names))
-    problem = "a hook is named twice"
-    if unknown:
-        problem = f"no hook is called {unknown[0]}"
     near = get_close_matches(unknown[0], names, n=1) if unknown else []
-    fixes = [known] if not near else [tuple(dict.fromkeys((*known, *near))), known]
-    text = f"{problem}; hooks here: {', '.join(names)} (a package adds one as {installed.HOOKS})"
-    yield Finding("MT126", "log.hooks", text, tuple({"log.hooks": list(fix)} for fix in fixes))
+    # The corrected name comes first, then the list without the unknown one.
+    fixes = [[*known]] if not near else [[*dict.fromkeys((*known, *near))], [*known]]
+    problem = f"no hook is called {unknown[0]}" if unknown else "one is named twice"
+    detail = f"{problem}; hooks here: {', '.join(names)}; a package adds one as {installed.HOOKS}"
+    yield Finding("MT126", "log.hooks", detail, each("log.hooks", fixes))
 
 
-@rule(Code("MT127", example="trainer.objective=nxt_token"), reads="trainer.objective", disk=True)
+@rule(Code("MT127", example="trainer.objective=nxt_token"), reads=OBJECTIVE, disk=True)
 def known_objective(run: RunConfig) -> Iterator[Finding]:
-    """The objective ships with mtrain or comes with an installed package."""
+    """Cannot train for this objective because neither mtrain nor an installed package has it."""
     name = run.trainer.objective
-    if name == DEFAULT:
+    # The default ships, and needs no look at installed packages.
+    if name == TrainerConfig.model_fields["objective"].default:
         return
     names = installed.names(installed.SHIPPED_OBJECTIVES, installed.OBJECTIVES)
-    if name in names:
+    if name not in names:
+        near = dict.fromkeys([*get_close_matches(name, names, n=1), "next_token"])
+        detail = f"objectives here: {', '.join(names)}; a package adds one as"
+        yield Finding("MT127", OBJECTIVE, f"{detail} {installed.OBJECTIVES}", each(OBJECTIVE, near))
+
+
+@rule(
+    Code(
+        "MT045",
+        help="Install a release that can (`engines` lists what each can do), or remove the key.",
+        says="0.16.1 is installed, >=0.19.0: an update is skipped where the gradient norm is large",
+    ),
+    reads=" ".join(keys()),
+)
+def release_capability(run: RunConfig) -> Iterator[Finding]:
+    """Cannot do this because it needs another release of megatron-core."""
+    # Without megatron-core there is no release to compare.
+    found = engine.release()
+    if found is None:
         return
-    near = [*get_close_matches(name, names, n=1), "next_token"]
-    text = (
-        f"there is no such objective; objectives here: {', '.join(names)} (a package adds one as"
-        f" {installed.OBJECTIVES})"
-    )
-    fixes = tuple({"trainer.objective": other} for other in dict.fromkeys(near))
-    yield Finding("MT127", "trainer.objective", text, fixes)
-
-
-RULES = (known_hooks, known_objective)
+    for row in CAPABILITIES:
+        if not is_here(row, found) and condition(row.when).holds(lambda key: value_at(run, key)):
+            detail = f"{engine.words(found)} is installed, {row.versions}: {row.about}"
+            yield Finding("MT045", row.keys[0], detail, [dict(row.without)], also=row.keys[1:])

@@ -37,8 +37,9 @@ def related(
     They are those that the finding names and, of the keys that the rule read, each that its text
     mentions and each that a fix changes by itself.
     """
-    words = {word.rstrip(".") for word in _WORD.findall(finding.rule)}
+    words = _words(finding.rule)
     meant = {key for word, key in _STANDS_FOR.items() if word in words}
+    # A rule that read a whole section has read its keys.
     looked_at = reads | {
         key for key in meant if f"{key.rpartition('.')[0]}." in reads and key.startswith("model.")
     }
@@ -52,24 +53,31 @@ def related(
         if key in words
         or (value is not None and (key in changed or key in meant))
         or (value and key in finding.also)
-        or _spoken_of(key, value, words, finding.rule, is_set=origins.get(key) != "default")
+        or _mentions(key, value, finding.detail)
+        # A word of a choice, such as `sinkhorn`, is telling wherever it stands.
+        or (isinstance(value, str) and origins.get(key) != "default" and value in words)
     }
     return [key for key in run.flat() if key in found and key != finding.path]
 
 
-def _spoken_of(key: str, value: Any, words: AbstractSet[str], text: str, *, is_set: bool) -> bool:
-    """Return whether a text contains the name of a key or its value: a word, or a number with a
-    part of the name.
-    """
+def _mentions(key: str, value: Any, detail: str) -> bool:
+    """Return whether the detail of a finding has the name of a key, or its value as a number."""
     name = key.rpartition(".")[2]
+    words = _words(detail)
     if value is None:
         return False
-    if name in words or name.replace("_", " ") in text:
+    # The words of a code are too general for this: `ranks` of tensor parallelism are no
+    # parallel.ranks.
+    if name in words or name.replace("_", " ") in detail:
         return True
-    if isinstance(value, (bool, tuple, dict)):
+    # `true`, a list or a common word in a text names no key.
+    if isinstance(value, (bool, tuple, dict, str)):
         return False
-    if isinstance(value, str):
-        return is_set and value in words
+    # A small number occurs by chance; with a part of the key's name next to it, it does not.
     parts = [part for part in name.split("_") if len(part) > 2]
     near = value >= DISTINCT or any(word.startswith(part) for part in parts for word in words)
     return near and not words.isdisjoint({str(value), f"{value:g}"})
+
+
+def _words(text: str) -> set[str]:
+    return {word.rstrip(".") for word in _WORD.findall(text)}

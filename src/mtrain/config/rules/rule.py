@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 
+from mtrain.codes import Code, declare
 from mtrain.config.resolve.watch import touches
 from mtrain.config.rules.finding import Finding
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import Severity
 
-
-@dataclass(frozen=True)
-class Code:
-    """The meaning of a code; `explain CODE` prints it."""
-
-    code: str
-    summary: str = ""
-    """One sentence. Empty: the docstring of the rule that raises it."""
-    help: str = ""
-    """The advice. Empty: to change one of the keys that the rule reads."""
-    severity: Severity = "error"
-    example: str = ""
-    """A command line that raises it on a small machine without GPUs; empty if that needs the user's
-    files.
-    """
-    says: str = ""
-    """A sample message, if no example can make one."""
-
-
+__all__ = ["Ask", "Code", "Rule", "rule", "rules_in"]
 Ask = Callable[[RunConfig], Iterator[Finding]]
 
 
@@ -48,9 +32,9 @@ class Rule:
 
     def __call__(self, run: RunConfig) -> Iterator[Finding]:
         """Yield the findings; the code of a warning makes a warning."""
+        warnings = {code.code for code in self.codes if code.severity == "warning"}
         for found in self.ask(run):
-            mild = any(code.severity == "warning" for code in self.codes if code.code == found.code)
-            yield replace(found, severity="warning") if mild else found
+            yield replace(found, severity="warning") if found.code in warnings else found
 
     def reads_any(self, *keys: str) -> bool:
         """Return whether it reads one of `keys`, or a key of a section in them."""
@@ -60,12 +44,24 @@ class Rule:
 def rule(*codes: Code, reads: str, disk: bool = False) -> Callable[[Ask], Rule]:
     """Make a rule of a function that yields findings with `codes` and reads only the keys in
     `reads`.
+
+    The docstring of the function, `Cannot X because Y.`, is the text of a code without one.
     """
 
     def made(ask: Ask) -> Rule:
-        words = (ask.__doc__ or "").partition("\n")[0]
-        said = tuple(code if code.summary else replace(code, summary=words) for code in codes)
+        words = " ".join(inspect.cleandoc(ask.__doc__ or "").partition("\n\n")[0].split())
+        whole = tuple(code if code.text else replace(code, text=words) for code in codes)
+        for code in whole:
+            declare(code)
         file = f"{ask.__module__.partition('.')[2].replace('.', '/')}.py"
-        return Rule(ask.__name__, file, said, tuple(dict.fromkeys(reads.split())), disk, ask)
+        return Rule(ask.__name__, file, whole, tuple(dict.fromkeys(reads.split())), disk, ask)
 
     return made
+
+
+def rules_in(module: ModuleType) -> Iterator[Rule]:
+    """Yield the rules of a module in their order: each on its own, or several in a tuple."""
+    for value in vars(module).values():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Rule):
+                yield each

@@ -18,14 +18,13 @@ from mtrain.config.schema.run import RunConfig
 
 UNUSED = Code(
     "MT150",
-    "A key is set that has no effect with the others.",
+    "Cannot use this key because it has no effect without another.",
     "Set the key that it needs, or remove it.",
     example="data.blend=[a,b]",
 )
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
 USUAL = {"peft.kind": "lora"}
 """Value of a key that only has to be set."""
-_OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
 def waited_for(run: RunConfig, path: str) -> Change:
@@ -38,6 +37,7 @@ def waited_for(run: RunConfig, path: str) -> Change:
         if term.holds(value_at(run, term.key)):
             continue
         word = term.words[0] if term.words else USUAL.get(term.key, "null")
+        # No number can be suggested for a key that has none: only its author knows it.
         if word == "null":
             return {}
         change[term.key] = scalar(word)
@@ -49,23 +49,24 @@ def key_effect_rule(key: Conditional) -> Rule:
     their recipes.
     """
     named = (key.path, *_KEY.findall(key.needs))
-    # a condition may read other keys too
+    # A condition may read other keys of the sections that its words name.
     sections = dict.fromkeys(name.rpartition(".")[0] for name in named)
 
     @rule(UNUSED, reads=" ".join((*named, *sections)))
     def key_effect(run: RunConfig) -> Iterator[Finding]:
-        if key.value(run) != key.off and not key.active(run):
-            off: Change = {key.path: key.off}
-            on = waited_for(run, key.path)
-            content = is_content(key.path)
-            fixes = tuple(change for change in ({} if content and on else off, on) if change)
-            words = with_choices(on)
-            chosen = any(path in CHOOSING for path in on)
-            hint = words if chosen or (content and len(on) == 1) else ""
-            rule = f"has no effect without {key.needs}"
-            yield Finding("MT150", key.path, rule, fixes, hint=hint, unset=True)
+        if key.value(run) == key.off or key.active(run):
+            return
+        on = waited_for(run, key.path)
+        # A text or a path is the user's own: suggest what makes it effective before its removal.
+        content = is_content(key.path)
+        off: Change = {} if content and on else {key.path: key.off}
+        words = with_choices(on)
+        chosen = any(path in CHOOSING for path in on)
+        hint = words if chosen or (content and len(on) == 1) else ""
+        fixes = [change for change in (off, on) if change]
+        yield Finding("MT150", key.path, f"it needs {key.needs}", fixes, hint=hint, unset=True)
 
     return key_effect
 
 
-RULES = tuple(map(key_effect_rule, _OTHERS))
+KEY_EFFECTS = tuple(key_effect_rule(key) for key in CONDITIONAL if key not in QUANTIZED)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtrain.data.chats.messages import Chat
+from mtrain import strict_json
+from mtrain.data.chats.messages import Chat, with_arguments
 from mtrain.data.chats.template import ChatFormat
-from mtrain.data.chats.tool_arguments import refuse_python_repr, resolve_arguments
 from mtrain.errors import CorruptData
 
 if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
 
+
+# `{% generation %}` is transformers' tag around the parts of a template that the model writes
 NO_MARKS = "its chat template has no {% generation %}"
 FIX = "data.chat_template=FILE with {% generation %}, data.loss_on=last or data.loss_on=all"
 
@@ -46,6 +49,7 @@ def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str
     else:
         text, parts = answer_spans(chat, form, tokenizer.special_texts, wanted)
     refuse_python_repr(chat, text)
+    # the whole text at once: parts that are tokenized separately may have other tokens
     ids, learned = tokenizer.encode_marked(text, parts)
     if not any(learned[1:]):
         raise CorruptData(
@@ -116,6 +120,7 @@ def answer_spans(
         before = 0
         if any(one["role"] == "assistant" for one in chat.messages[:first]):
             before = len(form.write(chat.messages[:first], chat.tools, prompt=False).marked)
+        # all later answers are learned, so there is no need to find out which mark is whose
         if turns == [i for i in chat.answers if i >= first]:
             return written.text, written.marked[before:]
         return written.text, [
@@ -145,6 +150,7 @@ def _between(
     chat: Chat, form: ChatFormat, ends: tuple[str, ...], text: str, turn: int
 ) -> tuple[int, int]:
     """Return the span of a turn in the text of a chat."""
+    # a generation prompt has the beginning of an answer, such as its role, which is not learned
     before = _prefix(chat, form, turn, prompt=True)
     upto = text
     if turn + 1 < len(chat.messages):
@@ -172,5 +178,83 @@ def _prefix(chat: Chat, form: ChatFormat, count: int, *, prompt: bool) -> str:
 
 def _end(text: str, start: int, ends: tuple[str, ...]) -> int:
     """Return the end of a turn: after the special token that ends it, if only spaces follow it."""
+    # templates put a line break after the token that ends a turn; a model never has to write it
     end = len(text.rstrip())
     return end if end > start and text[:end].endswith(ends) else len(text)
+
+
+def resolve_arguments(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
+    """Return a chat in the form that its template needs, and whether its arguments were parsed.
+
+    Arguments stay text if the template writes them unchanged. A rendering with probe arguments that
+    occur nowhere else shows that; the chat's own might occur elsewhere, and `{}` looks the same as
+    a text and as an object.
+    """
+    if chat.objects is None:
+        return chat, False
+    messages, names = probes(chat)
+    try:
+        text = form.write(messages, chat.tools, prompt=False).text
+    except CorruptData:  # the template cannot handle a text
+        return replace(chat, messages=chat.objects), True
+    # a template may leave earlier calls out, so not every probe needs to be in the text
+    as_given = [text.count(strict_json.dumps({name: name})) for name in names]
+    # each probe is a key and its value, so its name is twice in a text that was not parsed
+    changed = any(text.count(name) != 2 * many for name, many in zip(names, as_given, strict=True))
+    if any(as_given) and not changed:
+        return chat, False
+    return replace(chat, messages=chat.objects), True
+
+
+def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these
+    names, which occur nowhere else in it.
+    """
+    chat_text = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False)
+    names = list[str]()
+    free = (f"argument{number}x" for number in count(1))
+
+    def named(_: str) -> Any:
+        names.append(next(name for name in free if name not in chat_text))
+        return strict_json.dumps({names[-1]: names[-1]})
+
+    return [with_arguments(one, named) for one in chat.messages], names
+
+
+def refuse_python_repr(chat: Chat, text: str) -> None:
+    """Refuse a text with the Python repr of a list or an object of the chat, a template's mistake.
+
+    Raises:
+        CorruptData: the template needs one text for the content of a message, or JSON text for
+            arguments.
+    """
+    contents = [one["content"] for one in chat.messages if isinstance(one.get("content"), str)]
+    # jinja2 prints whatever it is given: a model would learn to write Python's quotes
+    for number, message in enumerate(chat.messages, 1):
+        parts = message.get("content")
+        if isinstance(parts, list) and parts and _is_printed(parts, text, contents):
+            what = "its content, a list of parts"
+            fix = "make them one text"
+        elif any(_is_printed(one, text, contents) for one in _objects(message)):
+            what = "the arguments of its call, an object"
+            fix = "make it JSON text"
+        else:
+            continue
+        raise CorruptData(
+            f"message {number}: the chat template writes {what}, as Python prints it: {fix}, or "
+            "data.chat_template=FILE that reads it"
+        )
+
+
+def _is_printed(value: Any, text: str, contents: list[str]) -> bool:
+    """Return whether a text contains the `str()` of a value more often than the messages do."""
+    printed = str(value)
+    return text.count(printed) > sum(one.count(printed) for one in contents)
+
+
+def _objects(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the argument objects of a message's calls, without {}, whose repr is its JSON."""
+    calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
+    functions = [one.get("function", one) for one in calls if isinstance(one, dict)]
+    arguments = [one.get("arguments") for one in functions if isinstance(one, dict)]
+    return [one for one in arguments if isinstance(one, dict) and one]

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.data.chats.template import REASONING
-from mtrain.data.record_keys import FLAGS, Keys, learned, require_learned
+from mtrain.data.records import FLAGS, Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
 MAX_LINE = 64 << 20
+# Nested lists and objects; the JSON writer recurses into each
 MAX_DEPTH = 200
-"""Nested lists and objects; the JSON writer recurses into each."""
 Message = dict[str, Any]
+# `from` of ShareGPT -> role
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -36,8 +37,8 @@ SPEAKERS = {
     "function_call": "function_call",
     "system": "system",
 }
-"""`from` of ShareGPT -> role."""
 ASSISTANT = "assistant"
+# Role -> roles that may follow it
 AFTER: dict[str, tuple[str, ...]] = {
     "": ("system", "developer", "user"),
     "system": ("user",),
@@ -47,7 +48,6 @@ AFTER: dict[str, tuple[str, ...]] = {
     "tool": ("tool", "function", ASSISTANT),
     "function": ("tool", "function", ASSISTANT),
 }
-"""Role -> roles that may follow it."""
 OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
 OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
 OF_A_MESSAGE = (
@@ -62,15 +62,14 @@ OF_A_MESSAGE = (
 )
 OF_A_TURN = ("from", "value")
 OF_A_PART = ("type", "text")
+# Key of a message besides its content -> the keys under which a template may read its value; a
+# template that reads none of them would lose it.
 BESIDES_CONTENT = {
     "tool_calls": ("tool_calls",),
     "function_call": ("function_call",),
     "refusal": ("refusal",),
     **dict.fromkeys(REASONING, REASONING),
 }
-"""Key of a message besides its content -> the keys under which a template may read its value; a
-template that reads none of them would lose it.
-"""
 NO_KEYS = Keys()
 
 
@@ -123,6 +122,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE:
         raise CorruptData(f"a line has {len(line)} bytes; at most {MAX_LINE} are read")
     try:
+        # editors on Windows begin a file with a byte order mark
         text = line.decode().removeprefix("\ufeff")
         value = json.loads(text, parse_constant=_refuse)
         # writing it again refuses a lone surrogate and 1e999
@@ -183,6 +183,7 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
         _with_system(values, [*begin, *_answer(values, name, keys)])
         for name in ("chosen", "rejected")
     )
+    # what both chats begin with has the same probability in both, and teaches no preference
     pairs = enumerate(zip(chosen, rejected, strict=False))
     common = next((i for i, (a, b) in pairs if a != b), None)
     if common is None and chosen == rejected:
@@ -344,6 +345,7 @@ def _with_objects(given: Message, where: str) -> Message:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json.loads would keep the last of two values, and the other would be lost
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("it has a key twice")
@@ -403,6 +405,7 @@ def _ordered(made: Chat) -> Chat:
 
 def _depth(value: Any) -> int:
     """Return how deep lists and objects are nested."""
+    # level by level: a recursion would fail at the depth that it is to find
     depth = 0
     level = [value]
     while level:

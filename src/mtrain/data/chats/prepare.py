@@ -11,31 +11,39 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
+import signal
+import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
+from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import records_of
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats import messages
 from mtrain.data.chats.loss_mask import EncodedChat, encode_chat
+from mtrain.data.chats.messages import NotJson
 from mtrain.data.chats.template import ChatFormat
-from mtrain.data.chats.workers import Fault, Work, encode_lines
-from mtrain.data.record_keys import Keys
+from mtrain.data.records import JsonLines, Keys
 from mtrain.data.store import cache
 from mtrain.data.store.cache import writing
 from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
-from mtrain.data.store.json_lines import JsonLines
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
+from mtrain.units import GIB
 
 if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
+
 
 FORMAT = 5
 META = "meta.json"
@@ -43,10 +51,10 @@ TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
 REJECTS = "rejects.jsonl"
+# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token
 COLUMNS = 3
-"""Columns of `chats.bin`, int64, a row for each document: line, first and last learned token."""
+# Characters of a line that `rejects.jsonl` shows
 SHOWN = 200
-"""Characters of a line that `rejects.jsonl` shows."""
 
 
 def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
@@ -59,15 +67,15 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     """
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
     if given is None:
-        rule = f"data.kind={data.kind} needs a tokenizer, and data.tokenizer is null"
+        rule = f"cannot be null because data.kind={data.kind} encodes chats with a tokenizer"
         fix = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
-        raise ConfigError([Problem("MT603", "data.tokenizer", None, rule, fix)])
+        raise ConfigError.of("MT603", "data.tokenizer", None, rule, fix)
     from mtrain.data.text.tokenizer import Tokenizer
 
     file = _file(data.path)
     form = format_of(data, given)
     loaded = Tokenizer(given)
-    sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
+    sha256 = sha256_of(given)
     settings = _settings(data, file, form, sha256)
     digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     folder = user_path(data.cache_dir) / f"chats-{digest}"
@@ -106,21 +114,19 @@ def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
             "data.chat_template=FILE, or the tokenizer_config.json of the model next to its"
             " tokenizer.json"
         )
-        raise ConfigError(
-            [Problem("MT509", "data.chat_template", data.chat_template, form.missing, fix)]
-        )
+        raise ConfigError.of("MT509", "data.chat_template", data.chat_template, form.missing, fix)
     form.require_jinja()
     return form
 
 
 def _file(path: str | None) -> Path:
     file = None
-    rule = "chats are read from a file"
+    rule = "cannot be null because chats are read from a file"
     if path is not None:
         file, rule = records_of(user_path(path), "what the chats are")
     if file is None:
         fix = "data.path=FILE.jsonl with one chat a line"
-        raise ConfigError([Problem("MT615", "data.path", path, rule, fix)])
+        raise ConfigError.of("MT615", "data.path", path, rule, fix)
     return file
 
 
@@ -195,9 +201,9 @@ def _make(
             known.write(chat.learned.tobytes())
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
             parsed += chat.parsed
-            learned = learned + len(places)
+            learned += len(places)
             largest = max(largest, int(chat.ids.max()))
-            chats = chats + 1
+            chats += 1
         bad = rejects.tell()
     if not chats:
         raise CorruptData(f"{lines.file}: it has no chat")
@@ -221,6 +227,7 @@ def _kept(
     lines: JsonLines, results: Any, data: DataConfig, rejects: Any
 ) -> Iterator[tuple[int, EncodedChat]]:
     """Yield line number and documents of each line; write lines that are not JSON to `rejects`."""
+    # a file with more damaged lines is hardly JSON Lines
     limit = 100 if data.bad_lines is None else data.bad_lines
     bad = 0
     for number, result in results:
@@ -238,3 +245,200 @@ def _kept(
                 f"{lines.place(number)}: {result.text}; {bad} lines are not JSON, and"
                 f" data.bad_lines is {limit}: correct the file, or data.bad_lines={2 * bad}"
             )
+
+
+# Time limit of one chat; an ordinary one takes a millisecond
+SECONDS = 20
+# Memory that a process may take beyond its size at the start
+MEMORY_BYTES = 2 * GIB
+# Chats that one process encodes before it is the turn of the next
+BATCH = 32
+MOST_PROCESSES = 16
+# Chats that justify the start of another process
+WORTH_A_PROCESS = 512
+MOST_TOKENS = 1 << 26
+# Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat; T: their loss
+# mask; X and R: a fault, R of a line that is not JSON; N: the end of a line.
+_HEAD = struct.Struct("<cI")
+Work = Callable[[bytes], Sequence[EncodedChat]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The fault of a line; a line that is not JSON may be left out."""
+
+    text: str
+    is_not_json: bool
+
+
+Result = list[EncodedChat] | Fault
+
+
+def encode_lines(lines: JsonLines, work: Work, most: int | None = None) -> Iterator[Result]:
+    """Yield the result of `work` for every line, in order, from as many processes as cores.
+
+    Raises:
+        CorruptData: a line took too much time or memory, with its place.
+    """
+    # Processes, and not threads: a template is a foreign program that may never end, and only a
+    # process can be limited in time and memory and be killed.
+    cores = len(os.sched_getaffinity(0))
+    count = max(
+        1, min(cores, MOST_PROCESSES, len(lines) // WORTH_A_PROCESS, most or MOST_PROCESSES)
+    )
+    writers: list[_Writer] = []
+    try:
+        for index in range(count):
+            writers.append(_Writer(lines, work, index, count))
+        for first in range(0, len(lines), BATCH):
+            writer = writers[first // BATCH % count]
+            for number in range(first, min(first + BATCH, len(lines))):
+                yield writer.result(number)
+    finally:
+        for writer in writers:
+            writer.end()
+
+
+class _Writer:
+    """A process that encodes every `count`-th batch of lines from batch `index` on."""
+
+    def __init__(self, lines: JsonLines, work: Work, index: int, count: int) -> None:
+        self.lines = lines
+        # shared memory: the number of the line at work, for the message if the process is killed
+        self._at = mmap(-1, 8)
+        read_end, write_end = os.pipe()
+        try:
+            self.pid = os.fork()
+        except OSError as error:
+            os.close(read_end)
+            os.close(write_end)
+            raise BadEnvironment(
+                f"a worker process cannot be started: {error.strerror or error}"
+            ) from None
+        if self.pid == 0:
+            os.close(read_end)
+            _run(lines, work, range(index * BATCH, len(lines), count * BATCH), self._at, write_end)
+        os.close(write_end)
+        self.pipe: BinaryIO = os.fdopen(read_end, "rb")
+
+    def result(self, number: int) -> Result:
+        """Return the result of a line."""
+        out: list[EncodedChat] = []
+        while True:
+            kind, body = self._part()
+            if kind == b"N":
+                return out
+            if kind in b"XR":
+                return Fault(body.decode("utf-8", "replace"), kind == b"R")
+            known, learned = self._part()
+            ids = np.frombuffer(body, "<i4").astype(np.int64)
+            if kind not in (b"E", b"P") or known != b"T" or len(learned) != len(ids):
+                raise self._died(number)
+            out.append(EncodedChat(ids, np.frombuffer(learned, np.uint8) != 0, kind == b"P"))
+
+    def _part(self) -> tuple[bytes, bytes]:
+        head = self.pipe.read(_HEAD.size)
+        if len(head) == _HEAD.size:
+            kind, size = _HEAD.unpack(head)
+            # the size comes from another process: read no more than a chat can have
+            body = self.pipe.read(size) if size <= 4 * MOST_TOKENS else b""
+            if len(body) == size:
+                return kind, body
+        raise self._died(int.from_bytes(self._at[:8], "little"))
+
+    def _died(self, number: int) -> MtrainError:
+        place = self.lines.place(min(number, len(self.lines) - 1))
+        return CorruptData(
+            f"{place}: this chat takes more than {SECONDS} s or {MEMORY_BYTES // GIB} GiB to write."
+            " Use another data.chat_template, or a shorter chat"
+        )
+
+    def end(self) -> None:
+        """Kill the process, finished or not."""
+        self.pipe.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _run(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end: int) -> None:
+    """Encode the batches of a worker process, write the results to its pipe, and exit."""
+    code = 1
+    try:
+        # Ctrl-C reaches every process of a terminal; this one is ended by its parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, _too_long)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _bound_memory()
+        with os.fdopen(write_end, "wb") as pipe:
+            for first in firsts:
+                for number in range(first, min(first + BATCH, len(lines))):
+                    at[:8] = number.to_bytes(8, "little")
+                    result = _bounded(work, lines.line(number))
+                    _send(pipe, result)
+                    if isinstance(result, Fault):
+                        # it may end the whole run, and the next line may take long
+                        pipe.flush()
+                pipe.flush()
+        code = 0
+    except BaseException:  # the reader sees the end of the pipe and the line in `at`
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _bounded(work: Work, line: bytes) -> Result:
+    """Return the result of a line within `SECONDS`.
+
+    Code that no signal interrupts is killed by the limit on CPU time a bit later.
+    """
+    # a regular expression or a loop in C does not return to Python, where signals are handled
+    _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(time.process_time()) + 2 * SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (_within(limit, hardest), hardest))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return list(work(line))
+    except MemoryError:
+        return Fault(f"this chat takes more than {MEMORY_BYTES // GIB} GiB to write", False)
+    except MtrainError as error:
+        return Fault(str(error), isinstance(error, NotJson))
+    except Exception as error:
+        return Fault(f"it cannot be written: {type(error).__name__}: {error}", False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _send(pipe: BinaryIO, result: Result) -> None:
+    if isinstance(result, Fault):
+        body = result.text.encode("utf-8", "backslashreplace")[:4000]
+        pipe.write(_HEAD.pack(b"R" if result.is_not_json else b"X", len(body)) + body)
+        return
+    for one in result:
+        ids = one.ids.astype("<i4").tobytes()
+        learned = one.learned.tobytes()
+        pipe.write(
+            _HEAD.pack(b"P" if one.parsed else b"E", len(ids))
+            + ids
+            + _HEAD.pack(b"T", len(learned))
+            + learned
+        )
+    pipe.write(_HEAD.pack(b"N", 0))
+
+
+def _bound_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_within(now + MEMORY_BYTES, hardest), hardest))
+    # a process that is killed at its limit would write gigabytes of a core file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _within(limit: int, hardest: int) -> int:
+    """Return a limit that is within the hard limit of the process."""
+    return limit if hardest == resource.RLIM_INFINITY else min(limit, hardest)
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")

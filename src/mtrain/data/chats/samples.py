@@ -16,7 +16,7 @@ from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, TABLE
-from mtrain.data.samples.bin_packing import first_fit
+from mtrain.data.samples.packing import first_fit
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import SHARES, split_records
 from mtrain.data.store import cache
@@ -25,10 +25,10 @@ from mtrain.data.store.corpus import Corpus
 from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+# The id of padding
 NOTHING = -1
-"""The id of padding."""
+# Samples that are cached, as those of a micro-batch are read more than once
 KEPT = 256
-"""Samples that are cached, as those of a micro-batch are read more than once."""
 WINDOWS = "windows.bin"
 
 
@@ -80,6 +80,7 @@ class Prepared:
                 f" has ids 0 to {vocab_size - 1}"
             )
         known = self.learned[start : start + len(ids)] != 0
+        # no token of its document comes before the first one, which nothing can predict
         known[:1] = False
         return ids, known
 
@@ -127,7 +128,7 @@ class Sample:
 
 
 class ChatSamples:
-    """The samples of a split; `len` is the number per epoch, and sample numbers go on from there.
+    """The samples of a split, in one epoch after another; `len` is the number of one epoch.
 
     The order of epoch e is drawn from the seed and e. A chat is cut at `seq_length` tokens; it is
     left out if it then learns nothing. With `multiple`, a sample is the chats of one of `windows`,
@@ -185,6 +186,7 @@ class ChatSamples:
             learned[at : at + len(ids)] = known
             starts.append(at)
             at += -(-len(ids) // step) * step
+        # packed attention needs a document for every token, padding included
         if at < length and self.multiple is not None:
             starts.append(at)
         return Sample(tokens, learned, tuple(starts), documents)
@@ -263,12 +265,9 @@ def open_chats(
     Raises ConfigError if a needed split has nothing to learn, or the tokenizer has more ids than
     the model.
     """
-    held = corpus.meta["vocab_size"]
-    if held > vocab_size:
-        rule = f"the tokenizer of the chats has {held} tokens, the model {vocab_size}"
-        raise ConfigError(
-            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
-        )
+    problem = corpus.vocabulary_problem(vocab_size)
+    if problem is not None:
+        raise ConfigError([problem])
     chats = Prepared(corpus, 1 if data.kind == "sft" else 2)
     learnable = chats.learnable(data.length)
     problems = []
@@ -276,6 +275,7 @@ def open_chats(
     for name, part in zip(SHARES, split_records(len(chats), data.split), strict=True):
         kept = part.start + np.flatnonzero(learnable[part.start : part.stop])
         if len(kept):
+            # evaluations of all runs read the same chats, whatever their seed
             order = seed if name == "train" else 0
             out[name] = _samples(data, chats, part, kept, vocab_size, order, name)
         elif name in need or name == "train":
@@ -330,6 +330,7 @@ def _packed(
 ) -> Windows:
     """Return the windows that first fit makes of the chats of a split, from the cache or new."""
     settings = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
+    # the seed has no part in it: it only orders the windows
     digest = hashlib.sha256(strict_json.dumps(settings).encode()).hexdigest()[:16]
     folder = user_path(data.cache_dir) / f"windows-{digest}"
 

@@ -14,20 +14,20 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.disk.files import kind_of
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+# Files that may accompany a tokenizer.json
 FILES = (SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json")
-"""Files that may accompany a tokenizer.json."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 LIMIT_BYTES = 16 << 20
+# Older versions of jinja2 have known escapes from the sandbox
 JINJA = (3, 1, 6)
-"""Older versions of jinja2 have known escapes from the sandbox."""
+# Characters that a template may make of a chat
 MAX_TEXT = 16 << 20
-"""Characters that a template may make of a chat."""
+# Keys for the reasoning of a message; a template reads one of them
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys for the reasoning of a message; a template reads one of them."""
 Message = Mapping[str, Any]
 
 
@@ -49,6 +49,8 @@ class ChatFormat:
     def __init__(self, folder: Path, template_file: Path | None = None) -> None:
         self.folder = folder
         self.template_file = template_file
+        self._compiled: dict[str, Any] = {}
+        """Source -> compiled template."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -113,12 +115,12 @@ class ChatFormat:
                 f"prompt=TEXT without a chat, or {SETTINGS_FILE} of the model next to the"
                 " tokenizer.json"
             )
-            raise ConfigError([Problem("MT509", "", None, self.missing, fix)])
+            raise ConfigError.of("MT509", "", None, self.missing, fix)
         try:
             return self.write(messages, prompt=True).text
         except CorruptData as error:
             fix = "messages that the template accepts, such as alternating roles"
-            raise ConfigError([Problem("MT509", "", None, str(error), fix)]) from error
+            raise ConfigError.of("MT509", "", None, str(error), fix) from error
 
     @property
     def missing(self) -> str:
@@ -170,11 +172,7 @@ class ChatFormat:
 
     @cached_property
     def _environment(self) -> Any:
-        return _environment()
-
-    @cached_property
-    def _compiled(self) -> dict[str, Any]:
-        return {}
+        return _sandbox()
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -197,7 +195,7 @@ def _text(path: Path) -> str | None:
         raise CorruptData(f"{path}: cannot be read: {error}") from error
 
 
-def _environment() -> Any:
+def _sandbox() -> Any:
     """Return jinja2 as transformers sets it up: immutable, with no attribute that leads out."""
     try:
         installed = tuple(int(part) for part in version("jinja2").split(".") if part.isdigit())
@@ -205,10 +203,12 @@ def _environment() -> Any:
         installed = ()
     if installed < JINJA:
         rule = f"the template of a chat needs jinja2, at least {'.'.join(map(str, JINJA))}"
-        raise ConfigError([Problem("MT510", "", None, rule, "pip install 'mtrain[chat]'")])
+        raise ConfigError.of("MT510", "", None, rule, "pip install 'mtrain[chat]'")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # A namespace answers for every name that a template sets in it. Code outside of the sandbox
+    # looks names with underscores up on objects, such as `__html__`, and would call what it finds.
     class Namespace(jinja2.utils.Namespace):  # type: ignore[name-defined, misc]
         def __init__(*args: Any, **kwargs: Any) -> None:
             self = args[0]
@@ -229,6 +229,7 @@ def _environment() -> Any:
     def refuse(text: str) -> None:
         raise jinja2.TemplateError(text)
 
+    # jinja2's own filter escapes < and & for HTML; transformers replaces it for that reason
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return strict_json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
@@ -248,9 +249,10 @@ def _environment() -> Any:
 
 
 class _Dict:
-    """The `dict` of templates."""
+    """The `dict` of templates: an object with two functions, and not Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return a new dict."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -294,11 +296,13 @@ def _generation_tag() -> Any:
                 if self.length > MAX_TEXT:
                     raise ValueError(f"more than {MAX_TEXT} characters")
             text = "".join(kept)
-            if not all(text.startswith(said, start) for start, said in self.found):
+            # inside a macro, a mark is made before the text around it is counted
+            if not all(text.startswith(marked, start) for start, marked in self.found):
                 raise ValueError(
                     "{% generation %} inside a macro or a set block, so its place is not known"
                 )
-            return Rendered(text, [(start, start + len(said)) for start, said in self.found])
+            spans = [(start, start + len(marked)) for start, marked in self.found]
+            return Rendered(text, spans)
 
     return Generation
 

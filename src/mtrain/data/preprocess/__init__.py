@@ -1,5 +1,6 @@
 """Preprocessing: documents of many formats become `.bin/.idx` with a manifest, and can be viewed.
 
-`inputs` finds and reads the documents, `encoders` makes token ids, `work` is the job of one
-process, `journal` resumes a killed run, and `build` joins the parts to a corpus.
+`sources` finds the files, `readers` and `record` read documents from them, `encoder` and
+`tokenizers` make token ids, `workers` has the processes, `journal` resumes a killed run, and
+`build` joins the parts to a corpus.
 """

@@ -14,10 +14,7 @@ import numpy as np
 
 from mtrain import durable
 from mtrain.config.disk import manifest
-from mtrain.data.preprocess.encoders.base import OtherIds
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.sources import PARTIAL, REJECTED, REMOVED, Source
-from mtrain.data.preprocess.inputs.units import UNIT, Unit, plan
+from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.journal import (
     BIN,
     LENGTHS,
@@ -28,10 +25,11 @@ from mtrain.data.preprocess.journal import (
     disk,
     finish,
 )
-from mtrain.data.preprocess.pool import Pool
-from mtrain.data.preprocess.work import Job, Result, Worker
+from mtrain.data.preprocess.readers import cut
+from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, UNIT, Source, Unit, plan
+from mtrain.data.preprocess.workers import Job, Pool, Worker
 from mtrain.data.store.indexed import write_index
-from mtrain.errors import ConfigError, CorruptInput, Problem
+from mtrain.errors import ConfigError, CorruptInput
 
 ENDINGS = (".bin", ".idx", manifest.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
@@ -81,7 +79,7 @@ def tokenize(
     except OtherIds as error:
         if job.spec.engine != "auto":
             raise
-        tell(f"{str(error).splitlines()[0]}: begun again with tokenizers")
+        tell(f"{str(error).splitlines()[0]}: starting again with tokenizers")
     again = replace(job, spec=replace(job.spec, engine="tokenizers"))
     return _made(again, prefix, replace(limits, fresh=True), lambda unit, totals: None, tell)
 
@@ -90,6 +88,7 @@ def _made(
     job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     folder = prefix.with_name(prefix.name + PARTIAL)
+    # before the processes start; a killed build that had begun to rename its files goes on
     if not os.path.exists(folder):
         refuse_existing(prefix, limits.overwrite)
     # the pool starts before any file is open, which its processes would inherit
@@ -113,8 +112,8 @@ def _made(
                 for name in (BIN, "tokens.idx", REJECTS, "manifest.json")
             ]
             with disk(folder):
-                if (folder / BIN).exists():  # nothing has its name yet
-                    remove_beside(prefix)
+                if (folder / BIN).exists():  # no file is renamed yet
+                    remove_optional_files(prefix)
                 finish(moves, durable.sync)
                 draft.remove()
     found = manifest.read_manifest(prefix)
@@ -128,23 +127,25 @@ def path_of(prefix: Path, name: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
+# Functions of the module, since the pool sends them to its processes by name
 def _facts(worker: Worker) -> Facts:
-    by = worker.engine, worker.passed_over
+    encoder = worker.encoder
     return Facts(
-        worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, *by
+        encoder.vocab_size,
+        encoder.eod,
+        encoder.unk,
+        worker.dtype.name,
+        worker.engine,
+        worker.passed_over,
     )
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
-    return tables.cut(source)
-
-
-def _run(worker: Worker, unit: Unit) -> Result:
-    return worker.run(unit)
+    return cut(source)
 
 
 def refuse_existing(prefix: Path, overwrite: bool) -> None:
-    """Pass a prefix without files.
+    """Refuse a prefix whose files would be overwritten.
 
     Raises:
         ConfigError: a file of this name exists.
@@ -152,12 +153,13 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
     names = [prefix.name + ending for ending in ENDINGS]
     existing = [name for name in names if os.path.lexists(prefix.with_name(name))]
     if existing and not overwrite:
-        rule = f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'}"
+        verb = "exists" if len(existing) == 1 else "exist"
+        rule = f"cannot be written because {', '.join(existing)} {verb} already"
         fix = f"out={prefix}-2, or overwrite=true"
-        raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
+        raise ConfigError.of("MT622", "out", str(prefix), rule, fix, "command line")
 
 
-def remove_beside(prefix: Path) -> None:
+def remove_optional_files(prefix: Path) -> None:
     """Remove the optional files of an older corpus of this name, which a new one may lack."""
     for ending in (REJECTED, REMOVED):
         prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
@@ -207,9 +209,10 @@ def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
 
 def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress) -> None:
     """Process the remaining units, and commit their results in order."""
+    # a worker cuts tables, so that this process does not load pyarrow
     units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
     for unit, result in pool.each(
-        _run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)
+        Worker.run, _remaining(units, draft, progress), lambda u: _name(job, u)
     ):
         try:
             draft.commit(result)
@@ -221,8 +224,9 @@ def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress
     _refuse_many_rejects(draft, limits.max_rejects)
 
 
-def _behind(units: Iterator[Unit], done: int, draft: Draft, progress: Progress) -> Iterator[Unit]:
-    for unit in islice(units, done):
+def _remaining(units: Iterator[Unit], draft: Draft, progress: Progress) -> Iterator[Unit]:
+    """Report the units that are in the draft, and yield those after them."""
+    for unit in islice(units, draft.units):
         progress(unit, draft.totals)
     yield from units
 
@@ -234,14 +238,15 @@ def _name(job: Job, unit: Unit) -> str:
 def _refuse_many_rejects(draft: Draft, limit: int) -> None:
     rejected = draft.totals.sum("rejected")
     if rejected > limit:
+        # the draft stays: the same command with a larger limit resumes it
         rule = (
             f"{rejected} records are left out so far, of {draft.totals.sum('records')}:"
             f" {draft.folder / REJECTS}"
         )
         first = "; ".join(line.strip() for line in draft.last_rejects())
         fix = f"correct them, or max_rejects={2 * rejected}"
-        raise CorruptInput(
-            [Problem("MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line")]
+        raise CorruptInput.of(
+            "MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line"
         )
 
 
@@ -251,36 +256,24 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
     folder = draft.folder
     if changed := next((source.name for source in job.sources if source.is_changed), None):
         draft.remove()
-        rule = "changed while it was read"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601", "input", changed, rule, "run again when it is complete", "command line"
-                )
-            ]
+        rule = "cannot be tokenized because it changed while it was read"
+        raise ConfigError.of(
+            "MT601", "input", changed, rule, "run again when it is complete", "command line"
         )
     if not totals.sum("documents"):
-        rule = f"the inputs hold no document; {totals.sum('rejected')} records are left out"
+        rule = f"the inputs have no document; {totals.sum('rejected')} records are left out"
         if first := draft.last_rejects(1):
             rule += f", as {first[0].strip()}"
         draft.remove()
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601",
-                    "input",
-                    None,
-                    rule,
-                    "name files with documents, or key=NAME",
-                    "command line",
-                )
-            ]
+        raise ConfigError.of(
+            "MT601", "input", None, rule, "name files with documents, or key=NAME", "command line"
         )
     with disk(folder):
         draft.sync()
         _index(folder, np.dtype(facts.dtype), totals)
         if not totals.sum("rejected"):
             (folder / REJECTS).unlink()
+        # the index has their numbers now
         for name in (LENGTHS, SEQUENCES):
             (folder / name).unlink()
         data = manifest.dump(_manifest(draft, job, facts))
@@ -294,23 +287,27 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
 def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
     """Write the index; document indices are only needed if a document is not one sequence."""
     lengths = _mapped(folder / LENGTHS)
-    held = _mapped(folder / SEQUENCES)
+    sequences = _mapped(folder / SEQUENCES)
     index = folder / "tokens.idx"
     documents: np.ndarray | None = None
     if totals.sum("empty") or totals.sum("sequences") != totals.sum("documents"):
+        # in a file, as the indices of a billion documents have 8 GB
         path = folder / "documents"
-        documents = np.memmap(path, "<i8", "w+", shape=(len(held) + 1,))
-        documents[0] = place = 0
-        for first in range(0, len(held), 1 << 20):
-            part = held[first : first + (1 << 20)]
+        documents = np.memmap(path, "<i8", "w+", shape=(len(sequences) + 1,))
+        place = 0
+        documents[0] = place
+        for first in range(0, len(sequences), 1 << 20):
+            part = sequences[first : first + (1 << 20)]
             documents[first + 1 : first + 1 + len(part)] = np.cumsum(part, dtype=np.int64) + place
             place += int(part.sum(dtype=np.int64))
+        # the map stays until the index is written, and no draft of it is left behind
         path.unlink()
     write_index(index, lengths, dtype, documents)
     durable.sync(index)
 
 
 def _mapped(path: Path) -> np.ndarray:
+    # an empty file cannot be mapped
     return np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, np.int32)
 
 

@@ -16,14 +16,15 @@ import numpy as np
 from mtrain import durable
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import split_documents
-from mtrain.data.preprocess.build import refuse_existing, remove_beside
-from mtrain.data.preprocess.inputs.sources import PARTIAL
+from mtrain.data.preprocess.build import refuse_existing, remove_optional_files
+from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.journal import disk, finish
+from mtrain.data.preprocess.sources import PARTIAL
 from mtrain.data.store.indexed import IndexedDataset, write_index
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Manifest fields that a derived corpus inherits
 KEPT = ("vocab_size", "unk", "eod", "tokenizer", "document")
-"""Manifest fields that a derived corpus inherits."""
 BLOCK = 1 << 24
 
 
@@ -57,13 +58,9 @@ def open_prefix(prefix: Path) -> OpenCorpus:
     """
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
-            rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
-                    )
-                ]
+            rule = f"cannot be opened because {prefix.parent} has no file {prefix.name}{suffix}"
+            raise ConfigError.of(
+                "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
             )
     held = manifest.read_manifest(prefix)
     dataset = IndexedDataset(prefix)
@@ -91,9 +88,9 @@ def write(
     folder = out.with_name(out.name + PARTIAL)
     with disk(folder):
         if folder.exists():
-            rule = "a killed run left it, or another process works there"
-            fix = "finish it, or remove it"
-            raise ConfigError([Problem("MT622", "out", str(folder), rule, fix, "command line")])
+            rule = "cannot be written because a killed run left it, or another process works there"
+            fix = "finish that run, or remove the folder"
+            raise ConfigError.of("MT622", "out", str(folder), rule, fix, "command line")
         folder.mkdir(parents=True)
         try:
             digest, counts, largest, inputs = _tokens(folder, parts)
@@ -105,6 +102,7 @@ def write(
                 "largest_id": largest,
                 "dtype": dtype.name,
                 **common,
+                # unknown without a manifest: then the smallest vocabulary that holds the ids
                 "vocab_size": common["vocab_size"] or largest + 1,
                 "made": dict(how),
                 "inputs": inputs,
@@ -117,7 +115,7 @@ def write(
             for name in ("bin", "idx", "manifest"):
                 durable.sync(folder / name)
             endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
-            remove_beside(out)
+            remove_optional_files(out)
             finish(
                 [(folder / name, out.with_name(out.name + end)) for name, end in endings],
                 durable.sync,
@@ -128,16 +126,20 @@ def write(
 
 
 def _common(parts: Sequence[tuple[OpenCorpus, np.ndarray]]) -> dict[str, Any]:
+    # tokens of two tokenizers in one file would be valid ids and wrong text
     first, *rest = [one for one, _ in parts]
     for one in rest:
         names = [name for name in ("tokenizer", "eod") if one.common[name] != first.common[name]]
         if one.dataset.dtype != first.dataset.dtype:
             names.append(f"dtype ({first.dataset.dtype.name} and {one.dataset.dtype.name})")
         if names:
-            rule = f"its {' and '.join(names)} is not that of {first.dataset.prefix}"
+            rule = (
+                f"cannot be joined because its {' and '.join(names)} differs from"
+                f" {first.dataset.prefix}"
+            )
             fix = "tokenize both with the same tokenizer, eod= and dtype="
-            raise ConfigError(
-                [Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")]
+            raise ConfigError.of(
+                "MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line"
             )
     return first.common
 
@@ -166,6 +168,7 @@ def _tokens(
         ends.write(np.zeros(1, "<i8").tobytes())
         for one, documents in parts:
             before = dict(counts)
+            # neighbours are copied together, as most documents of a split are
             for first, stop in runs(documents):
                 dataset = one.dataset
                 start = dataset.document_start(first)
@@ -178,11 +181,9 @@ def _tokens(
                     tokens.write(data)
                 low, high = (int(dataset.document_indices[i]) for i in (first, stop))
                 lengths.write(dataset.lengths[low:high].tobytes())
-                ends.write(
-                    (
-                        dataset.document_indices[first + 1 : stop + 1] - low + counts["sequences"]
-                    ).tobytes()
-                )
+                # indices count sequences from the beginning of the new corpus
+                indices = dataset.document_indices[first + 1 : stop + 1] - low
+                ends.write((indices + counts["sequences"]).tobytes())
                 counts["documents"] += stop - first
                 counts["sequences"] += high - low
                 counts["tokens"] += end - start
@@ -192,12 +193,10 @@ def _tokens(
 
 
 def _index(folder: Path, dtype: np.dtype) -> str:
-    lengths = (folder / "lengths", "<i4")
-    ends = (folder / "ends", "<i8")
-    held = [
-        np.memmap(p, d, "r") if p.stat().st_size else np.empty(0, d) for p, d in (lengths, ends)
-    ]
-    write_index(folder / "idx", held[0], dtype, held[1])
+    lengths: np.ndarray = np.empty(0, "<i4")
+    if (folder / "lengths").stat().st_size:  # an empty file cannot be mapped
+        lengths = np.memmap(folder / "lengths", "<i4", "r")
+    write_index(folder / "idx", lengths, dtype, np.memmap(folder / "ends", "<i8", "r"))
     with open(folder / "idx", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -210,8 +209,10 @@ def all_documents(one: OpenCorpus) -> np.ndarray:
 def documents_of_shares(
     one: OpenCorpus, shares: Sequence[float], seed: int | None
 ) -> list[np.ndarray]:
-    """Return the documents of each share: neighbours by tokens, or drawn with a seed, and then
-    shares of documents.
+    """Return the documents of each share.
+
+    Without a seed, a share is consecutive documents and counts tokens; with one, its documents are
+    drawn, and it counts documents.
 
     Raises:
         ConfigError: a share would have no document.
@@ -225,13 +226,12 @@ def documents_of_shares(
         out = [np.sort(order[a:b]) for a, b in pairwise(places)]
     empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
     if empty:
-        rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
-                )
-            ]
+        rule = (
+            f"cannot be given because share {empty[0]} of {one.dataset.num_documents} documents"
+            " would have no document"
+        )
+        raise ConfigError.of(
+            "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
         )
     return out
 
@@ -245,6 +245,7 @@ def draw_documents(
     unused document would fit at the end.
     """
     count = one.dataset.num_documents
+    # sorted: the sample keeps the order of the corpus, and is copied in few runs
     order = np.random.default_rng(seed).permutation(count)
     if documents is not None:
         return np.sort(order[:documents])
@@ -268,3 +269,70 @@ def document_lengths(one: OpenCorpus) -> np.ndarray:
         [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
     )
     return np.diff(starts[one.dataset.document_indices])
+
+
+# (document to remove, earlier document that it repeats)
+Duplicates = list[tuple[int, int]]
+
+
+def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]:
+    """Yield tokens of each document, without the token that ends it."""
+    for i in range(dataset.num_documents):
+        tokens = dataset.tokens[dataset.document_start(i) : dataset.document_start(i + 1)]
+        if end is not None and len(tokens) and tokens[-1] == end:
+            tokens = tokens[:-1]
+        yield tokens
+
+
+def exact_duplicates(dataset: IndexedDataset, end: int | None) -> Duplicates:
+    """Return documents with the tokens of an earlier one."""
+    seen = dict[bytes, int]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        # 16 bytes for a document: no two of a trillion documents have the same by chance
+        first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
+        if first != i:
+            out.append((i, first))
+    return out
+
+
+def near_duplicates(
+    dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
+) -> Duplicates:
+    """Return the documents whose estimated Jaccard similarity of n-grams with an earlier, remaining
+    one is at least `threshold`.
+
+    Raises:
+        BadEnvironment: datasketch is not installed.
+    """
+    sketch = library("datasketch", "dedup", "data dedup method=minhash")
+    index = sketch.MinHashLSH(threshold=threshold, num_perm=permutations)
+    # the index only finds candidates near the threshold; their estimates are compared with it
+    kept = dict[int, object]()
+    out = Duplicates()
+    for i, tokens in enumerate(_documents(dataset, end)):
+        found = sketch.MinHash(num_perm=permutations, seed=1)
+        found.update_batch(_shingles(tokens, ngram))
+        close = [j for j in index.query(found) if found.jaccard(kept[j]) >= threshold]
+        if close:
+            out.append((i, min(close)))
+        else:
+            index.insert(i, found)
+            kept[i] = found
+    return out
+
+
+def _shingles(tokens: np.ndarray, ngram: int) -> list[bytes]:
+    if len(tokens) <= ngram:
+        return [tokens.tobytes()]
+    width = np.lib.stride_tricks.sliding_window_view(tokens, ngram)
+    # each n-gram as one opaque value, so that numpy finds the distinct ones
+    whole = np.ascontiguousarray(width).view(f"V{ngram * tokens.itemsize}").ravel()
+    return [one.tobytes() for one in np.unique(whole)]
+
+
+def remaining_documents(count: int, duplicates: Duplicates) -> np.ndarray:
+    """Return the documents that stay."""
+    keep = np.ones(count, bool)
+    keep[[document for document, _ in duplicates]] = False
+    return np.flatnonzero(keep)

@@ -21,26 +21,26 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, locks, strict_json
-from mtrain.data.preprocess.inputs.record import refuse_misread
-from mtrain.data.preprocess.inputs.sources import LOCK
-from mtrain.data.preprocess.work import COUNTED, Result
-from mtrain.errors import BadEnvironment, ConfigError, Problem
+from mtrain.data.preprocess.record import refuse_misread
+from mtrain.data.preprocess.sources import LOCK
+from mtrain.data.preprocess.workers import COUNTED, Result
+from mtrain.errors import BadEnvironment, ConfigError
 
 BIN = "tokens.bin"
 LENGTHS = "lengths"
 SEQUENCES = "sequences"
 REJECTS = "rejects.jsonl"
+# The files that each unit appends to, in the order of the journal's sizes; the tokens first
 GROWING = (BIN, LENGTHS, SEQUENCES, REJECTS)
-"""The tokens first."""
 SETTINGS = "settings.json"
 JOURNAL = "journal"
+# Seconds of work that a machine that loses power may lose
 SYNC_S = 2.0
-"""Seconds of work that a machine that loses power may lose."""
 BLOCK = 8 << 20
 
 
 class Totals:
-    """Counts of a corpus, of all and by file."""
+    """The counts of a corpus, in all and by file."""
 
     def __init__(self, sources: int) -> None:
         self.of = [dict.fromkeys((*COUNTED, "rejected"), 0) for _ in range(sources)]
@@ -51,7 +51,7 @@ class Totals:
         return sum(counts[name] for counts in self.of)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take a line of the journal in."""
+        """Add the counts of a line of the journal."""
         self.largest = max(self.largest, line["largest"])
         for source, counts in line["parts"]:
             for name, number in counts.items():
@@ -59,11 +59,11 @@ class Totals:
 
 
 class Draft:
-    """A corpus that grows; see the module. Used as a context, which holds its lock.
+    """A growing corpus, as a context that holds its lock; see the module.
 
     Raises:
-        ConfigError: another process makes the same corpus, or what is there has other settings.
-        BadEnvironment: the disk refuses.
+        ConfigError: another process makes the same corpus, or the draft has other settings.
+        BadEnvironment: the disk cannot be written.
     """
 
     def __init__(
@@ -88,15 +88,11 @@ class Draft:
                 self._held = locks.lock(self._lock.fileno(), self.folder / LOCK)
             except locks.Taken as taken:
                 self._lock.close()
-                rule = "another process makes this corpus now" + (
-                    f": {taken.owner}" if taken.owner else ""
-                )
-                raise ConfigError(
-                    [
-                        Problem(
-                            "MT622", "out", str(self.folder), rule, "wait for it, or another out="
-                        )
-                    ]
+                rule = "cannot be written because another process makes this corpus now"
+                if taken.owner:
+                    rule += f": {taken.owner}"
+                raise ConfigError.of(
+                    "MT622", "out", str(self.folder), rule, "wait for it, or another out="
                 ) from None
             try:
                 self._start()
@@ -121,42 +117,45 @@ class Draft:
         self._lock.close()
 
     def _start(self) -> None:
-        held = self.folder / SETTINGS
-        said = (strict_json.dumps(self._settings, sort_keys=True, indent=1) + "\n").encode()
-        if self._fresh and held.exists():
-            held.unlink()
-        if held.exists():
-            self._same(held.read_bytes(), said)
+        path = self.folder / SETTINGS
+        settings = (strict_json.dumps(self._settings, sort_keys=True, indent=1) + "\n").encode()
+        if self._fresh and path.exists():
+            path.unlink()
+        if path.exists():
+            self._refuse_other_settings(path.read_bytes(), settings)
         else:
+            # old files go before the new settings exist: else a kill in between would leave tokens
+            # of one build under the settings of another
             for name in (*GROWING, JOURNAL):
                 (self.folder / name).unlink(missing_ok=True)
-            beside = held.with_suffix(".new")
-            durable.write(beside, said)
-            beside.replace(held)
+            draft = path.with_suffix(".new")
+            durable.write(draft, settings)
+            draft.replace(path)
         for name in (*GROWING, JOURNAL):
             self._files[name] = open(self.folder / name, "ab")  # noqa: SIM115
         self._resume()
 
-    def _same(self, held: bytes, said: bytes) -> None:
-        """Refuse to go on with other settings or files than those that the tokens so far are of."""
-        if held == said:
+    def _refuse_other_settings(self, recorded: bytes, settings: bytes) -> None:
+        """Refuse to add to tokens that were made with other settings or of other files."""
+        if recorded == settings:
             return
         try:
-            before = json.loads(held)
-            now = json.loads(said)
-            apart = sorted(
+            before = json.loads(recorded)
+            now = json.loads(settings)
+            differing = sorted(
                 key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
             )
         except (ValueError, AttributeError, RecursionError):
-            apart = ["settings"]
+            differing = ["settings"]
         rule = (
-            f"what a killed run left was made with other {', '.join(apart)} (or input files that"
-            " changed since)"
+            "cannot be resumed because the killed run that left it had other"
+            f" {', '.join(differing)} (or input files that changed since)"
         )
-        fix = "the same command, on the same files; or fresh=true to begin again"
-        raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
+        fix = "the same command, on the same files; or fresh=true to start again"
+        raise ConfigError.of("MT622", "out", str(self.folder), rule, fix, "command line")
 
     def _resume(self) -> None:
+        """Take over the units of the journal whose bytes are intact, and truncate the rest."""
         kept = 0
         place = [0, 0, 0, 0]
         sizes = [(self.folder / name).stat().st_size for name in GROWING]
@@ -175,7 +174,7 @@ class Draft:
                 if not self._absorb(files, grown, line["crc"]):
                     break
                 self.totals.add(line)
-                kept = kept + 1
+                kept += 1
                 place = reached
                 end = stop
         self.units = kept
@@ -185,6 +184,7 @@ class Draft:
 
     def _absorb(self, files: Sequence[BinaryIO], grown: list[int], crcs: list[int]) -> bool:
         """Hash the next bytes of all files again, and return whether they are as written."""
+        # a copy, as the bytes of a damaged unit have no part in the digest
         digest = self.sha256.copy()
         found = list[int]()
         for file, size in zip(files, grown, strict=True):
@@ -201,7 +201,7 @@ class Draft:
         return True
 
     def commit(self, result: Result) -> None:
-        """Take in what a unit came to; the units come in their order.
+        """Append the result of a unit; units come in their order.
 
         Raises:
             ConfigError: as `refuse_misread`, before anything is written.
@@ -222,6 +222,7 @@ class Draft:
             for name, data in zip(GROWING, grown, strict=True):
                 self._files[name].write(data)
                 self._files[name].flush()
+            # the line comes last: bytes without a line are truncated by the next start
             self._add(line)
             self.sha256.update(result.tokens)
             if time.monotonic() - self._synced > SYNC_S:
@@ -230,6 +231,7 @@ class Draft:
         self.units += 1
 
     def _rejects(self, result: Result) -> Iterator[bytes]:
+        # a worker counts records from the beginning of its part, and users from that of the file
         before = dict[int, int]()
         for part in result.parts:
             base = before.get(part.source, 0) + self.totals.of[part.source]["records"]
@@ -249,9 +251,7 @@ class Draft:
         self._files[JOURNAL].flush()
 
     def sync(self) -> None:
-        """Have the disk hold what was written: the bytes first, then the journal that speaks of
-        them.
-        """
+        """Write everything to the disk: the bytes first, then the journal with their sizes."""
         for name in (*GROWING, JOURNAL):
             os.fsync(self._files[name].fileno())
         self._synced = time.monotonic()
@@ -269,7 +269,7 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def last_rejects(self, many: int = 3) -> list[str]:
-        """Return the first lines of the file of what was left out."""
+        """Return the first lines of the rejects file."""
         with open(self.folder / REJECTS, "rb") as file:
             found = [json.loads(line) for _, line in zip(range(many), file, strict=False)]
         return [
@@ -279,9 +279,7 @@ class Draft:
 
 
 def _journal(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the whole lines of a journal, and where each ends; it ends at the first that is not
-    whole.
-    """
+    """Yield the lines of a journal and where each ends, up to the first incomplete one."""
     place = 0
     with open(path, "rb") as file:
         for raw in file:
@@ -304,7 +302,7 @@ def disk(place: Path) -> Iterator[None]:
             free = f"{shutil.disk_usage(there).free >> 20} MiB free at {there}"
         raise BadEnvironment(
             f"{error.filename or place}: {error.strerror or error} ({free})",
-            "  fix: out= where files can be written; `data tokenize` goes on with what it has done",
+            "  fix: out= where files can be written; `data tokenize` continues what it has begun",
         ) from error
 
 

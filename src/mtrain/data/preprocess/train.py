@@ -12,13 +12,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtrain import durable
-from mtrain.data.preprocess.inputs import tables
-from mtrain.data.preprocess.inputs.readers import documents, surrogate_fault
-from mtrain.data.preprocess.inputs.record import Reading, Rejected, refuse_misread
-from mtrain.data.preprocess.inputs.sources import Source
-from mtrain.data.preprocess.inputs.units import Part, plan
 from mtrain.data.preprocess.journal import disk
-from mtrain.errors import ConfigError, CorruptInput, Problem
+from mtrain.data.preprocess.readers import cut, documents, surrogate_fault
+from mtrain.data.preprocess.record import Reading, Rejected, refuse_misread
+from mtrain.data.preprocess.sources import Part, Source, plan
+from mtrain.errors import ConfigError, CorruptInput
 
 KINDS = ("bpe", "wordpiece", "unigram")
 OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -33,15 +31,15 @@ class Texts:
     limit: int
     max_rejects: int
     read: int = 0
-    """Bytes."""
+    """Bytes so far."""
     rejected: list[str] = field(default_factory=list)
     by: Counter[str] = field(default_factory=Counter)
-    """Records that say by a key that they are not learned: their number by key."""
+    """Learning flag -> number of records that it excludes."""
     _records: Counter[int] = field(default_factory=Counter)
-    """By source, those of the parts that are read."""
+    """Source -> records of the parts that were read."""
 
     def __iter__(self) -> Iterator[str]:
-        for unit in plan(self.sources, self.reading, tables.cut):
+        for unit in plan(self.sources, self.reading, cut):
             for part in unit:
                 yield from self._of_part(part)
                 if self.read >= self.limit:
@@ -74,39 +72,31 @@ class Texts:
         if (many := len(self.rejected)) > self.max_rejects:
             rule = f"{many} records are left out so far; the last: {why}"
             fix = f"correct them, or max_rejects={2 * many}"
-            raise CorruptInput(
-                [Problem("MT621", "max_rejects", self.max_rejects, rule, fix, "command line")]
+            raise CorruptInput.of(
+                "MT621", "max_rejects", self.max_rejects, rule, fix, "command line"
             )
 
 
 def train(
     texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lower_case: bool
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer of at most so many tokens, special tokens first.
+    """Return a tokenizer of at most `vocab_size` tokens, special tokens first.
 
     Raises:
-        ConfigError: there was no text, or its letters and the special tokens are more than so many;
-            a key that should say whether a record is learned says something else.
-        CorruptInput: too many records had none.
+        ConfigError: there is no text, its letters and the special tokens already exceed the size,
+            or a learning flag of a record is neither yes nor no.
+        CorruptInput: too many records have no text.
     """
+    # the trainers would take this number of tokens without a word; WordPiece has no fixed alphabet
     if kind != "wordpiece":
         _refuse_small(vocab_size, len({*pre_tokenizers.ByteLevel.alphabet(), *special}))
     made, trainer = _untrained(kind, vocab_size, special, lower_case)
     made.train_from_iterator(iter(texts), trainer)
     if not texts.read:
         first = f", as {texts.rejected[0]}" if texts.rejected else ""
-        rule = f"the inputs hold no text; {len(texts.rejected)} records are left out{first}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT601",
-                    "input",
-                    None,
-                    rule,
-                    "name files with documents, or key=NAME",
-                    "command line",
-                )
-            ]
+        rule = f"the inputs have no text; {len(texts.rejected)} records are left out{first}"
+        raise ConfigError.of(
+            "MT601", "input", None, rule, "name files with documents, or key=NAME", "command line"
         )
     _refuse_small(vocab_size, made.get_vocab_size())
     return made
@@ -114,13 +104,9 @@ def train(
 
 def _refuse_small(vocab_size: int, least: int) -> None:
     if vocab_size < least:
-        rule = f"the letters and special tokens already are {least} tokens"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line"
-                )
-            ]
+        rule = f"cannot be kept because letters and special tokens already are {least} tokens"
+        raise ConfigError.of(
+            "MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line"
         )
 
 
@@ -128,6 +114,7 @@ def _untrained(
     kind: str, vocab_size: int, special: Sequence[str], lower_case: bool
 ) -> tuple[tokenizers.Tokenizer, Any]:
     common: dict[str, Any] = {"vocab_size": vocab_size, "show_progress": False}
+    # the steps and the special tokens of Google's BERT
     if kind == "wordpiece":
         made = tokenizers.Tokenizer(models.WordPiece(unk_token=OF_BERT[1]))
         made.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
@@ -135,6 +122,7 @@ def _untrained(
         made.decoder = decoders.WordPiece()
         names = [*OF_BERT, *(name for name in special if name not in OF_BERT)]
         return made, trainers.WordPieceTrainer(special_tokens=names, **common)
+    # all 256 bytes, so that no text has an unknown token
     letters = pre_tokenizers.ByteLevel.alphabet()
     if kind == "unigram":
         made = tokenizers.Tokenizer(models.Unigram())
@@ -152,12 +140,12 @@ def _untrained(
 
 
 def save(made: tokenizers.Tokenizer, out: Path) -> None:
-    """Write a tokenizer.json, there when it is whole.
+    """Write a tokenizer.json, which appears only when it is complete.
 
     Raises:
-        BadEnvironment: the disk refuses.
+        BadEnvironment: the disk cannot be written.
     """
     with disk(out):
-        beside = out.with_name(f".{out.name}.new")
-        durable.write(beside, made.to_str(pretty=True).encode())
-        beside.replace(out)
+        draft = out.with_name(f".{out.name}.new")
+        durable.write(draft, made.to_str(pretty=True).encode())
+        draft.replace(out)

@@ -14,12 +14,12 @@ from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
 from mtrain.errors import ConfigError, Problem
 
+# The fewest samples of a block, in which every part has its share
 BLOCK = 1024
-"""The fewest samples of a block, in which every part has its share."""
+# A smaller share would need a block of millions of samples, so `Halves` distributes it instead
 SMALL = 1e-6
-"""A smaller share would need a block of millions of samples, so `Halves` distributes it instead."""
+# (first sample, shares of the parts in any unit) of each stretch; the first starts at 0
 Plan = Sequence[tuple[int, Sequence[float]]]
-"""(first sample, shares of the parts in any unit) of each stretch; the first starts at 0."""
 
 
 class Halves:
@@ -53,6 +53,8 @@ class Halves:
         out[0] = samples  # the first of the parts that are not yet cut holds the samples of all
         for first, middle, _, least, left_is_less in self._cuts:
             both = int(out[first])
+            # The smaller share is at most one half, so its rounded count grows by at most one with
+            # each sample of both, and the rest never falls.
             less = math.floor(least * both + 0.5)
             out[middle] = both - less if left_is_less else less
             out[first] = both - int(out[middle])
@@ -97,6 +99,7 @@ class Stretch:
     @functools.cached_property
     def _ends(self) -> np.ndarray:
         ends = np.cumsum(self.shares)
+        # rounded sums may end below one, and would then lose the last sample of a stretch
         ends[int(np.flatnonzero(self.shares)[-1]) :] = 1.0
         return ends
 
@@ -164,6 +167,7 @@ class Blend:
 
     def _draw(self, stretch: int, block: int) -> Permutation:
         begin, end = self.stretches[stretch].bounds(block)
+        # the first stretch has no number, so that blends without a plan keep their order
         purpose = f"blend {self.name}" + (f" {stretch}" if stretch else "")
         return Permutation(end - begin, keys(self.seed, block, purpose, ROUNDS))
 
@@ -195,6 +199,7 @@ class Blend:
         begin, end = stretch.bounds(block)
         before = stretch.given(begin)
         ends = np.cumsum(stretch.given(end) - before)
+        # a place after the permutation is a sample of the part in whose span it lies
         at = self._order(stretch.number, block)(places - begin)
         part = np.searchsorted(ends, at, side="right")
         quota = np.diff(ends, prepend=0)
@@ -245,7 +250,11 @@ def _stretches(
                 used = used + stretch.given(stretch.length)
                 at = at + stretch.length
             left = most - used
-            closed |= left < 1 if stretch.length else (live > 0) & (left <= left[live > 0].min())
+            if stretch.length:
+                closed |= left < 1
+            else:
+                # no sample fits any more: close the parts with the least left, or this never ends
+                closed |= (live > 0) & (left <= left[live > 0].min())
     raise AssertionError("the last stretch of a plan has no end")
 
 
@@ -269,7 +278,7 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
 
 def no_weight_problem(name: str) -> Problem:
     """Return the problem of a blend whose weights are all zero."""
-    rule = f"all weights of the {name} split are zero: no corpus is read"
+    rule = f"cannot be used because all weights of the {name} split are zero: no corpus is read"
     return Problem(
         "MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero"
     )
@@ -300,4 +309,5 @@ def unweighted_problem(name: str, wanted: int, total: int) -> Problem:
 
 def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:
     """Return the plan in which part i gives exactly sizes[i] of the first sum(sizes) samples."""
+    # two stretches of equal shares: counts are exact at the end of a stretch of known length
     return [(0, [float(size) for size in sizes]), (sum(sizes), [float(size) for size in sizes])]

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.store.cached_arrays import Arrays, load
+from mtrain.data.store.cache import Arrays, load
 from mtrain.errors import CorruptData
 
+# Our splits -> Megatron-LM's names
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
-"""Our splits -> Megatron-LM's names."""
 ENDING = "-description.txt"
 MAX_FILES = 100_000
 MAX_DESCRIPTION = 1 << 20
+# Samples whose beginning is compared with the sum of the sequences before it
 COMPARED = 1024
-"""Samples whose beginning is compared with the sum of the sequences before it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Wanted:
             and description.get("sequence_length") == self.seq_length
             and description.get("num_samples") == self.requested
             and isinstance(description.get("dataset_path"), str)
+            # only the name: a corpus may have been mounted elsewhere when the cache was written
             and Path(description["dataset_path"]).name == self.prefix.name
             and (description.get("split_matrix") is None) == (self.shares is None)
             and (self.shares is None or _contains(description["split_matrix"], self.shares))
@@ -116,6 +117,7 @@ def compare(arrays: Arrays, lengths: np.ndarray, seq_length: int, stride: int) -
 
     `starts` has the place in the stream of every `stride`th sequence.
     """
+    # the places of samples can be computed, and these would take 16 bytes a sample
     places = arrays.pop("places")
     order = arrays["sequences"]
     starts = arrays["starts"]
@@ -128,6 +130,7 @@ def compare(arrays: Arrays, lengths: np.ndarray, seq_length: int, stride: int) -
             raise CorruptData(
                 f"{file}: sample {number} begins in sequence {entry}, and there are {len(order)}"
             )
+        # from the nearest known start, so that at most `stride` lengths are added up
         chunk = entry // stride
         before = int(lengths[order[chunk * stride : entry]].astype(np.int64).sum())
         found = int(starts[chunk]) + before + offset

@@ -1,14 +1,15 @@
-"""Megatron-LM's order of samples, identical to megatron-core's GPTDataset and BlendedDataset.
+"""The corpus of each sample of a blend in Megatron's order: the one furthest behind its weight.
 
-The sequences of a split are shuffled, those of all epochs together except perhaps the last, and
-laid end to end; sample j of that stream is the seq_length + 1 tokens from j * seq_length on; the
-samples are shuffled again. Both shuffles are numpy's Mersenne Twister from the seed. So they are
-computed once, in files of `data.cache_dir` that ranks map, and depend on the number of samples of
-the whole run.
+Sample i comes from the corpus d with the largest w_d * max(i, 1) - n_d, where n_d is the number of
+samples that d gave before, and the lowest d of several. A sample depends on all before it, so the
+counts n at regular places are computed once, as far as samples are needed. Many pieces are computed
+at a time: from guessed counts, a piece soon reaches the counts of the whole sequence, and it is
+accepted only if the piece before it ends with the counts that it began with.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -22,21 +23,135 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.data.samples import megatron_cache
 from mtrain.data.samples.blend import Blend
-from mtrain.data.samples.greedy_blend import Greedy
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cached_arrays import Arrays, build_arrays
+from mtrain.data.store.cache import Arrays, build_arrays
 from mtrain.data.store.indexed import IndexedDataset
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData
 
+# Samples between two places whose counts are stored
+BLOCK = 4096
+# The most pieces that are computed at once
+LANES = 1024
+FEWEST = 64
+# The most samples of a piece; for smaller shares than a few samples of it, guesses fail and the
+# pieces are computed one after another.
+LONGEST = 1 << 17
+
+
+class Greedy:
+    """The map of a sample to its corpus and number there, for `weights` that add up to one."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.weights = np.asarray(weights, np.float64)
+        # after about this many samples, every corpus has been picked twice, and a guess of the
+        # counts has settled to the true ones
+        settled = 2 / max(float(self.weights.min()), 1e-9)
+        self._piece = BLOCK * int(min(max(1, -(-settled // BLOCK)), LONGEST // BLOCK))
+        self._known = [np.zeros(len(self.weights), np.int64)]
+        self._lanes = LANES
+        self._block = functools.lru_cache(maxsize=16)(self._computed)
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus of each sample and its number there; two int64 [n]."""
+        blocks, places = np.divmod(np.asarray(numbers, np.int64), BLOCK)
+        part = np.empty_like(places)
+        index = np.empty_like(places)
+        for block in np.unique(blocks):
+            rows = blocks == block
+            parts, indices = self._block(int(block))
+            part[rows] = parts[places[rows]]
+            index[rows] = indices[places[rows]]
+        return part, index
+
+    def given(self, samples: int) -> np.ndarray:
+        """Return how many of the first `samples` samples each corpus gives; int64 [corpora]."""
+        block, rest = divmod(samples, BLOCK)
+        self._extend(block)
+        parts = self._block(block)[0][:rest]
+        return self._known[block] + np.bincount(parts, minlength=len(self.weights))
+
+    def _computed(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus and the number of each sample of a block."""
+        self._extend(block)
+        before = self._known[block]
+        counts = before[None].astype(np.float64)
+        picks = _run(self.weights, counts, np.array([block * BLOCK]), BLOCK)[:, 0].astype(np.int64)
+        index = np.empty_like(picks)
+        for d in np.unique(picks):
+            rows = picks == d
+            index[rows] = before[d] + np.arange(int(rows.sum()))
+        return picks, index
+
+    def _extend(self, block: int) -> None:
+        """Compute the counts up to the beginning of a block and some more."""
+        if block < len(self._known):
+            return
+        while len(self._known) <= block:
+            pieces = -(-(block - len(self._known) + 1) * BLOCK // self._piece)
+            kept = self._side_by_side(min(self._lanes, max(pieces, FEWEST)))
+            # pieces after a wrong guess are thrown away: compute fewer at once while guesses fail
+            self._lanes = max(1, min(LANES, 2 * kept))
+
+    def _side_by_side(self, lanes: int) -> int:
+        """Compute `lanes` pieces from the last known place on; return how many were
+        guessed right.
+        """
+        origin = (len(self._known) - 1) * BLOCK
+        firsts = origin + self._piece * np.arange(lanes, dtype=np.int64)
+        counts = np.empty((lanes, len(self.weights)), np.float64)
+        early = firsts - self._piece
+        counts[0] = self._known[-1]
+        # guesses start one piece early, so that they have settled where their piece begins
+        if lanes > 1:
+            counts[1:] = _likely(self.weights, early[1:])
+            moving = counts[1:]
+            _run(self.weights, moving, early[1:], self._piece)
+        begun = counts.copy()
+        kept = np.empty((self._piece // BLOCK, lanes, len(self.weights)), np.int64)
+        for i in range(len(kept)):
+            _run(self.weights, counts, firsts + i * BLOCK, BLOCK)
+            kept[i] = counts
+        right = int(np.argmin(np.append((counts[:-1] == begun[1:]).all(axis=1), False))) + 1
+        for lane in range(right):
+            self._known += [kept[i, lane].copy() for i in range(len(kept))]
+        return right
+
+
+def _likely(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Return a guess of the counts [n, corpora] after `samples` [n]; it adds up to them."""
+    exact = weights * samples[:, None].astype(np.float64)
+    counts = np.floor(exact)
+    missing = samples - counts.sum(axis=1).astype(np.int64)
+    rank = (counts - exact).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+    return counts + (rank < missing[:, None])
+
+
+def _run(weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, steps: int) -> np.ndarray:
+    """Continue the rows of `counts` [n, corpora] in place from samples `firsts` [n]; return the
+    picks int16 [steps, n].
+    """
+    rows = np.arange(len(counts))
+    picks = np.empty((steps, len(counts)), np.int16)
+    error = np.empty_like(counts)
+    for step in range(steps):
+        reached = np.maximum(firsts + step, 1).astype(np.float64)
+        np.multiply(weights, reached[:, None], out=error)
+        error -= counts
+        pick = error.argmax(axis=1)
+        counts[rows, pick] += 1.0
+        picks[step] = pick
+    return picks
+
+
+# The last epoch is shuffled separately if less than this share of it is needed
 FINAL_EPOCH = 0.80
-"""The last epoch is shuffled separately if less than this share of it is needed."""
+# The share of samples that megatron-core adds to each corpus of a blend
 SURPLUS = 0.005
-"""The share of samples that megatron-core adds to each corpus of a blend."""
+# Blends of at most so many samples are counted at open; for larger ones the surplus suffices
 SURELY = 1 << 22
-"""Blends of at most so many samples are counted at open; for larger ones the surplus suffices."""
 CHUNK = 1 << 20
+# Sequences between two whose place in the stream is stored
 STRIDE = 1024
-"""Sequences between two whose place in the stream is stored."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +206,7 @@ def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np
     stream of every 1024th of them, and its end. `shuffled` uint32, or int64 if that is too small:
     the sample at each place.
     """
+    # the legacy generator, in megatron-core's order of calls: another one gives another order
     random = np.random.RandomState(shape.seed)
     order = array("sequences", "<i4", shape.epochs * shape.sequences)
     one = np.arange(shape.first, shape.first + shape.sequences, dtype=np.int32)
@@ -99,6 +215,7 @@ def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np
     for part in (order[:cut], order[cut:]):
         if len(part):
             random.shuffle(part)
+    # megatron-core's own bound of its shuffle index, one below what uint32 could number
     wide = shape.samples >= np.iinfo(np.uint32).max - 1
     shuffled = array("shuffled", "<i8" if wide else "<u4", shape.samples)
     for first in range(0, shape.samples, CHUNK):
@@ -123,8 +240,8 @@ def write_starts(
             np.arange(0, min(CHUNK, len(order) - first), STRIDE),
         )
         starts[at : at + len(sums)] = end + np.cumsum(sums) - sums
-        end = end + int(sums.sum())
-        at = at + len(sums)
+        end += int(sums.sum())
+        at += len(sums)
     starts[at] = end
 
 
@@ -219,13 +336,13 @@ class MegatronSamples(Samples):
             lengths = dataset.lengths[some].astype(np.int64)
             ends = np.cumsum(lengths)
             # the part of each sequence after the skipped tokens and before the last needed one
-            behind = np.clip(skipped - (ends - lengths), 0, lengths)
-            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
-            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
+            unused = np.clip(skipped - (ends - lengths), 0, lengths)
+            used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - unused
+            begins.append(dataset.pointers[some] // dataset.dtype.itemsize + unused)
             counts.append(used)
-            found = found + int(used.sum())
+            found += int(used.sum())
             skipped = max(0, skipped - int(ends[-1]))
-            at = at + STRIDE
+            at += STRIDE
         if found < need:
             raise CorruptData(
                 f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does"
@@ -261,8 +378,11 @@ def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
     for first in range(0, len(order), CHUNK):
         some = order[first : first + CHUNK]
         if int(some.min()) < shape.first or int(some.max()) >= shape.first + shape.sequences:
-            said = f"sequences {some.min()} to {some.max()}, and the split has {shape.first} to "
-            raise CorruptData(f"{order.filename}: {said}{shape.first + shape.sequences - 1}")  # type: ignore[attr-defined]
+            file = order.filename  # type: ignore[attr-defined]
+            raise CorruptData(
+                f"{file}: sequences {some.min()} to {some.max()}, and the split has"
+                f" {shape.first} to {shape.first + shape.sequences - 1}"
+            )
 
     def array(name: str, dtype: str, length: int) -> np.ndarray:
         found[name] = np.zeros(length, dtype)
@@ -294,8 +414,8 @@ def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, fl
     )
 
 
+# A function that opens the samples of a corpus, as many as requested; None for one epoch
 Part = Callable[[int | None], MegatronSamples]
-"""A function that opens the samples of a corpus, as many as requested; None for one epoch."""
 
 
 class MegatronBlend(Blend):
@@ -352,11 +472,11 @@ class MegatronBlend(Blend):
         for part, count in zip(self.parts, counts.tolist(), strict=True):
             if count > len(part) and not self._repeat:
                 rule = (
-                    f"the run needs {count} samples of {part.dataset.prefix}, and Megatron's order"
-                    f" makes {len(part)}"
+                    f"cannot be kept because the run needs {count} samples of"
+                    f" {part.dataset.prefix}, and Megatron's order makes {len(part)}"
                 )
                 fix = "data.order=keyed, or other data.blend_weights"
-                raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
+                raise ConfigError.of("MT640", "data.order", "megatron", rule, fix)
 
 
 def blended(
@@ -370,6 +490,7 @@ def blended(
         made = [part(None) for part in parts]
         sizes = [len(one) for one in made]
         return MegatronBlend(made, normalized(sizes), min(samples or sum(sizes), sum(sizes)), name)
+    # normalized twice, as megatron-core does: the last bits of a weight decide ties
     shares = normalized(weights)
     target = [math.ceil(samples * share) for share in shares.tolist()]
     made = [

@@ -11,14 +11,14 @@ from mtrain.data.samples.permutation import keys, mix64
 from mtrain.data.samples.token_stream import SHARES
 from mtrain.data.samples.whole_documents import Fit, WholeDocuments
 
+# The most tokens in use, so few that a small model learns the graph in some hundred steps
 STATES = 256
-"""The most tokens in use, so few that a small model learns the graph in some hundred steps."""
+# Tokens that end a document in packed samples: one in sixteen
 DOCUMENT_ENDS = tuple(range(16))
-"""Tokens that end a document in packed samples: one in sixteen."""
+# The probability of each of the four successors of a token: an entropy of 1.03 nats a token
 LIKELIHOOD = (0.6, 0.25, 0.1, 0.05)
-"""The probability of each of the four successors of a token: an entropy of 1.03 nats a token."""
+# Synthetic documents of a split of whole documents
 DOCUMENTS = 1 << 14
-"""Synthetic documents of a split of whole documents."""
 
 
 class MockSamples:
@@ -40,6 +40,7 @@ class MockSamples:
         self._limits = (np.cumsum(LIKELIHOOD)[:-1] * 2.0**64).astype(np.uint64)
 
     def __len__(self) -> int:
+        # more than any run reads, so that no sample comes twice
         return 1 << 40
 
     def batch(self, numbers: Sequence[int] | np.ndarray, length: int | None = None) -> np.ndarray:
@@ -87,6 +88,7 @@ class MockDocuments:
     def __init__(self, seq_length: int, seed: int, vocab_size: int, name: str) -> None:
         self._walks = MockSamples(seq_length, seed, vocab_size, name)
         self._end = last_of(vocab_size)
+        # the upper 53 bits, as many as a float64 holds, give a number in [0, 1)
         draws = (keys(seed, 0, f"mock lengths {name}", DOCUMENTS) >> np.uint64(11)) * 2.0**-53
         lengths = 1 + np.exp(draws * np.log(2.0 * seq_length)).astype(np.int64)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -94,7 +96,7 @@ class MockDocuments:
         self.num_tokens = int(self._starts[-1])
         self.tokens = self
 
-    def look_on(self) -> None:
+    def check_next(self) -> None:
         """Do nothing, as synthetic documents have no index."""
 
     def expect(self, starts: Sequence[int], length: int) -> None:
@@ -119,6 +121,7 @@ class MockDocuments:
             x - self.document_start(document)
             for x in (places.start, places.stop, self._starts[document + 1])
         )
+        # a walk depends on its beginning, so it is computed from there
         tokens = self._walks.batch([document], stop)[0] % self._end
         if stop == end:
             tokens[-1] = self._end

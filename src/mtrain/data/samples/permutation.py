@@ -11,6 +11,7 @@ ROUNDS = 8
 
 def keys(seed: int, epoch: int, purpose: str, count: int) -> np.ndarray:
     """Return `count` independent uint64 words that depend only on seed, epoch and purpose."""
+    # SHAKE gives any number of words from one text; the 1 is the version of the order
     text = f"mtrain order 1|{purpose}|{seed}|{epoch}"
     return np.frombuffer(hashlib.shake_256(text.encode()).digest(8 * count), dtype="<u8").astype(
         np.uint64
@@ -39,6 +40,7 @@ class Permutation:
             raise ValueError(f"a permutation needs 1 <= n <= 2^62, not {n}")
         self.n = n
         self._keys = [np.uint64(k) for k in round_keys]
+        # both halves of a Feistel network have as many bits, so that each round can be inverted
         half = max(1, ((n - 1).bit_length() + 1) // 2)
         self._half = np.uint64(half)
         self._mask = np.uint64((1 << half) - 1)
@@ -48,7 +50,11 @@ class Permutation:
         left = x >> self._half
         right = x & self._mask
         for key in self._keys:
-            left, right = right, left ^ (mix64(right ^ key) >> self._drop)
+            # 64 mixed bits, of which one half of the number takes the upper ones
+            mixed = mix64(right ^ key) >> self._drop
+            previous = left
+            left = right
+            right = previous ^ mixed
         return (left << self._half) | right
 
     def __call__(self, index: np.ndarray) -> np.ndarray:

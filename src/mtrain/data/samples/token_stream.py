@@ -16,15 +16,15 @@ from itertools import pairwise
 import numpy as np
 
 from mtrain.config.disk import token_files
-from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
+from mtrain.data.samples.permutation import ROUNDS, Permutation, keys, mix64
 from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SHARES = ("train", "validation", "test")
+# Tokens of a corpus in an object store that are checked before ranks start
 REMOTE_CHECKED = 1 << 20
-"""Tokens of a corpus in an object store that are checked before ranks start."""
+# Tokens that are checked at a time, so that they stay in the processor's cache
 SCANNED = 1 << 22
-"""Tokens that are checked at a time, so that they stay in the processor's cache."""
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
@@ -35,10 +35,8 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
     share is above zero.
     """
     if sum(shares) <= 0:
-        rule = "all shares are zero"
-        raise ConfigError(
-            [Problem("MT604", "data.split", list(shares), rule, "data.split=[1,0,0]")]
-        )
+        rule = "cannot divide the documents because all shares are zero"
+        raise ConfigError.of("MT604", "data.split", list(shares), rule, "data.split=[1,0,0]")
     return token_files.split_documents(dataset, shares)
 
 
@@ -48,7 +46,8 @@ def split_records(count: int, shares: Sequence[float]) -> list[range]:
     A share above zero gets at least one record, if there are enough.
     """
     bounds = [round(cut) for cut in np.cumsum([0.0, *shares]) / sum(shares) * count]
-    for i in reversed(range(1, len(shares))):  # moves a bound to give a share its one record
+    # from the last bound on, each one moves left to leave its share one record
+    for i in reversed(range(1, len(shares))):
         bounds[i] = min(bounds[i], bounds[i + 1])
         if shares[i] > 0 and bounds[i + 1] == bounds[i] and bounds[i] > i:
             bounds[i] -= 1
@@ -65,8 +64,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 class Samples:
-    """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on
-    from there.
+    """The samples of a range of documents, in one epoch after another; `len` is the number of one.
 
     Without `shuffle`, the windows come in order, from the first token on. Raises ConfigError if the
     range is too small for one window.
@@ -149,6 +147,7 @@ class Samples:
     def _draw(self, epoch: int) -> tuple[Permutation, int]:
         """Return the order of the windows of an epoch, and the place of the first in the split."""
         words = keys(self.seed, epoch, self.name, ROUNDS + 1)
+        # the last window may not reach beyond the split
         room = min(self.seq_length, self.num_tokens - self._count * self.seq_length)
         return Permutation(self._count, words[:ROUNDS]), int(words[ROUNDS]) % room
 
@@ -169,7 +168,7 @@ class Samples:
         Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id
         outside the vocabulary, and for an index that does not add up.
         """
-        self.dataset.look_on()
+        self.dataset.check_next()
         starts = self.starts(numbers)
         out = np.empty((len(starts), self.seq_length + 1), np.int64)
         self.dataset.expect(starts, self.seq_length + 1)
@@ -200,7 +199,8 @@ class Samples:
 
         Raises CorruptData for an id outside the vocabulary.
         """
-        limit = min(limit, REMOTE_CHECKED) if self.dataset.is_remote else limit
+        if self.dataset.is_remote:
+            limit = min(limit, REMOTE_CHECKED)
         end = self.first + min(limit, self.num_tokens)
         for start in range(self.first, end, SCANNED):
             if not self.dataset.is_remote:
@@ -213,3 +213,68 @@ class Samples:
     def describe(self) -> dict[str, int]:
         """Return the numbers of documents, tokens, and samples of an epoch."""
         return {"documents": len(self.documents), "tokens": self.num_tokens, "samples": self._count}
+
+
+MARKS = 3
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class FillInTheMiddle:
+    """A function that moves the middle of documents to their end; it depends only on seed, split
+    and sample number.
+
+    `marks` are the ids of prefix, suffix and middle; `ends` the tokens that end a document. A piece
+    is reordered with probability `rate`; a share `spm_rate` of those has the suffix before the
+    prefix (variant 2 of the paper).
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        spm_rate: float,
+        marks: tuple[int, int, int],
+        ends: tuple[int, ...],
+        seed: int,
+        part: str,
+    ) -> None:
+        self.rate = rate
+        self.spm_rate = spm_rate
+        self.marks = marks
+        self.ends = ends
+        self._key = keys(seed, 0, f"fim {part}", 1)[0]
+
+    def __call__(self, windows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return samples int64 [n, seq_length + 1], given their numbers int64 [n], reordered."""
+        out = windows.copy()
+        for row, window, number in zip(out, windows, numbers.tolist(), strict=True):
+            cuts = (np.flatnonzero(np.isin(window, self.ends)) + 1).tolist()
+            ends = [*(cut - 1 for cut in cuts), len(window)]
+            # the token that ends a document stays in its place
+            for piece, (begin, end) in enumerate(zip([0, *cuts], ends, strict=True)):
+                self._move(row[begin:end], self._words(number, piece))
+        return out
+
+    def _words(self, number: int, piece: int) -> np.ndarray:
+        """Return the random words uint64 [4] of a piece of a sample."""
+        base = mix64(
+            mix64(np.array([number], np.uint64) ^ self._key) + np.array([piece], np.uint64) * _STEP
+        )
+        return mix64(base + np.arange(1, 5, dtype=np.uint64) * _STEP)
+
+    def _move(self, piece: np.ndarray, words: np.ndarray) -> None:
+        """Reorder a piece in place if its random words select it."""
+        moved, suffix_first = (words[:2] >> np.uint64(11)) * 2.0**-53 < (self.rate, self.spm_rate)
+        # the three marks take the place of the piece's last tokens, so that its length stays
+        kept = len(piece) - MARKS
+        if not moved or kept < 1:
+            return
+        first, second = sorted(int(word % np.uint64(kept + 1)) for word in words[2:])
+        prefix = piece[:first]
+        middle = piece[first:second]
+        suffix = piece[second:kept]
+        mark = [np.array([i], piece.dtype) for i in self.marks]
+        if suffix_first:
+            parts = [mark[0], mark[1], suffix, mark[2], prefix, middle]
+        else:
+            parts = [mark[0], prefix, mark[1], suffix, mark[2], middle]
+        piece[:] = np.concatenate(parts)

@@ -27,25 +27,24 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.samples import KEPT, NOTHING, Sample
-from mtrain.data.samples.bin_packing import first_fits
 from mtrain.data.samples.blend import Blend
+from mtrain.data.samples.packing import first_fits
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cached_arrays import SMALL, Arrays, build_arrays
+from mtrain.data.store.cache import SMALL, Arrays, build_arrays
 from mtrain.errors import ConfigError, CorruptData, Problem
 
+# The fewest tokens of a document that can be learned, as the first one is not predicted
 LEAST = 2
-"""The fewest tokens of a document that can be learned, as the first one is not predicted."""
+# The approximate number of documents of a part
 PART = 1 << 20
-"""The approximate number of documents of a part."""
+# The fewest documents of a stretch
 STRETCH = 1 << 12
-"""The fewest documents of a stretch."""
 KEPT_PARTS = 4
 THREADS = 8
+# The entries of `counts`: documents that are cut, their pieces, documents left out as too long,
+# documents of fewer than two tokens, and places of samples without a token.
 COUNTED = ("cut", "pieces", "dropped", "short", "padding")
-"""The entries of `counts`: documents that are cut, their pieces, documents left out as too long,
-documents of fewer than two tokens, and places of samples without a token.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class FittedDocuments:
         self.documents = documents
         self.fit = fit
         self._cache = cache
+        # a whole number of windows, so that no window of first fit spans two stretches
         self._step = fit.window * -(-STRETCH // fit.window)
         self.parts = max(1, min(len(documents) // PART, -(-len(documents) // self._step)))
         self._samples: dict[int, int] = {}
@@ -106,6 +106,7 @@ class FittedDocuments:
         every = self.documents
         if self.parts == 1:
             return [every]
+        # stretches from all over the corpus: neighbouring samples do not come from one place of it
         step = self._step
         firsts = range(every.start + part * step, every.stop, self.parts * step)
         return [range(first, min(first + step, every.stop)) for first in firsts]
@@ -145,6 +146,7 @@ class FittedDocuments:
         return {**found, **dict(zip(COUNTED, counted, strict=True))}
 
     def _made(self, what: str, fill: Any) -> Arrays:
+        # a corpus of a single part is small enough to be packed again by every process
         if self._cache is None or self.parts == 1:
             return build_arrays(Path(), 0, fill)
         stamp = os.stat(self.dataset.idx)
@@ -165,6 +167,7 @@ class FittedDocuments:
         tokens = fit.read(lengths, pieces)
         taken = pieces > 0
         window = _windows(-(-tokens // fit.multiple) * fit.multiple, fit)
+        # stable, so that the documents of a sample stay in the order of the corpus
         order = np.argsort(window, kind="stable")
         order = order[taken[order]]
         counts = np.bincount(window[taken])
@@ -200,7 +203,7 @@ class FittedDocuments:
                 "data.long_documents=cut, data.long_documents=drop, or"
                 f" data.seq_length={longest - 1}"
             )
-            raise ConfigError([Problem("MT641", "data.long_documents", "refuse", rule, fix)])
+            raise ConfigError.of("MT641", "data.long_documents", "refuse", rule, fix)
 
     def _look(self, array: Any) -> None:
         """Store the count of documents longer than a sample, and length and number of
@@ -228,16 +231,15 @@ def _windows(sizes: np.ndarray, fit: Fit) -> np.ndarray:
     return (found + (int(found.max()) + 1) * np.arange(groups)[:, None]).ravel()[: len(sizes)]
 
 
+# A part, and a sample of it
 Place = tuple[int, int]
-"""A part, and a sample of it."""
 
 
 class WholeDocuments(Samples):
-    """The samples of a range of whole documents; `len` is the number per epoch, and sample numbers
-    go on from there.
+    """The samples of a range of whole documents, in one epoch after another.
 
-    `len` packs all parts. Raises ConfigError if no document of the range has two tokens or none is
-    read, CorruptData for an index that does not add up.
+    `len` is the number of one epoch, and packs all parts. Raises ConfigError if no document of the
+    range has two tokens or can be used, CorruptData for an index that does not add up.
     """
 
     def __init__(
@@ -257,11 +259,14 @@ class WholeDocuments(Samples):
         end = dataset.document_start(documents.stop)
         self._take(dataset, documents, first, end, fit.seq_length, vocab_size, name, need=LEAST)
         self.fitted = FittedDocuments(dataset, documents, fit, cache)
-        self._count = self.fitted.samples(0) if self.fitted.parts == 1 else 0
+        self._count = 0
         """Samples of an epoch; 0 while unknown."""
+        if self.fitted.parts == 1:
+            self._count = self.fitted.samples(0)
         self._parts = functools.lru_cache(maxsize=4)(self._parts_of)
         self._order = functools.lru_cache(maxsize=4)(self._permuted)
         self._sample = functools.lru_cache(maxsize=KEPT)(self._made)
+        # a split without any sample is refused when it is opened, and not in the first step
         self.find(0)
 
     def __len__(self) -> int:
@@ -294,7 +299,10 @@ class WholeDocuments(Samples):
 
         In the first epoch, this packs only the parts before it.
         """
-        epoch, rest = divmod(int(number), self._count) if self._count else (0, int(number))
+        epoch = 0
+        rest = int(number)
+        if self._count:
+            epoch, rest = divmod(rest, self._count)
         for part in self._parts(epoch):
             held = self.fitted.samples(part)
             if rest < held:
@@ -348,6 +356,7 @@ class WholeDocuments(Samples):
         for document, first, stop in those:
             start = self.dataset.document_start(document) + first
             count = stop - first
+            # packed arrays may come from the cache, and the index may have been replaced since
             if not LEAST <= count <= s + 1 - at:
                 raise CorruptData(
                     f"{self.dataset.idx}: the length of document {document} changed since it was"
@@ -371,7 +380,7 @@ class WholeDocuments(Samples):
 
         Raises CorruptData as `sample` does.
         """
-        self.dataset.look_on()
+        self.dataset.check_next()
         return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:

@@ -1,1 +1,1 @@
-"""Corpora on disk: token files and their index, remote stores, the cache of what was prepared."""
+"""Corpora on disk: token files and their index, remote stores, the cache of prepared data."""

@@ -10,6 +10,7 @@ is removed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,8 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mtrain import locks, units
-from mtrain.errors import BadEnvironment
+import numpy as np
+
+from mtrain import locks, strict_json, units
+from mtrain.errors import BadEnvironment, CorruptData
 
 UNUSED_DAYS = 90
 RECENT_DAYS = 1
@@ -27,8 +30,9 @@ LIMIT_BYTES = 100 * units.GIB
 USED = ".used"
 META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
+# Further files of prepared chats
 OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
-"""Further files of prepared chats."""
+# Files of a cached order of samples
 ORDERS = (
     "sequences.npy",
     "starts.npy",
@@ -38,11 +42,10 @@ ORDERS = (
     "pieces.npy",
     "counts.npy",
 )
-"""Files of a cached order of samples."""
 DAY_S = 86_400
 
+# Corpus in use -> descriptor that holds its lock, which forked processes inherit
 _held: dict[str, int] = {}
-"""Corpus in use -> descriptor that holds its lock, which forked processes inherit."""
 
 
 def use(folder: Path) -> bool:
@@ -53,7 +56,8 @@ def use(folder: Path) -> bool:
     """
     name = os.path.abspath(folder)
     path = folder / USED
-    try:
+    # in a read-only folder, or that of another user, the use cannot be marked
+    with contextlib.suppress(OSError):
         if name in _held and not _is_open(_held[name], path):  # it was built again
             os.close(_held.pop(name))
         if name not in _held:
@@ -62,8 +66,6 @@ def use(folder: Path) -> bool:
                 return False
             _held[name] = descriptor
         os.utime(path)
-    except OSError:
-        pass
     return True
 
 
@@ -96,6 +98,7 @@ def build_once(
         return facts
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
+        # another process may have built it while this one waited for the lock
         facts = meta()
         if facts is None:
             for stale in folder.parent.glob(f".building-{folder.name}-*"):  # of one that was killed
@@ -147,6 +150,7 @@ def _is_corpus(folder: Path) -> bool:
         or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name)
     ):
         return False
+    # `data.cache_dir` may be a folder that holds more than caches: only known names are removed
     names = set(os.listdir(folder))
     return META in names and names <= {META, USED, *FILES, *OF_CHATS, *ORDERS}
 
@@ -169,6 +173,7 @@ def _remove(folder: Path) -> bool:
             if held.file is not None:  # a file system without locks: readers are unknown
                 held.release()
                 return False
+            # renamed first, so that no process opens a folder with half of its files
             doomed = folder.with_name(f".removed-{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
@@ -206,6 +211,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
                 yield False
                 return
             try:
+                # the last holder may have deleted the file: that lock excludes nobody, so try again
                 if _is_open(file.fileno(), path):
                     yield True
                     return
@@ -216,3 +222,75 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def _is_open(descriptor: int, path: Path) -> bool:
     """Return whether a path still leads to the open file, which was not removed meanwhile."""
     return os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
+
+
+# Orders of fewer numbers are computed in memory, which takes a moment
+SMALL = 1 << 20
+Arrays = dict[str, np.ndarray]
+# A function that requests arrays by name, dtype and length, and fills them
+Fill = Callable[[Callable[[str, str, int], np.ndarray]], None]
+
+
+def build_arrays(folder: Path, size: int, fill: Fill) -> Arrays:
+    """Return the arrays that `fill` makes, of about `size` numbers, from `folder` if it has them.
+
+    If the folder cannot be written, they are made in memory.
+    """
+    if size > SMALL:
+        with contextlib.suppress(OSError):
+            return build_once(
+                folder, lambda: _known(folder), lambda building: _write(building, fill)
+            )
+    made: Arrays = {}
+
+    def array(name: str, dtype: str, length: int) -> np.ndarray:
+        made[name] = np.zeros(length, dtype)
+        return made[name]
+
+    fill(array)
+    return made
+
+
+def _known(folder: Path) -> Arrays | None:
+    """Return the arrays of a folder, or None if it is incomplete."""
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        arrays = {
+            name: load(folder / f"{name}.npy") for name in meta["arrays"] if f"{name}.npy" in ORDERS
+        }
+        shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
+    except (OSError, ValueError, KeyError, TypeError, CorruptData):
+        return None
+    return arrays if shapes == meta.get("shapes") else None
+
+
+def _write(folder: Path, fill: Fill) -> None:
+    made: dict[str, np.memmap] = {}
+
+    def array(name: str, dtype: str, length: int) -> np.ndarray:
+        path = folder / f"{name}.npy"
+        made[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
+        # a full disk fails here, and not by SIGBUS when the map is written
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        return np.asarray(made[name])  # numpy shuffles only plain arrays at full speed
+
+    fill(array)
+    for one in made.values():
+        one.flush()
+    shapes = [[name, one.dtype.str, len(one)] for name, one in made.items()]
+    text = strict_json.dumps({"kind": "order", "arrays": list(made), "shapes": shapes})
+    (folder / META).write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> np.ndarray:
+    """Return the array of a `.npy` file as a memory map, without unpickling anything.
+
+    Raises CorruptData for a file of another format, or one that is shorter than its header says.
+    """
+    try:
+        # refuses arrays of objects, the only ones that are pickled
+        return np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, OverflowError, SyntaxError, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CorruptData(f"{path}: not an array of numbers in numpy's format: {reason}") from error

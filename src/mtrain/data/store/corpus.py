@@ -14,6 +14,7 @@ import numpy as np
 
 from mtrain import units
 from mtrain.config.disk.manifest import read_manifest
+from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.store.indexed import IndexedDataset, with_suffix
 from mtrain.data.store.remote import is_mirrored, is_remote, mirrored
@@ -44,6 +45,14 @@ class Corpus:
         if prefix not in self.datasets:
             self.datasets[prefix] = IndexedDataset(prefix)
         return self.datasets[prefix]
+
+    def vocabulary_problem(self, vocab_size: int) -> Problem | None:
+        """Return the problem of a model with fewer ids than the tokenizer has, or None."""
+        held = self.meta.get("vocab_size")
+        if held is None or held <= vocab_size:
+            return None
+        rule = f"cannot hold all ids because the tokenizer of the corpus has {held} tokens"
+        return Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -79,7 +88,7 @@ def open_indexed(data: DataConfig) -> Corpus:
 
     prefixes = prefixes_of(data, "blend" if data.blend else "path", problem)
     if not prefixes and not problems:
-        rule = "data.kind=indexed reads .bin/.idx files"
+        rule = "cannot be null because data.kind=indexed reads .bin/.idx files"
         problem("path", None, rule, "data.path=PREFIX of the two files")
     of_splits = {}
     for name in ("validation", "test"):
@@ -89,7 +98,8 @@ def open_indexed(data: DataConfig) -> Corpus:
     tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
     if tokenizer is not None and not os.path.isfile(tokenizer):
         fix = similar_paths(tokenizer).replace("data.path=", "data.tokenizer=")
-        problem("tokenizer", data.tokenizer, f"{tokenizer} is not a file", fix)
+        rule = f"cannot be read because {tokenizer} is not a file"
+        problem("tokenizer", data.tokenizer, rule, fix)
     if problems:
         raise ConfigError(problems)
     every = [*prefixes, *(prefix for own in of_splits.values() for prefix in own)]
@@ -103,7 +113,7 @@ def open_indexed(data: DataConfig) -> Corpus:
 
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": meta.get("eod", loaded.eod)}
-        meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        meta["tokenizer_sha256"] = sha256_of(tokenizer)
     return Corpus(
         prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets
     )
@@ -133,7 +143,7 @@ def _check_files(
 ) -> None:
     """Report a prefix that is a file itself or has no `.bin` or `.idx`."""
     if prefix.suffix in (".bin", ".idx"):
-        rule = f"is a file; name the prefix of both files, without {prefix.suffix}"
+        rule = f"cannot be read because it is one file, and {key} names the prefix of both"
         problem(key, name, rule, f"data.{key}={prefix.with_suffix('')}")
         return
     missing = [
@@ -179,21 +189,23 @@ def manifest_facts(prefixes: list[Path], tokenizer: Path | None) -> dict[str, An
             if wrong:
                 raise CorruptData(wrong)
     if tokenizer is not None:
-        own = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        own = sha256_of(tokenizer)
         for manifest in manifests:
             made_by = manifest.tokenizer_sha256
             if made_by not in (None, own):
                 rule = (
-                    f"its sha256 is {own[:12]}, and {str(made_by)[:12]} made the tokens, by"
-                    f" {manifest.path}"
+                    f"cannot be used because its sha256 is {own[:12]}, and {str(made_by)[:12]} made"
+                    f" the tokens, by {manifest.path}"
                 )
                 fix = "data.tokenizer=PATH of the tokenizer.json that made them"
-                raise ConfigError([Problem("MT620", "data.tokenizer", str(tokenizer), rule, fix)])
+                raise ConfigError.of("MT620", "data.tokenizer", str(tokenizer), rule, fix)
+    # a corpus without a manifest may have larger ids and other ends of documents
     if len(manifests) < len(prefixes):
         return {}
     facts: dict[str, Any] = {
         "largest_id": max(manifest.count("largest_id") for manifest in manifests)
     }
+    # a blend of corpora with different ends of documents has no id that ends every document
     for name, values in (
         ("eod", {manifest.eod for manifest in manifests}),
         ("tokenizer_sha256", {manifest.tokenizer_sha256 for manifest in manifests}),

@@ -25,16 +25,16 @@ from mtrain import strict_json, units
 from mtrain.config.disk import manifest
 from mtrain.config.disk.token_files import HEADER, read_header
 from mtrain.data.store import cache as corpora
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 SUFFIX = ".remote.json"
 FOLDER = "remote"
 BLOCK_BYTES = 1 << 20
+# Blocks that a process keeps in memory
 HELD_BLOCKS = 64
-"""Blocks that a process keeps in memory."""
+# Fetched blocks after which a process measures the cache; others may fetch as many meanwhile
 COUNTED_EVERY = 16
-"""Fetched blocks after which a process measures the cache; others may fetch as many meanwhile."""
 T = TypeVar("T")
 
 
@@ -54,14 +54,14 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
     Raises ConfigError for a name with credentials or without files, BadEnvironment if the store or
     its library is not available, CorruptData for an index that does not add up.
     """
+    # the prefix is written to run.yaml, logs and the cache's notes
     if re.search(r"://[^/]*@|[?#]", name):
         shown = SCHEME.match(name)
-        rule = "holds credentials or a query; a path is shown in logs"
+        rule = "cannot be used because it holds credentials or a query, and logs show paths"
         fix = "a path without them: the store's library finds credentials in the environment"
-        raise ConfigError(
-            [Problem("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)]
-        )
+        raise ConfigError.of("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)
     store = Store(name)
+    # sizes and versions name the folder: a replaced file is another corpus, with no old blocks
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
     facts |= store.manifest_facts()
     digest = hashlib.sha256(strict_json.dumps([name, facts]).encode()).hexdigest()[:16]
@@ -96,9 +96,13 @@ def _fetch_index(
     idx = Path(f"{store.name}.idx")
     shown = f"{store.name}.idx"
     if size > limit_bytes:
-        rule = f"{shown} has {units.bytes_(size)}, and the cache takes {units.bytes_(limit_bytes)}"
+        rule = (
+            f"cannot hold {shown} because that has {units.bytes_(size)}, and the cache takes"
+            f" {units.bytes_(limit_bytes)}"
+        )
         fix = "a larger data.remote_cache_gib"
-        raise ConfigError([Problem("MT602", "data.remote_cache_gib", None, rule, fix)])
+        raise ConfigError.of("MT602", "data.remote_cache_gib", None, rule, fix)
+    # the header first: gigabytes are fetched only for a file that is an index
     try:
         read_header(idx, store.bytes_of(".idx", 0, min(size, HEADER.size)), size)
     except CorruptData as error:
@@ -156,9 +160,7 @@ class Store:
             info = self._request(lambda: self.files.info(path), path)
         except FileNotFoundError:
             rule = f"no file {path.rpartition('/')[2]} there"
-            raise ConfigError(
-                [Problem("MT602", f"data.{key}", self.name, rule, "another path")]
-            ) from None
+            raise ConfigError.of("MT602", f"data.{key}", self.name, rule, "another path") from None
         version = next(
             (str(info[k]) for k in ("ETag", "etag", "blob_id", "md5Hash", "mtime") if info.get(k)),
             "",
@@ -238,6 +240,7 @@ class RemoteTokens:
         self.store = Store(address["name"])
         self.folder = prefix.parent / "blocks"
         self._block = functools.lru_cache(maxsize=HELD_BLOCKS)(self._from_disk)
+        # so large that the first fetch measures the cache, which earlier runs may have filled
         self._fetched = 1 << 30
 
     def __len__(self) -> int:
@@ -314,6 +317,7 @@ class RemoteTokens:
         ]
         found = self.store.pieces(".bin", ranges)
         with contextlib.suppress(OSError):  # a full disk: the blocks are read from the store again
+            # a cache this small could not keep them until they are read
             if sum(map(len, found)) > self.limit_bytes // 2:
                 return found
             self._make_room(sum(map(len, found)), len(blocks))

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a `tokenizer.json`."""
+"""A `tokenizer.json`: its check, the tokenizer that encodes and decodes with it, and training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,19 +16,19 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtrain import units
 from mtrain.config.disk.files import kind_of
 from mtrain.config.disk.token_files import EOD_NAMES, MAX_TOKENIZER
 from mtrain.data.chats.template import ChatFormat
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.errors import ConfigError, CorruptData, MtrainError
 
+# The largest token id: tables have an entry for each id, and known vocabularies are ten times
+# smaller.
 MAX_ID = 1 << 24
-"""The largest token id: tables have an entry for each id, and known vocabularies are ten times
-smaller.
-"""
+# Characters that the steps of a tokenizer may make of one
 MAX_GROWTH = 4096
-"""Characters that the steps of a tokenizer may make of one."""
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 _LETTERS = ("content", "prepend", "replacement")
 
@@ -45,15 +46,17 @@ def check_tokenizer(path: Path, text: str) -> None:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptData(f"{path}: no tokenizer.json: {str(error)[:200]}") from None
+        raise CorruptData(f"{path}: not a tokenizer.json: {str(error)[:200]}") from None
     if not isinstance(body, dict):
-        raise CorruptData(f"{path}: no tokenizer.json: it is no JSON object")
+        raise CorruptData(f"{path}: not a tokenizer.json: not a JSON object")
+    # the library allocates an entry for every id up to the largest
     largest = max(_ids(body), default=0)
     if largest > MAX_ID:
         raise CorruptData(
-            f"{path}: no tokenizer.json: it has the token id {str(largest)[:20]}, over {MAX_ID}"
+            f"{path}: not a tokenizer.json: it has the token id {str(largest)[:20]}, over {MAX_ID}"
         )
     for name in _STEPS:
+        # every step may replace each character by a text, so their growths multiply
         steps = list(_dicts(body.get(name)))
         growth = prod(
             max(1, len(step[key]))
@@ -63,13 +66,14 @@ def check_tokenizer(path: Path, text: str) -> None:
         )
         if growth > MAX_GROWTH:
             raise CorruptData(
-                f"{path}: no tokenizer.json: its {name} can make {str(growth)[:20]} letters of one"
+                f"{path}: not a tokenizer.json: its {name} can make {str(growth)[:20]} letters of"
+                " one"
             )
         for step in steps:
             if "precompiled_charsmap" in step and not _is_charsmap(step["precompiled_charsmap"]):
                 raise CorruptData(
-                    f"{path}: no tokenizer.json: the precompiled_charsmap of its {name} is cut or"
-                    " altered"
+                    f"{path}: not a tokenizer.json: the precompiled_charsmap of its {name} is cut"
+                    " or altered"
                 )
 
 
@@ -108,6 +112,20 @@ def _is_charsmap(value: Any) -> bool:
     return len(data) >= 4 and size % 4 == 0 and size <= len(data) - 4
 
 
+@contextmanager
+def named_faults(file: str | Path, what: str) -> Iterator[None]:
+    """Turn errors of a tokenizer's library into CorruptData."""
+    try:
+        yield
+    except (MtrainError, MemoryError):
+        raise
+    except BaseException as error:
+        # libraries raise bare Exception, and a panic in Rust is only a BaseException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptData(f"{file}: {what}: {' '.join(str(error).split())[:300]}") from None
+
+
 LIMIT_BYTES = MAX_TOKENIZER
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -123,9 +141,7 @@ class Tokenizer:
         try:
             if kind := kind_of(self.path):
                 fix = "data.tokenizer=PATH of a tokenizer.json"
-                raise ConfigError(
-                    [Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)]
-                )
+                raise ConfigError.of("MT603", "data.tokenizer", str(path), f"is {kind}", fix)
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
                 raise CorruptData(
@@ -136,30 +152,17 @@ class Tokenizer:
         except OSError as error:
             fix = "data.tokenizer=PATH of a tokenizer.json"
             rule = f"cannot be read: {error.strerror}"
-            raise ConfigError([Problem("MT603", "data.tokenizer", str(path), rule, fix)]) from error
+            raise ConfigError.of("MT603", "data.tokenizer", str(path), rule, fix) from error
         except UnicodeDecodeError as error:
             raise CorruptData(
-                f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+                f"{path}: offset {error.start}: not UTF-8, so not a tokenizer.json"
             ) from error
         check_tokenizer(self.path, text)
-        with self._faults_named("no tokenizer.json"):
+        with named_faults(self.path, "not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         # meant for the batches of a model, they would cut or pad texts here
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-
-    @contextmanager
-    def _faults_named(self, what: str) -> Iterator[None]:
-        """Turn errors of the library into CorruptData.
-
-        It raises bare Exception or, from a panic in Rust, a BaseException.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise CorruptData(f"{self.path}: {what}: {str(error)[:500]}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -208,7 +211,7 @@ class Tokenizer:
             CorruptData: the tokenizer cannot encode it, for example because its unknown token is
                 not in its vocabulary.
         """
-        with self._faults_named("a text cannot be encoded"):
+        with named_faults(self.path, "a text cannot be encoded"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_places(self, text: str) -> list[tuple[int, int]]:
@@ -219,7 +222,7 @@ class Tokenizer:
         Raises:
             CorruptData: as `encode`.
         """
-        with self._faults_named("a text cannot be encoded"):
+        with named_faults(self.path, "a text cannot be encoded"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return [
             (number, start)
@@ -239,7 +242,7 @@ class Tokenizer:
         Raises:
             CorruptData: the tokenizer cannot encode it.
         """
-        with self._faults_named("a text cannot be encoded"):
+        with named_faults(self.path, "a text cannot be encoded"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
         learned = [False] * len(ids)
@@ -263,7 +266,7 @@ class Tokenizer:
 
     def text_of(self, number: int) -> str:
         """Return a token for a reader: its text, or its name if it is a part of a character."""
-        with self._faults_named("an id cannot be decoded"):
+        with named_faults(self.path, "an id cannot be decoded"):
             text = self._tokenizer.decode([number], skip_special_tokens=False)
             name = self._tokenizer.id_to_token(number)
         return text if name is None or (text and "\ufffd" not in text) else name
@@ -271,13 +274,13 @@ class Tokenizer:
     @cached_property
     def beginning(self) -> list[int]:
         """Return the ids of the special tokens that begin every text, such as `<s>`."""
-        with self._faults_named("a text cannot be encoded"):
+        with named_faults(self.path, "a text cannot be encoded"):
             ids = self._tokenizer.encode("").ids
         return [number for number in ids if number != self.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
-        with self._faults_named("ids cannot be decoded"):
+        with named_faults(self.path, "ids cannot be decoded"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
@@ -297,8 +300,86 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
         if number is not None:
             return number
     rule = (
-        f"{tokenizer.path} has no token that ends a document: no token has a known name"
+        "cannot be used because it has no token that ends a document: no token has a known name"
         f" ({', '.join(EOD_NAMES)})"
     )
     fix = f'"eos_token" in a tokenizer_config.json next to {tokenizer.path}'
-    raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
+    raise ConfigError.of("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)
+
+
+EOD_TOKEN = "<|endoftext|>"
+EOD = 0
+# The BPE is trained on the first documents up to this size: a fair sample, as they are shuffled
+TRAIN_BYTES = 64 * units.MIB
+BATCH_CHARS = 4 * units.MIB
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE of at most `vocab_size` tokens; id 0 ends a document.
+
+    A small corpus gives fewer tokens.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_until(texts, TRAIN_BYTES), trainer)
+    return tokenizer
+
+
+def _until(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents end to end, each with its end-of-document token."""
+
+    tokens: np.ndarray
+    """int64 [tokens]"""
+    lengths: np.ndarray
+    """int64 [documents]"""
+
+
+def encode_documents(
+    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD
+) -> Iterator[Encoded]:
+    """Encode documents in batches, each document with `eod` at its end.
+
+    RAYON_NUM_THREADS sets the number of threads. In a document, `<|endoftext|>` is plain text and
+    does not end it.
+    """
+    # else a document that mentions the end-of-document token would end there
+    tokenizer.encode_special_tokens = True
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARS:
+            yield _encode_batch(tokenizer, batch, eod)
+            batch = []
+            size = 0
+    if batch:
+        yield _encode_batch(tokenizer, batch, eod)
+
+
+def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str], eod: int) -> Encoded:
+    ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    lengths = np.array([len(i) + 1 for i in ids], np.int64)
+    # filled with the id that ends documents, which stays after each of them
+    tokens = np.full(int(lengths.sum()), eod, np.int64)
+    start = 0
+    for document, length in zip(ids, lengths, strict=True):
+        tokens[start : start + length - 1] = document
+        start += length
+    return Encoded(tokens, lengths)

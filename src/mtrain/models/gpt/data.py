@@ -13,7 +13,7 @@ from mtrain.data.batch import (
     document_collator,
     next_token_collator,
 )
-from mtrain.data.samples.fill_in_the_middle import FillInTheMiddle
+from mtrain.data.samples.token_stream import FillInTheMiddle
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:

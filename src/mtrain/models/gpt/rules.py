@@ -14,20 +14,18 @@ from mtrain.models.gpt.config import BUILDER
 @rule(
     Code(
         "MT284",
-        "A key says something that a decoder-only transformer built as a hybrid model does not"
-        " have.",
-        "Take the key away, or build a GPTModel: model.builder=gpt.",
+        help="Remove the key, or build a GPTModel: model.builder=gpt.",
         example="model.builder=hybrid model.parallel_residual=true",
     ),
     reads=" ".join(("model.family", "model.builder", *(limit.key for limit in BUILDER))),
 )
-def builder_has_it(run: RunConfig) -> Iterator[Finding]:
-    """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
+def hybrid_builder_limits(run: RunConfig) -> Iterator[Finding]:
+    """Cannot use this value because megatron-core's hybrid model does not have it."""
+    # megatron-core builds a decoder in two ways, and its HybridModel has fewer options.
     if run.model.family == "gpt" and run.model.builder == "hybrid":
         for limit, fixes in beyond(run, BUILDER):
-            rule = f"model.builder=hybrid: {limit.why}"
-            changes = ({"model.builder": "gpt"}, *fixes)
-            yield Finding("MT284", limit.key, rule, changes, also=("model.builder",))
+            changes = [{"model.builder": "gpt"}, *fixes]
+            yield Finding("MT284", limit.key, limit.why, changes, also=("model.builder",))
 
 
-RULES = (builder_has_it,)
+RULES = (hybrid_builder_limits,)

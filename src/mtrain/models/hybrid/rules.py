@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.rules.families import of_family
-from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
+from mtrain.config.rules.finding import Change, Finding, divisors, each, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
 from mtrain.config.schema.run import RunConfig
@@ -26,79 +26,10 @@ from mtrain.models.hybrid.config import (
 
 TINY = "model=nemotron_h_tiny"
 PATTERN = "model.hybrid.pattern"
-
-
-@of_family(
-    "hybrid",
-    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MX*-"),
-    reads=PATTERN,
-)
-def every_letter_is_a_layer(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Each letter of a pattern is one of the layers that there are."""
-    wrong = sorted({kind for kind in h.pattern if kind not in KINDS})
-    if not wrong:
-        return
-    known = ", ".join(f"{letter} {words}" for letter, words in KINDS.items())
-    why = "; ".join(f"{letter}: {ABSENT.get(letter, 'no layer')}" for letter in wrong[:4])
-    without = "".join(kind for kind in h.pattern if kind in KINDS)
-    fixes: tuple[Change, ...] = ({PATTERN: without},) if without else ()
-    fixes += ({PATTERN: without, "model.num_layers": len(without)},) if without else ()
-    yield Finding("MT285", PATTERN, f"{why}; layers are {known}", fixes)
-
-
-@of_family(
-    "hybrid",
-    Code("MT286", example=f"{TINY} model.num_layers=8"),
-    reads=f"model.num_layers {PATTERN}",
-)
-def the_pattern_has_every_layer(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """The pattern has a letter for each layer."""
-    layers = run.model.num_layers
-    if len(h.pattern) != layers:
-        rule = f"{len(h.pattern)} letters for model.num_layers {layers}"
-        fixes: list[Change] = [{"model.num_layers": len(h.pattern)}]
-        fixes += [{PATTERN: h.pattern[:layers]}] if len(h.pattern) > layers else []
-        yield Finding("MT286", PATTERN, rule, tuple(fixes))
-
-
-@of_family(
-    "hybrid",
-    Code("MT287", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=ME*-"),
-    Code(
-        "MT288",
-        "Experts that no layer has.",
-        example=f"{TINY} model.moe={{num_experts:4,ffn_hidden_size:64}}",
-    ),
-    Code(
-        "MT289",
-        "Which layers of a hybrid have experts, its pattern says.",
-        example=(
-            f"{TINY} model.num_layers=4 model.hybrid.pattern=MEM* "
-            "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}"
-        ),
-    ),
-    reads=f"model.moe.first_dense_layers {PATTERN}",
-)
-def experts_are_where_the_pattern_has_them(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Layers with experts need a section that describes them, and the section layers."""
-    moe = run.model.moe
-    has = EXPERTS in h.pattern
-    if has and moe is None:
-        dense: Change = {PATTERN: h.pattern.replace(EXPERTS, "-")}
-        yield Finding(
-            "MT287", PATTERN, "E is a layer with experts, and model.moe is null", (dense,)
-        )
-    if moe is not None and not has:
-        yield Finding(
-            "MT288", "model.moe", f"{PATTERN} {h.pattern} has no E", ({"model.moe": None},)
-        )
-    if moe is not None and moe.first_dense_layers:
-        rule = f"{PATTERN} says which layers have experts, not how many first ones have none"
-        yield Finding(
-            "MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},)
-        )
-
-
+LAYERS = "model.num_layers"
+HEADS = "model.hybrid.num_heads"
+GROUPS = "model.hybrid.num_groups"
+DENSE = "model.moe.first_dense_layers"
 SECTIONS_OF = {
     kind: [f"model.{section}" for section in sections]
     for kind, sections in DESCRIBED.items()
@@ -108,24 +39,49 @@ SECTIONS_OF = {
 OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in paths)
 
 
+@of_family("hybrid", Code("MT285", example=f"{TINY} {LAYERS}=4 {PATTERN}=MX*-"), reads=PATTERN)
+def pattern_letters(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot build this pattern because it has a letter that names no layer."""
+    wrong = sorted({kind for kind in h.pattern if kind not in KINDS})
+    if not wrong:
+        return
+    known = ", ".join(f"{letter} {words}" for letter, words in KINDS.items())
+    why = "; ".join(f"{letter}: {ABSENT.get(letter, 'no layer')}" for letter in wrong[:4])
+    # A pattern without the unknown letters is shorter, so the number of layers must follow.
+    without = "".join(kind for kind in h.pattern if kind in KINDS)
+    fixes = each(PATTERN, [without] if without else [])
+    fixes += [{**fix, LAYERS: len(without)} for fix in fixes]
+    yield Finding("MT285", PATTERN, f"{why}; layers are {known}", fixes)
+
+
+@of_family("hybrid", Code("MT286", example=f"{TINY} {LAYERS}=8"), reads=f"{LAYERS} {PATTERN}")
+def pattern_length(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot build this pattern because it needs a letter for each layer."""
+    layers = run.model.num_layers
+    if len(h.pattern) != layers:
+        cut = each(PATTERN, [h.pattern[:layers]] if len(h.pattern) > layers else [])
+        detail = f"{len(h.pattern)} letters, {LAYERS} {layers}"
+        yield Finding("MT286", PATTERN, detail, [{LAYERS: len(h.pattern)}, *cut])
+
+
 @of_family(
     "hybrid",
-    Code("MT269", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MG*-"),
+    Code(
+        "MT269",
+        "Cannot build these layers because the sections that describe them are null.",
+        example=f"{TINY} {LAYERS}=4 {PATTERN}=MG*-",
+    ),
     Code(
         "MT270",
-        "The section of a kind of layer that the pattern does not have.",
+        "Cannot use this section because the pattern has no layer that it describes.",
         example=f"{TINY} model.linear_attention={{}}",
     ),
-    Code(
-        "MT259",
-        "megatron-core builds one kind of softmax attention into a model.",
-        example=f"{TINY} model.num_layers=4 model.hybrid.pattern=M+*- model.mla={{}}",
-    ),
+    Code("MT259", example=f"{TINY} {LAYERS}=4 {PATTERN}=M+*- model.mla={{}}"),
     reads=f"{PATTERN} {' '.join(OF_ATTENTION)}",
 )
-def attention_is_described(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Layers of MLA and gated delta nets need a section that describes them, and the section
-    layers.
+def attention_sections(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot build several kinds of softmax attention because megatron-core builds one kind per
+    model.
     """
     described = {
         path: getattr(run.model, path.removeprefix("model.")) is not None for path in OF_ATTENTION
@@ -133,33 +89,21 @@ def attention_is_described(run: RunConfig, h: HybridConfig) -> Iterator[Finding]
     for kind, paths in SECTIONS_OF.items():
         missing = [path for path in paths if not described[path]]
         if missing and kind in h.pattern:
-            rule = (
-                f"{kind} is {KINDS[kind]}, and {' and '.join(missing)}"
-                f" {'is' if len(missing) == 1 else 'are'} null"
-            )
-            others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
-            yield Finding("MT269", PATTERN, rule, (others, {path: {} for path in missing}))
+            # `*` is attention with key/value heads, which no section describes.
+            others = {PATTERN: h.pattern.replace(kind, ATTENTION)}
+            fixes: list[Change] = [others, {path: {} for path in missing}]
+            detail = f"{kind} is {KINDS[kind]}: {' and '.join(missing)}"
+            yield Finding("MT269", PATTERN, detail, fixes)
     for path in (path for path, there in described.items() if there):
         users = [kind for kind, paths in SECTIONS_OF.items() if path in paths]
         if not set(users) & set(h.pattern):
-            yield Finding(
-                "MT270",
-                path,
-                f"{PATTERN} {h.pattern} has no {' and no '.join(users)}",
-                ({path: None},),
-            )
+            detail = f"{PATTERN} {h.pattern}, no {' and no '.join(users)}"
+            yield Finding("MT270", path, detail, [{path: None}])
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
-        rule = (
-            f"{' and '.join(several)}: megatron-core builds no model with several kinds of"
-            " softmax attention"
-        )
-        yield Finding(
-            "MT259",
-            PATTERN,
-            rule,
-            tuple(_with_one(h.pattern, several, kind) for kind in several[::-1]),
-        )
+        # The last kind of the user's pattern comes first: the one that was added to `*`.
+        fixes = [_with_one(h.pattern, several, kind) for kind in reversed(several)]
+        yield Finding("MT259", PATTERN, " and ".join(several), fixes)
 
 
 def _with_one(pattern: str, several: list[str], kind: str) -> Change:
@@ -168,121 +112,127 @@ def _with_one(pattern: str, several: list[str], kind: str) -> Change:
     """
     for other in several:
         pattern = pattern.replace(other, kind)
-    unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {
-        *SECTIONS_OF.get(kind, ())
-    }
+    unused = {path for other in several for path in SECTIONS_OF.get(other, ())}
+    unused -= set(SECTIONS_OF.get(kind, ()))
     return {PATTERN: pattern, **dict.fromkeys(sorted(unused))}
 
 
 @of_family(
     "hybrid",
-    Code("MT298", example=f"{TINY} model.hybrid.num_heads=18"),
-    reads="model.hybrid.num_heads model.hybrid.num_groups",
+    Code("MT287", example=f"{TINY} {LAYERS}=4 {PATTERN}=ME*-"),
+    Code(
+        "MT288",
+        "Cannot use experts because the pattern has no layer with them.",
+        example=f"{TINY} model.moe={{num_experts:4,ffn_hidden_size:64}}",
+    ),
+    Code(
+        "MT289",
+        "Cannot count dense layers because the pattern of a hybrid says which layers have experts.",
+        example=(
+            f"{TINY} {LAYERS}=4 {PATTERN}=MEM* "
+            "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}"
+        ),
+    ),
+    reads=f"{DENSE} {PATTERN}",
 )
-def groups_divide_mamba_heads(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Every group of a Mamba-2 mixer has as many heads."""
+def expert_layers(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot build layers with experts because model.moe is null."""
+    moe = run.model.moe
+    has = EXPERTS in h.pattern
+    if has and moe is None:
+        yield Finding("MT287", PATTERN, "E", [{PATTERN: h.pattern.replace(EXPERTS, "-")}])
+    if moe is not None and not has:
+        yield Finding("MT288", "model.moe", f"{PATTERN} {h.pattern}", [{"model.moe": None}])
+    # Both keys would say which layers have experts, and the pattern is the exact one.
+    if moe is not None and moe.first_dense_layers:
+        yield Finding("MT289", DENSE, f"{PATTERN} {h.pattern}", [{DENSE: 0}])
+
+
+@of_family("hybrid", Code("MT298", example=f"{TINY} {HEADS}=18"), reads=f"{HEADS} {GROUPS}")
+def mixer_groups(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot form equal groups of a Mamba-2 mixer because they do not divide its heads."""
     if h.num_heads % h.num_groups:
         legal = divisors(h.num_heads)
-        rule = f"{h.num_heads} heads do not divide into {h.num_groups} groups"
-        rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
-        near: tuple[Change, ...] = tuple(
-            {"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups)
-        )
-        fewer: tuple[Change, ...] = tuple(
-            {"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal)
-        )
-        yield Finding("MT298", "model.hybrid.num_heads", rule, (*near, *fewer))
+        near = each(HEADS, multiples(h.num_heads, h.num_groups))
+        fewer = each(GROUPS, nearest(h.num_groups, legal))
+        detail = f"{h.num_heads} heads, {GROUPS} {h.num_groups}; groups that divide:"
+        yield Finding("MT298", HEADS, f"{detail} {listed(legal)}", [*near, *fewer])
 
 
 @of_family(
     "hybrid",
     Code("MT299", example=f"{TINY} parallel=tp8 parallel.ranks=8"),
-    reads=(
-        "parallel.tp model.hybrid.num_groups model.hybrid.num_heads parallel.ranks "
-        "parallel.sequence_parallel"
-    ),
+    reads=f"parallel.tp {GROUPS} {HEADS} parallel.ranks parallel.sequence_parallel",
 )
-def tp_divides_mamba_groups(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by
-    itself.
+def mixer_tensor_parallelism(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot split a Mamba-2 mixer over tensor-parallel ranks because each rank needs whole groups
+    with their heads.
     """
     tp = run.parallel.tp
+    # The norm of a mixer runs over each group, and a group on two ranks would need a reduction.
     if not (h.num_groups % tp or h.num_heads % tp):
         return
     legal = divisors(math.gcd(h.num_groups, h.num_heads))
-    rule = f"{h.num_groups} groups of {h.num_heads} heads do not divide by tp {tp}"
     fixes: list[Change] = []
     for degree in nearest(tp, legal):
-        alone = {"parallel.sequence_parallel": False} if degree == 1 else {}
-        fixes += [
-            {"parallel.tp": degree, **alone},
-            {"parallel.tp": degree, "parallel.ranks": None, **alone},
-        ]
-    yield Finding("MT299", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
+        change: dict[str, object] = {"parallel.tp": degree}
+        if degree == 1:
+            change["parallel.sequence_parallel"] = False
+        fixes += [change, {**change, "parallel.ranks": None}]
+    detail = f"{h.num_groups} groups of {h.num_heads} heads, tp {tp}; tp that divide:"
+    yield Finding("MT299", "parallel.tp", f"{detail} {listed(legal)}", fixes)
 
 
 @of_family(
     "hybrid",
     Code("MT279", example=f"{TINY} parallel=cp3 data.seq_length=252"),
-    reads=(f"parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads {PATTERN}"),
+    reads=f"parallel.cp parallel.tp {GROUPS} {HEADS} {PATTERN}",
 )
-def cp_divides_mamba_heads(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
-    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of a
-    single one.
+def mixer_context_parallelism(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
+    """Cannot split the heads of a mixer over cp ranks because each rank needs equally many, from
+    whole groups or from one.
     """
     p = run.parallel
+    # Groups that tp does not divide are reported by MT299.
     if p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:
         return
     heads = h.num_heads // p.tp
     groups = h.num_groups // p.tp
+    # A rank scans heads of whole groups, or a part of the heads of one.
     if heads % math.lcm(groups, p.cp):
-        rule = (
-            f"cp {p.cp} shares out the {heads} heads, in {groups} groups, that a rank of tp {p.tp}"
-            " has of a mixer"
-        )
         legal = [degree for degree in divisors(heads) if heads % math.lcm(groups, degree) == 0]
-        fixes: list[Change] = [
-            {"parallel.cp": degree} for degree in nearest(p.cp, legal) if degree > 1
-        ]
-        yield Finding(
-            "MT279", "parallel.cp", f"{rule}; cp that divide: {listed(legal)}", (*fixes, NO_CONTEXT)
-        )
+        near = [degree for degree in nearest(p.cp, legal) if degree > 1]
+        detail = f"{heads} heads in {groups} groups on a rank of tp {p.tp}, cp {p.cp};"
+        detail += f" cp that divide: {listed(legal)}"
+        yield Finding("MT279", "parallel.cp", detail, [*each("parallel.cp", near), NO_CONTEXT])
 
 
 @rule(
     Code("MT449", example=f"{TINY} precision=fp8_tensorwise cluster=h100 kernels.linear=te"),
     reads="model.family precision.fp8 kernels.linear kernels.default cluster.device",
 )
-def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
-    """TransformerEngine wants a context around each layer in 8 bits, which recomputed ones would
-    not have.
+def hybrid_fp8_layers(run: RunConfig) -> Iterator[Finding]:
+    """Cannot multiply in 8 bits by TransformerEngine because it needs a context around each layer,
+    which recomputed layers of hybrids do not have.
     """
     k = run.kernels
-    word = k.linear or ("reference" if k.default == "reference" else "auto")
-    cuda = facts_of(run.cluster.device).cuda_kernels
-    if (
-        run.model.family != "hybrid"
-        or run.precision.fp8 is None
-        or word not in ("te", "auto")
-        or not cuda
-    ):
+    if run.model.family != "hybrid" or run.precision.fp8 is None:
         return
-    rule = (
-        "linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is"
-        f" {word}"
-    )
-    yield Finding(
-        "MT449", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",)
-    )
+    # A null kernel follows kernels.default, as everywhere.
+    word = k.linear or ("reference" if k.default == "reference" else "auto")
+    if word in ("te", "auto") and facts_of(run.cluster.device).cuda_kernels:
+        fixes = [{"kernels.linear": "triton"}]
+        detail = f"kernels.linear is {word}"
+        yield Finding("MT449", "kernels.linear", detail, fixes, also=("precision.fp8",))
 
 
 RULES = (
-    every_letter_is_a_layer,
-    the_pattern_has_every_layer,
-    attention_is_described,
-    experts_are_where_the_pattern_has_them,
-    groups_divide_mamba_heads,
-    tp_divides_mamba_groups,
-    cp_divides_mamba_heads,
-    products_in_8_bits_are_ours,
+    pattern_letters,
+    pattern_length,
+    attention_sections,
+    expert_layers,
+    mixer_groups,
+    mixer_tensor_parallelism,
+    mixer_context_parallelism,
+    hybrid_fp8_layers,
 )

@@ -5,152 +5,118 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.rules.families import of_family
-from mtrain.config.rules.finding import Change, Finding, divisors, multiples, nearest
+from mtrain.config.rules.finding import Change, Finding, divisors, each, multiples, nearest
 from mtrain.config.rules.rule import Code
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.t5.config import T5Config, lengths, spans
 
 TINY = "model=t5_tiny"
+SENTINELS = "model.t5.sentinels"
+FIRST = "model.t5.first_sentinel"
+DISTANCE = "model.t5.relative_attention_distance"
+BUCKETS = "model.t5.relative_attention_buckets"
+TRAINED_IDS = "data.tokenizer_vocab_size"
+GROUP = "parallel.recompute.num_layers"
+_SPANS = "data.seq_length model.t5.noise_density model.t5.mean_noise_span_length"
 
 
 @of_family(
     "t5",
     Code("MT280", example=f"{TINY} model.t5.encoder_length=16"),
     reads=(
-        "model.t5.encoder_length model.t5.decoder_length data.seq_length model.t5.noise_density"
-        " model.t5.mean_noise_span_length parallel.sequence_parallel parallel.tp"
+        f"model.t5.encoder_length model.t5.decoder_length {_SPANS}"
+        " parallel.sequence_parallel parallel.tp"
     ),
 )
-def spans_fit_their_sequences(run: RunConfig, t: T5Config) -> Iterator[Finding]:
-    """What is left of a sample, and what is left out of it, fit the lengths of encoder
-    and decoder.
+def span_lengths(run: RunConfig, t: T5Config) -> Iterator[Finding]:
+    """Cannot fit the two parts of a sample because each length must hold its part and divide over
+    sequence-parallel ranks.
     """
     tokens = run.data.length
     p = run.parallel
+    # Sequence parallelism splits both sequences over the tp ranks.
+    part = p.tp if p.sequence_parallel else 1
     given = (t.encoder_length, t.decoder_length)
-    for key, said, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
+    for key, length, need in zip(("encoder", "decoder"), given, lengths(t, tokens), strict=True):
         path = f"model.t5.{key}_length"
-        part = p.tp if p.sequence_parallel else 1
-        fixes: tuple[Change, ...] = ({path: -(-need // part) * part}, {path: None})
-        if said is not None and said < need:
-            rule = (
-                f"the {key} needs {need} tokens of a sample of {tokens} (data.seq_length), and has"
-                f" {said}"
-            )
-            yield Finding("MT280", path, rule, fixes)
-        elif said is not None and said % part:
-            rule = f"{said} tokens are not divided by tp {part}, over which sequences are sharded"
-            near: tuple[Change, ...] = tuple({path: n} for n in multiples(said, part) if n >= need)
-            yield Finding("MT280", path, rule, (*near, {"parallel.sequence_parallel": False}))
+        if length is not None and length < need:
+            detail = f"{length}; the {key} needs {need} of the {tokens} tokens in data.seq_length"
+            yield Finding("MT280", path, detail, each(path, [-(-need // part) * part, None]))
+        elif length is not None and length % part:
+            near = [n for n in multiples(length, part) if n >= need]
+            fixes = [*each(path, near), {"parallel.sequence_parallel": False}]
+            yield Finding("MT280", path, f"{length} tokens, tp {part}", fixes)
 
 
 @of_family(
     "t5",
-    Code("MT281", example=f"{TINY} model.t5.sentinels=2"),
+    Code("MT281", example=f"{TINY} {SENTINELS}=2"),
     reads=(
-        "model.t5.sentinels model.t5.first_sentinel model.t5.start_id model.t5.end_id"
-        " model.vocab_size data.seq_length model.t5.noise_density model.t5.mean_noise_span_length"
-        " data.kind data.tokenizer data.tokenizer_vocab_size"
+        f"{SENTINELS} {FIRST} model.t5.start_id model.t5.end_id model.vocab_size {_SPANS}"
+        f" data.kind data.tokenizer {TRAINED_IDS}"
     ),
 )
-def sentinels_stand_for_spans(run: RunConfig, t: T5Config) -> Iterator[Finding]:
-    """Every span of a sample has a token id of its own, which is no token of the text."""
+def sentinel_ids(run: RunConfig, t: T5Config) -> Iterator[Finding]:
+    """Cannot mark every span because each needs a sentinel, an id of the vocabulary that stands for
+    nothing else.
+    """
     words = run.model.vocab_size
     tokens = run.data.length
+    # Sentinels count down from the last id, as in the published T5.
     first = words - 1 if t.first_sentinel is None else t.first_sentinel
     last = first - t.sentinels + 1
-    for name in ("start_id", "end_id"):
-        value = getattr(t, name)
+    for path, value in (("model.t5.start_id", t.start_id), ("model.t5.end_id", t.end_id)):
         if value >= words or last <= value <= first:
-            rule = (
-                f"{value} is a sentinel or outside of the vocabulary: {words} ids, {last} to"
-                f" {first} are sentinels"
-            )
-            yield Finding(
-                "MT281", f"model.t5.{name}", rule, ({f"model.t5.{name}": max(0, last - 1)},)
-            )
+            detail = f"{value} of {words} ids; {last} to {first} are sentinels"
+            yield Finding("MT281", path, detail, [{path: max(0, last - 1)}])
     if first >= words or last < 0:
-        rule = (
-            f"{t.sentinels} sentinels from {first} down are outside of the vocabulary of"
-            f" {words} ids"
-        )
-        fewer: Change = {"model.t5.sentinels": max(1, min(first, words - 1) // 2)}
-        top: Change = {"model.t5.first_sentinel": None}
-        yield Finding("MT281", "model.t5.sentinels", rule, (top, fewer, {**top, **fewer}))
+        fewer: Change = {SENTINELS: max(1, min(first, words - 1) // 2)}
+        fixes: list[Change] = [{FIRST: None}, fewer, {FIRST: None, **fewer}]
+        detail = f"{t.sentinels} sentinels from {first} down, {words} ids"
+        yield Finding("MT281", SENTINELS, detail, fixes)
         return
     parts = spans(t, tokens)[1]
     if parts > t.sentinels:
-        rule = (
-            f"{parts} spans of a sample of {tokens} tokens (data.seq_length) need a sentinel each"
-        )
-        fixes: tuple[Change, ...] = (
-            {"model.t5.sentinels": parts},
-            {"data.seq_length": tokens * t.sentinels // parts},
-        )
-        yield Finding("MT281", "model.t5.sentinels", rule, fixes)
-    if (
-        run.data.kind == "text"
-        and run.data.tokenizer is None
-        and run.data.tokenizer_vocab_size > last
-    ):
-        path = "data.tokenizer_vocab_size"
-        rule = f"its ids go from 0 up, and those from {last} on are sentinels"
-        yield Finding("MT281", path, rule, ({path: last},))
+        fixes = [{SENTINELS: parts}, {"data.seq_length": tokens * t.sentinels // parts}]
+        detail = f"{parts} spans in a sample of {tokens} tokens, data.seq_length"
+        yield Finding("MT281", SENTINELS, detail, fixes)
+    d = run.data
+    if d.kind == "text" and d.tokenizer is None and d.tokenizer_vocab_size > last:
+        detail = f"ids of text from 0 up, sentinels from {last} on"
+        yield Finding("MT281", TRAINED_IDS, detail, [{TRAINED_IDS: last}])
 
 
-@of_family(
-    "t5",
-    Code("MT282", example=f"{TINY} model.t5.relative_attention_distance=8"),
-    reads=("model.t5.relative_attention_distance model.t5.relative_attention_buckets"),
-)
-def distances_go_beyond_single_ones(run: RunConfig, t: T5Config) -> Iterator[Finding]:
-    """Half of the groups are single distances, and the others lie between those and the longest."""
-    if t.relative_attention_distance <= t.relative_attention_buckets // 2:
-        single = t.relative_attention_buckets // 2
-        path = "model.t5.relative_attention_distance"
-        rule = (
-            f"distances up to {single} have a group of their own, half of the groups are for longer"
-            " ones"
-        )
-        yield Finding("MT282", path, rule, ({path: 4 * single}, {path: single + 1}))
+@of_family("t5", Code("MT282", example=f"{TINY} {DISTANCE}=8"), reads=f"{DISTANCE} {BUCKETS}")
+def distance_groups(run: RunConfig, t: T5Config) -> Iterator[Finding]:
+    """Cannot group the longer distances because half of the groups are single distances and reach
+    that far.
+    """
+    # T5 gives half of the groups to short distances, one each; the others grow with the logarithm.
+    single = t.relative_attention_buckets // 2
+    if t.relative_attention_distance <= single:
+        detail = f"distances up to {single} have a group each"
+        yield Finding("MT282", DISTANCE, detail, each(DISTANCE, [4 * single, single + 1]))
 
 
 @of_family(
     "t5",
     Code(
         "MT283",
-        example=(
-            f"{TINY} parallel.recompute.granularity=full parallel.recompute.num_layers=3"
-            " model.t5.decoder_layers=4"
-        ),
+        example=(f"{TINY} parallel.recompute.granularity=full {GROUP}=3 model.t5.decoder_layers=4"),
     ),
-    reads=(
-        "parallel.recompute.num_layers parallel.recompute.granularity model.t5.decoder_layers"
-        " model.num_layers"
-    ),
+    reads=f"{GROUP} parallel.recompute.granularity model.t5.decoder_layers model.num_layers",
 )
-def recomputed_groups_of_both_stacks(run: RunConfig, t: T5Config) -> Iterator[Finding]:
-    """Layers are computed again in whole groups, in the decoder too."""
+def recomputed_groups(run: RunConfig, t: T5Config) -> Iterator[Finding]:
+    """Cannot recompute whole groups of layers because this size does not divide both stacks."""
     again = run.parallel.recompute
-    path = "parallel.recompute.num_layers"
     if again.granularity != "full" or again.num_layers is None:
         return
     encoder = run.model.num_layers
     decoder = t.decoder_layers or run.model.num_layers
     if encoder % again.num_layers or decoder % again.num_layers:
-        rule = (
-            f"groups of {again.num_layers} layers do not divide {encoder} of the encoder and"
-            f" {decoder} of the decoder"
-        )
         both = [n for n in divisors(encoder) if decoder % n == 0]
-        yield Finding(
-            "MT283", path, rule, tuple({path: n} for n in nearest(again.num_layers, both))
-        )
+        detail = f"groups of {again.num_layers}, {encoder} encoder and {decoder} decoder layers"
+        yield Finding("MT283", GROUP, detail, each(GROUP, nearest(again.num_layers, both)))
 
 
-RULES = (
-    spans_fit_their_sequences,
-    sentinels_stand_for_spans,
-    distances_go_beyond_single_ones,
-    recomputed_groups_of_both_stacks,
-)
+RULES = (span_lengths, sentinel_ids, distance_groups, recomputed_groups)

@@ -24,6 +24,7 @@ from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
 from mtrain.plan.time.work import Linear
 
 Vector = list[float]
+# What one thread of a CPU reaches, and ranks that send each other through its memory.
 EXPECTED = {
     "peak_tflops": 0.05,
     "memory_gbps": 8.0,
@@ -32,23 +33,21 @@ EXPECTED = {
     "fast_link_gbps": 1.0,
     "link_latency_us": 100.0,
 }
-"""Of one thread of a CPU, and of ranks that send each other through its memory."""
 LINKS = ("fast_link_gbps", "link_latency_us")
+# Standard deviations of logarithms: of a measured step, of a kernel measured in isolation
+# against the same kernel in a step, and of a rate from its expected value.
 NOISE = 0.05
 ALONE = 0.2
 SPREAD = 5.0
-"""Deviations, as logarithms: of a measured step, of a kernel that was measured by itself against
-the same in a step, and of a rate from its expected value.
-"""
+# Rates whose deviation is known to be smaller than SPREAD.
 SURE = {"attention": 0.3}
-"""Rates that are known better than that."""
+# A fit takes no machine for more times faster or slower than published runs.
 MOST = 10.0
-"""How much faster or slower than published runs a machine may be."""
 ROUNDS = 40
 STEP = 1e-4
 DIGITS = 4
+# Rows and columns of the large product that kernels are compared with.
 SIDE = 8192
-"""Of the matrices of the large product that kernels are compared with."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _host(
     start: ClusterConfig,
     kernels: Sequence[Rates],
 ) -> ClusterConfig:
-    ranks = max((one.run.parallel.world for one in measured), default=1)
+    ranks = max((one.run.parallel.ranks for one in measured), default=1)
     form = measured[0].run.precision.format if measured else kernels[0].format
     names = [name for name in EXPECTED if ranks > 1 or name not in LINKS]
 

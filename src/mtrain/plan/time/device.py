@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.cluster import ClusterConfig
 
+# Compute capability -> multiprocessors of its largest device on sale, from NVIDIA's white
+# papers.
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160}
-"""Compute capability -> multiprocessors of the largest device that is sold of it, from NVIDIA's
-white papers.
-"""
+# Compute capability -> exponentials per FLOP of dense products in 16 bits, from the same papers.
+# Attention waits for its softmax where they are few.
 EXPONENTIALS = {
     80: 16 / 2048,
     86: 16 / 1024,
@@ -20,15 +21,12 @@ EXPONENTIALS = {
     100: 16 / 8192,
     103: 32 / 8192,
 }
-"""Compute capability -> exponentials for each FLOP of dense products in 16 bits, from NVIDIA's
-white papers.
-"""
+# Generation -> watts, and peaks in TFLOP/s, of its first server device, from its data sheet.
 FIRST = {
     8: (400, {"bf16": 312, "fp16": 312}),
     9: (700, {"bf16": 989, "fp16": 989, "fp8": 1979}),
     10: (1000, {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000}),
 }
-"""Generation -> watts and peaks in TFLOP/s of its first device for servers, from its data sheet."""
 BLACKWELL = 10
 GIGA = 1e9
 TERA = 1e12
@@ -90,9 +88,8 @@ def device_of(cluster: ClusterConfig) -> Device:
     domain = cluster.fast_link_devices or 1
     generation = (cluster.sm or 0) // 10
     power = dict[str, float]()
-    if (
-        cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89)
-    ):  # not for servers
+    # FIRST is of devices for servers, which those of 86 and 89 are not.
+    if cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89):
         watts, first = FIRST[generation]
         more = cluster.power_watts / watts
         power = {

@@ -18,8 +18,8 @@ from mtrain.plan.time.device import Device, device_of
 
 FILE = Path(__file__).with_name("efficiencies.yaml")
 
+# `cluster.reached.products` is measured with products in these formats.
 WIDE = ("bf16", "fp16")
-"""Formats whose products `cluster.reached.products` is of."""
 
 
 @dataclass(frozen=True)

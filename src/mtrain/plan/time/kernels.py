@@ -14,27 +14,26 @@ from mtrain.plan.time.efficiencies import Efficiencies, powered
 from mtrain.plan.time.links import MICRO
 from mtrain.plan.time.work import Linear, Pairs
 
+# A multiprocessor computes a tile of this size of the result at once.
 TILE_M = 128
 TILE_N = 256
-"""Of the result, that a multiprocessor makes at once."""
+# Queries that attention computes at once. A block on the diagonal is computed whole, although
+# its mask hides half of it.
 ATTENTION_TILE = 128
 HOST_TILE = 64
-"""Queries that attention computes at once; a block on the diagonal is computed whole."""
+# A product that accumulates a gradient reads and writes it. A host writes the product first, and
+# then reads it, which makes four.
 ADDED = 2
 ADDED_ON_HOST = 4
-"""Times that a product which adds up a gradient reads or writes it; a host writes and reads it once
-more.
-"""
+# Recipe -> passes over a tensor to cast it. `tensorwise` needs the largest value first; `nvfp4`
+# also rotates the transpose.
 PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 3}
-"""Times that a tensor is read to be cast: once more where its largest value has to be known first,
-and for its transpose where that is rotated before (NVFP4).
-"""
+# The backward of attention computes five products, its forward two.
 BACKWARD_PRODUCTS = 2.5
-"""FLOPs of attention backward, of those of its forward: five products for two."""
+# Rate of cuDNN's attention in 8 bits against that in 16: the softmax is as slow in both.
 FP8_ATTENTION = 1.3
-"""Rate of cuDNN's attention in 8 bits, against that in 16: its softmax takes as long."""
+# FLOPs of attention's forward for a query, a key and an element of the width of a head.
 PRODUCTS_OF_A_PAIR = 4
-"""FLOPs of attention forward for a query, a key and an element of the width of a head."""
 
 
 @dataclass(frozen=True)

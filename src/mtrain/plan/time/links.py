@@ -13,8 +13,8 @@ from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies
 
 MICRO = 1e-6
+# How often a tensor goes around a group: a reduction scatters, then gathers.
 ROUNDS = {"gather": 1, "scatter": 1, "reduce": 2, "ring": 1, "all_to_all": 1}
-"""How often a tensor goes around a group."""
 
 
 @dataclass(frozen=True)

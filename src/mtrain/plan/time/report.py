@@ -15,6 +15,7 @@ from mtrain.plan.time.sharded import FORWARD
 from mtrain.plan.time.step import StepTime, step_time, unknown
 
 HOUR = 3600
+# Part of the time -> what it is.
 HOW = {
     "gemm": (
         "products of layers with weights by their shapes, casts to low precision, sums of gradients"
@@ -37,7 +38,6 @@ HOW = {
         "the update in host memory: gradients sent there, state read and written, weights sent back"
     ),
 }
-"""Of each part of the time: what it is."""
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
     }
     if not step.known:
         return found
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     return found | {
         "parts_s": dict(step.parts),
         "tokens_per_s_per_device": step.tokens_per_second_per_device,
@@ -106,7 +106,7 @@ def _save(run: RunConfig, size: int) -> float | None:
 
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
     """Return the whole of it, a smaller batch in the same time for each sample."""
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     price = run.cluster.price_per_device_hour
     samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))
     training = samples / run.trainer.batch * step.seconds
@@ -152,8 +152,8 @@ def _saving(run: RunConfig, save: float | None, training: float) -> float:
     return save * (times + (c.save_final and (not every or steps % every > 0)))
 
 
+# Megatron-LM's default interval of evaluations, for a run whose steps have no known time.
 USUAL = 1000
-"""Steps where nobody knows how long one takes: Megatron-LM's own interval of evaluations."""
 
 
 def in_steps(run: RunConfig) -> RunConfig:

@@ -14,16 +14,14 @@ from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.links import MICRO, Group, Links, Share
 
+# Time of a large tensor to the next device of a ring, within a domain and between domains:
+# `hwLat` of NCCL's src/graph/tuning.cc (b647562). Gathers and reductions pass every device of a
+# group, so this time grows with the group.
 NEAR_HOP_US = 3.4
 FAR_HOP_US = 14.0
-"""Of a large tensor's way to the next device of a ring, in a domain and to another one: `hwLat` of
-NCCL's src/graph/tuning.cc (b647562). Gathers and reductions go around rings, past every device of a
-group.
-"""
+# Share of the computation in the forward: a backward multiplies twice as much. Recomputation
+# makes the share smaller, which is left out.
 FORWARD = 1 / 3
-"""Share of the computation that a forward is; a backward multiplies twice as much, and more where
-it computes layers again.
-"""
 
 
 def sharded_seconds(

@@ -41,10 +41,11 @@ PARTS = (
     "optimizer",
     "offload",
 )
+# Two kernels cast an operand to low precision: one for its values, one for its scales.
 CASTS = 2
-"""Kernels that bring an operand to low precision: its values, and their scales."""
+# Exponent of the norm that adds the time of the host to that of the device. At 1 the two would
+# add up; at infinity the slower one would hide the other.
 SHARP = 2.0
-"""How sharply the host shows where it is as slow as the device."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
     formats: list[str] = [p.format, p.multiplies_in]
     matrices = OPTIMIZERS[run.optim.name].whole_matrices
     formats += [matrices(run).format] if matrices else []
-    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.world)
+    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 
@@ -196,7 +197,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
         ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
-    tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
+    tokens = run.trainer.batch * run.data.length / p.ranks / seconds
     peak = device.peaks[run.precision.multiplies_in]
     causal, every = (flops_of_token(run, causal=c) * tokens / peak for c in (True, False))
     return StepTime(seconds, parts, tokens, causal, every)
@@ -233,7 +234,8 @@ def micro_batch(
     )
     host = every * reached.graphed * MICRO
     computes = sum(parts.values())
-    if device.on_host:  # which starts an operation when the one before it is done
+    # A host starts an operation when the one before it is done, so launches hide nothing.
+    if device.on_host:
         return parts | {"host": host}
     return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
 

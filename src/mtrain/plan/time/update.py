@@ -14,8 +14,8 @@ from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.links import Group, Links, Share
 from mtrain.plan.time.sharded import sharded_seconds
 
+# Assumed: bytes of state that the host's share for one device updates in a second.
 HOST_UPDATE = 20e9
-"""Assumed: bytes of state that the host's share for one device updates in a second."""
 
 
 def done_once(

@@ -19,30 +19,25 @@ from mtrain.plan.time.links import Group, Links
 from mtrain.plan.time.work import Linear
 from mtrain.plan.weights import Matrix, shared_out, update_of
 
+# Elements of equal matrices in one batched product, as `BATCH` of
+# `mtrain_kernels.optimizer.muon`.
 TOGETHER = 1 << 24
-"""Elements of matrices of one shape in one product, as `BATCH` of `mtrain_kernels.optimizer.muon`.
-"""
+# A Newton-Schulz step reads or writes the square of a matrix and the matrix so often, for sums
+# outside of its products.
 SQUARES = 7
 WIDES = 5
-"""Times that a Newton-Schulz step reads or writes the square of a matrix, and the matrix: sums that
-products do not make.
-"""
+# Bytes per element around the steps: stacking, normalising and scaling, each in fp32.
 AROUND = 9 * FP32
-"""Bytes of an element that is stacked, brought to norm one, and scaled, in fp32 one after the
-other.
-"""
+# Bytes per element that Adam divides in the rotated bases, and per element of the average of
+# products of a side.
 TURNED = 16 * FP32
 COUNTED = 3 * FP32
-"""Bytes of an element that Adam divides in the bases, and of one of a side's average of products.
-"""
+# FLOPs of a QR decomposition of n columns with its basis, as a share of n^3 (Golub and Van Loan,
+# 5.2).
 QR = 8 / 3
-"""Operations of a QR decomposition of n columns, its basis made, as a part of n^3 (Golub and Van
-Loan, 5.2).
-"""
+# Assumed: a QR decomposition reaches a tenth of the rate of products, because its own are
+# narrow.
 QR_RATE = 0.1
-"""Assumed: what a QR decomposition reaches of the rate of products of its size: it is made of
-narrow ones.
-"""
 
 
 def matrix_seconds(

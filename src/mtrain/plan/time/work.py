@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 
 from mtrain.models.graph import Exchange, Factors, Graph, Op, Product
 
+# The backward of a memory-bound operation moves half as much more: it also reads a gradient.
 BACKWARD_MOVES = 1.5
-"""Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a
-gradient more.
-"""
 ATTENTION = "core_attention"
 EXPERTS = "mlp.experts."
 PADDED = "dispatch.fixed"
+# A causal mask leaves half of the pairs of queries and keys; a window leaves fewer.
 CAUSAL = 0.5
-"""Share of the pairs of queries and keys that a causal mask leaves; a window leaves less."""
 
 
 @dataclass(frozen=True)

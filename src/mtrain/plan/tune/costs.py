@@ -60,15 +60,13 @@ NONE = {
     "parallel.recompute.granularity": "none",
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
+# Recomputation makes a layer at most half as slow again: it exchanges three times instead of
+# twice.
 MOST_AGAIN = 1.5
-"""Times as long that a layer takes at most which is computed again: it exchanges three times in
-place of twice.
-"""
+# Columns of a part of a stage and a micro-batch: seconds of the device and of the host, bytes
+# that autograd keeps, elements of expert weights, of other weights, of frozen ones. Several
+# parts are rows of one array.
 Piece = npt.NDArray[np.float64]
-"""Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that
-autograd keeps; elements of weights of experts, of others, and of those that are not trained. Or a
-row of that for each of several parts.
-"""
 
 
 def _took(piece: Piece) -> Any:
@@ -175,9 +173,7 @@ class Costs:
         """Return the seconds of a step whose pipeline never waits, without the work at its end."""
         p = run.parallel
         t = run.trainer
-        return (
-            t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
-        )
+        return t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * p.ranks)
 
     def even(self, run: RunConfig, pp: int) -> Flow:
         """Return a lower bound of the flow through any pipeline of `pp` ranks that never waits.
@@ -263,7 +259,8 @@ class Costs:
         make = family_of(m).stage
         ends = m.mtp_num_layers or 0
         assert make is not None
-        shards = _shards_key(run)  # who does an operation does not depend on what is computed again
+        # Recomputation does not change which implementation does an operation.
+        shards = _shards_key(run)
         r = Rank.of(one, self._words.get(shards))
         self._words[shards] = r.words
         graphs = make(r, Stage(range(m.num_layers), True, ends, True))
@@ -276,11 +273,14 @@ class Costs:
             if id(graph) not in known:
                 known[id(graph)] = self._piece(work, graph)
         made = np.array([known[id(graph)] for graph in graphs])
-        cut = len(made) - 1 - ends - bool(ends)  # in front of predictions there is the last norm
+        # The last norm stands before the predictions.
+        cut = len(made) - 1 - ends - bool(ends)
         body = made[1:cut]
-        if len(body) != m.num_layers:  # groups that are computed again together
+        # Layers that are recomputed in groups have one graph for each group.
+        if len(body) != m.num_layers:
             body = np.repeat(body.sum(0, keepdims=True) / m.num_layers, m.num_layers, 0)
-        if run.peft.kind is not None:  # an adapter of several parts multiplies with zeros, too
+        # An adapter of several parts multiplies with zeros, too.
+        if run.peft.kind is not None:
             body[:, EXPERTS:] = of_layers(one, graphs[1:cut])
         before = np.concatenate((np.zeros((1, made.shape[1])), body.cumsum(0)))
         first = made[0].copy()
@@ -439,7 +439,8 @@ def _shards_key(run: RunConfig) -> tuple[object, ...]:
 def _again_key(
     granularity: str, modules: Any, method: str | None, layers: int | None
 ) -> tuple[object, ...]:
-    groups = (None, None) if method == "block" else (method, layers)  # a layer is a layer
+    # A block recomputes each layer separately, so its groups do not matter.
+    groups = (None, None) if method == "block" else (method, layers)
     return granularity, modules, *groups
 
 
@@ -451,5 +452,5 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 def _micro_batches(run: RunConfig, pp: int) -> int:
     """Return the micro-batches of a step, on a pipeline of so many ranks."""
     p = run.parallel
-    dp = (p.ranks or 1) // (p.tp * p.cp * pp)
+    dp = p.ranks // (p.tp * p.cp * pp)
     return max(1, run.trainer.batch // (run.trainer.micro * max(1, dp)))

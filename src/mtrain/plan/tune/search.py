@@ -15,28 +15,25 @@ from typing import Any
 
 from mtrain.config.messages.problem import value_at
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 
+# Families that the page lists.
 BEST = 10
-"""Families that are listed at most."""
+# The search ends where the lower bound of all that is left is so many times the fastest step.
 FAR = 1.5
-"""Times as long as the fastest that a family takes which is not looked for any more."""
+# Layouts of one family cut the model alike. They differ in micro-batch, virtual stages,
+# recomputation and sharding of the state, mostly by less than the error of the planned time.
 FAMILY = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")
-"""What layouts of one family have alike: how the model is cut.
-
-They differ in micro-batch, virtual stages, recomputation and sharding of the state, mostly by less
-than the model of time is off.
-"""
+# Share of a device that stays free, for errors of the planned memory and for the driver.
 SPARE = 0.04
-"""Of a device that stays free: what the plan of memory may be wrong by, and a driver takes."""
+# The full plan of a layout may be so far below the sum of its parts, which bounds it.
 SLACK = 0.995
-"""Of what is counted in pieces: what the whole plan may be below it."""
 STATE = tuple(AXES).index("state")
-Resolve = Callable[[RunConfig], RunConfig]
+Resolve = Callable[[UnresolvedRun], RunConfig]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Found:
 class Task:
     """The space and the goal of a search."""
 
-    raw: RunConfig
+    raw: UnresolvedRun
     """The run before it was resolved, with only those of the searched keys set that were set."""
     resolve: Resolve
     said: Mapping[str, Any]
@@ -185,9 +182,8 @@ class Search:
         """Return the fastest layouts that fit, one of each family; where every key of a family is
         set, all that differ in more than recomputation.
         """
-        if (
-            not self.space.wrong
-        ):  # bounds are those of the largest micro-batch, which computes the most in a second
+        if not self.space.wrong:
+            # Bounds are those of the largest micro-batch, whose products are the fastest.
             micro = next(iter(self.space.options("micro", self.space.run)), {})
             self._push(0.0, _Node(changed(self.space.run, micro), {}, {}, 0))
         best: list[Layout] = []
@@ -207,7 +203,8 @@ class Search:
         nearest = None
         if not best and self.least is not None:
             nearest = self.task.planned(self.least[1])
-        best.sort(key=lambda layout: layout.seconds)  # bounds may be off by a little
+        # Bounds may be slightly off, so the order may be, too.
+        best.sort(key=lambda layout: layout.seconds)
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
 
     def _family(self, run: RunConfig) -> tuple[Any, ...]:
@@ -265,10 +262,9 @@ class Search:
         memory, because it does not fit otherwise.
         """
         p = run.parallel
-        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
-            (p.etp or p.tp) * p.ep * p.pp
-        ):
-            return inf  # there is no such grid, as the rules will say
+        # There is no such grid, which a rule reports.
+        if p.ranks % (p.tp * p.cp * p.pp) or p.ranks % ((p.etp or p.tp) * p.ep * p.pp):
+            return inf
         key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
         if key not in self._standing:
             self._standing[key] = [state for state, _ in self._fitting(run, flow)]
@@ -307,7 +303,8 @@ class Search:
         enough = set[object]()
         for state in self.space.options("state", node.run):
             kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
-            if kind in enough:  # without an offload it fits
+            # It fits without an offload, which would only be slower.
+            if kind in enough:
                 continue
             child = _Node(node.run, node.change, state, len(AXES), ways=ways)
             if not self._fits(self.costs.bytes(child.run, most)):

@@ -40,7 +40,8 @@ def state_of(run: RunConfig) -> State:
     weights = bytes_of(precision.format) + bytes_of(
         "fp32" if precision.grad_reduce_in_fp32 else precision.format
     )
-    main = main_weight_bytes(run)  # of what is offloaded the moments are in host memory
+    # Offloaded moments are in host memory; main weights stay on the device.
+    main = main_weight_bytes(run)
     state = main + (update_bytes(run) - main) * (1 - run.optim.cpu_offload)
     took = []
     for copies in _copies(run):
@@ -54,14 +55,14 @@ def state_of(run: RunConfig) -> State:
 def _copies(run: RunConfig) -> tuple[int, int]:
     """Return how many ranks have the same elements of experts, and of others."""
     p = run.parallel
-    same = max(1, (p.ranks or 1) // (p.pp * p.ep * (p.etp or p.tp)))
+    same = max(1, p.ranks // (p.pp * p.ep * (p.etp or p.tp)))
     return same, p.dp * p.cp
 
 
+# Columns of elements in a piece of `costs`: experts, others, frozen.
 EXPERTS = 3
 OTHERS = 4
 FROZEN = 5
-"""The column of frozen and of trained elements in a piece of `costs`."""
 
 
 def table(run: RunConfig) -> int:

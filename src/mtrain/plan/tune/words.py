@@ -19,8 +19,8 @@ PARTS = {
     "optimizer": "the optimizer",
     "offload": "the optimizer in host memory",
 }
+# A part that differs by less, as a share of a step, is not named: the model is not that exact.
 ALIKE = 0.003
-"""Of a step: a part that differs by less is not named."""
 
 
 def _times(word: str, parts: list[str]) -> list[str]:

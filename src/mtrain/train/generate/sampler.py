@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.config.rules.quantized import MULTIPLES
+from mtrain.config.rules.precision import MULTIPLES
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid

@@ -92,7 +92,8 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
     same on every rank.
     """
     # As on one rank with one micro-batch: places of tokens must not depend on the layout.
-    whole = GlobalBatches(data.samples, size, size, 0, 1, data.form, data.limit).microbatches(0)[0]
+    batches = GlobalBatches(data.samples, size, size, 0, 1, data.collator, data.limit)
+    whole = batches.microbatches(0)[0]
     bounds = whole["cu_seqlens"].tolist()
     length = whole["tokens"].shape[1] // size
     pairs = enumerate(itertools.pairwise(bounds))

@@ -1,1 +1,0 @@
-"""Gated and squared activations of a feed-forward layer, with an optional weight for each token."""

@@ -1,1 +1,0 @@
-"""Softmax attention with grouped queries, masks by position, sinks."""

@@ -1,1 +1,0 @@
-"""Depthwise causal convolution over time, with SiLU."""

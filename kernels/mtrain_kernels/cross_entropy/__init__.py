@@ -1,1 +1,0 @@
-"""Cross entropy over a vocabulary that may be split over ranks."""

@@ -1,1 +1,0 @@
-"""Linear layers of experts whose three products multiply in FP8."""

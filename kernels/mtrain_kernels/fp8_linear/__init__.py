@@ -1,1 +1,0 @@
-"""Linear layers whose three products multiply in FP8."""

@@ -1,1 +1,0 @@
-"""The gated delta rule of linear attention."""

@@ -1,1 +1,0 @@
-"""One linear layer per group of rows: the experts of a mixture."""

@@ -1,1 +1,0 @@
-"""Rows of tokens sorted by expert, and their weighted way back."""

@@ -1,1 +1,0 @@
-"""Routing: the experts of each token, and their weights."""

@@ -1,1 +1,0 @@
-"""Quantisation to FP8, MXFP8 and NVFP4, by itself and after SwiGLU."""

@@ -1,1 +1,0 @@
-"""The scan of Mamba-2 (state space duality)."""

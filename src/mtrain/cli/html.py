@@ -1,0 +1,144 @@
+"""Pages of one file without scripts, and their pictures as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from mtrain.errors import in_a_line, visible
+
+TEMPLATES = Path(__file__).with_name("templates")
+# part of the memory -> its colour
+COLOURS = {
+    "weights": "#4477aa",
+    "gradients": "#66bbdd",
+    "optimizer": "#228866",
+    "low_precision": "#99aa33",
+    "activations": "#ee8855",
+    "loss": "#bb4477",
+    "recompute": "#cc6644",
+    "working": "#eebb44",
+    "communication": "#8866bb",
+    "context": "#777788",
+    "reserve": "#aaaabb",
+}
+LIMIT = "#d1242f"
+# A picture this wide fills its page. A wider one scrolls: shrunk, it could not be read.
+PAGE = 1000
+
+
+def html_page(title: str, style: str, body: Iterable[str]) -> str:
+    """Return a page with the CSS of the file `style`; its policy forbids scripts and the network.
+
+    Only `title` is escaped here: `body` is markup.
+    """
+    page = Template((TEMPLATES / "page.html").read_text(encoding="utf-8"))
+    css = (TEMPLATES / style).read_text(encoding="utf-8")
+    return page.substitute(title=text_of(title), style=css, body="\n".join(body))
+
+
+def text_of(value: Any) -> str:
+    """Return text for a page: what cannot be printed becomes its code, and nothing in
+    it is markup.
+    """
+    return escape(visible(in_a_line(str(value))))
+
+
+def table_of(rows: Iterable[Sequence[Any]], head: Sequence[str] = (), prose: int = -1) -> str:
+    """Return a table of texts; the column `prose` holds sentences."""
+    lines = []
+    if head:
+        lines.append(f"<tr>{''.join(f'<th>{text_of(cell)}</th>' for cell in head)}</tr>")
+    for row in rows:
+        cells = (
+            f"<td{' class=how' if place == prose else ''}>{text_of(cell)}</td>"
+            for place, cell in enumerate(row)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="pic"><table>{"".join(lines)}</table></div>'
+
+
+class Svg:
+    """A picture, in units that are no smaller than a pixel."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.width = width
+        self.height = height
+        self._parts: list[str] = []
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        wide: float,
+        high: float,
+        colour: str,
+        title: str = "",
+        *,
+        outline: bool = False,
+    ) -> None:
+        """Draw a rectangle with a text under the pointer, unless it has no size."""
+        if wide <= 0 or high <= 0:
+            return
+        # currentColor follows the light or dark scheme of the browser.
+        edge = ' stroke="currentColor" stroke-width="1.5"' if outline else ""
+        pointed = f"<title>{escape(title)}</title>" if title else ""
+        self._parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
+            f' fill="{colour}"{edge}>{pointed}</rect>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        middle: bool = False,
+        colour: str = "",
+        halo: bool = False,
+    ) -> None:
+        """Draw text that starts or is centred at `x`; with a `halo`, over other shapes."""
+        attributes = f'x="{x:.1f}" y="{y:.1f}"'
+        attributes += ' text-anchor="middle"' if middle else ""
+        attributes += f' style="fill:{colour}"' if colour else ""
+        attributes += ' class="halo"' if halo else ""
+        self._parts.append(f"<text {attributes}>{escape(text)}</text>")
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
+        """Draw a thin line."""
+        self._parts.append(
+            f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}"'
+            ' stroke-width="1.5"/>'
+        )
+
+    def area(self, corners: Sequence[tuple[float, float]], colour: str) -> None:
+        """Draw a polygon."""
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+        self._parts.append(f'<polygon points="{points}" fill="{colour}"/>')
+
+    def markup(self) -> str:
+        """Return the element."""
+        # CSS scales every picture to the page; this one keeps its size and scrolls.
+        wide = f' style="min-width:{self.width:.0f}px"' if self.width > PAGE else ""
+        box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
+        inside = "".join(self._parts)
+        return f'<div class="pic"><svg {box}{wide} role="img">{inside}</svg></div>'
+
+
+def hue(number: int, of: int) -> str:
+    """Return colour `number` of `of` distinct ones."""
+    # A third of a turn from red, the colour of limits; neighbours differ in brightness too.
+    turn = number * 360 / max(1, of)
+    return f"hsl({(turn + 210) % 360:.0f}, 55%, {52 + 8 * (number % 2)}%)"
+
+
+def legend(names: Iterable[tuple[str, str]]) -> str:
+    """Return the legend of the colours."""
+    made = (
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names
+    )
+    return f'<div class="key">{"".join(made)}</div>'

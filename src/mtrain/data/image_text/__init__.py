@@ -1,1 +1,0 @@
-"""Texts with images: records, decoded images, and their samples."""

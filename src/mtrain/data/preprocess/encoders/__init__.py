@@ -1,1 +1,0 @@
-"""Tokenizers of all kinds behind one interface, and faster ways to encode with them."""

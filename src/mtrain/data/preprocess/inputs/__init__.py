@@ -1,1 +1,0 @@
-"""Input files as documents: formats, units of work, records, tables, sentences."""
