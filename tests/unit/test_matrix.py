@@ -49,7 +49,7 @@ def test_matrix_states_fit_or_first_reason() -> None:
     assert found["llama_tiny", "tp2", "bf16", "cpu"] == (True, "")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_matrix_shared_recipes_can_launch(name: str) -> None:
     recipe, problems = read_recipe(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,13 @@ def defaults(kind: str) -> dict[str, Any]:
 
 
 def read(folder: Path, values: dict[str, Any]) -> Imported:
-    file = folder / "config.json"
-    file.write_text(json.dumps(values))
+    return _read(folder / "config.json", json.dumps(values))
+
+
+@cache
+def _read(file: Path, text: str) -> Imported:
+    # each changed key is compared with the same base
+    file.write_text(text)
     return import_config(file)
 
 

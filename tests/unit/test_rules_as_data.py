@@ -158,7 +158,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     """Those of the catalogues, random combinations of what they change, drawn ones, and some with
     files.
     """
-    out: list[RunConfig] = []
+    out: list[UnresolvedRun] = []
     for row in (*ROWS, *OWN_ROWS):
         if not row.text:
             with suppress(ConfigError):  # bad input that no rule reads

@@ -10,9 +10,6 @@ import pytest
 from mtrain.errors import BadEnvironment
 from mtrain.world.launchers import expanded, identity, launched, restarted
 from mtrain.world.rank_env import LAUNCHER, RankEnv
-from tests.support.tables import tables
-
-TABLES = tables("world_launchers")
 
 TORCHRUN = {
     "RANK": "5",
@@ -148,7 +145,29 @@ def test_launchers_tasks_of_one_machine_meet_locally() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "words"),
-    TABLES["contradictions"],
+    [
+        (
+            {**TORCHRUN, "RANK": "8"},
+            "RANK is 8 and WORLD_SIZE is 8: processes are numbered from 0 to 7",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "4"},
+            "LOCAL_RANK is 4 and LOCAL_WORLD_SIZE puts 4 processes on this machine",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
+            "LOCAL_WORLD_SIZE puts 9 processes on this machine and WORLD_SIZE is 8",
+        ),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK is 'five'"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0 in the environment"),
+        (
+            {**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "RANK": "0"},
+            "RANK is 0 and SLURM_PROCID is 5, each of 8",
+        ),
+        ({**MPIRUN, "MASTER_ADDR": ""}, "set MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+    ],
 )
 def test_launchers_contradictions_are_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(BadEnvironment, match=words):
@@ -157,7 +176,46 @@ def test_launchers_contradictions_are_refused(environment: dict[str, str], words
 
 @pytest.mark.parametrize(
     ("environment", "words"),
-    TABLES["of_launchers"],
+    [
+        ({**SRUN, "SLURM_PROCID": "8"}, "SLURM_PROCID is 8 and SLURM_NTASKS is 8: "),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "4"},
+            "SLURM_PROCID is 5 and SLURM_STEP_NUM_TASKS is 4: ",
+        ),
+        ({**SRUN, "SLURM_NTASKS": ""}, "SLURM_PROCID is 5 and SLURM_NTASKS is not set: "),
+        (
+            {**SRUN, "SLURM_LOCALID": "4"},
+            "SLURM_LOCALID is 4 and SLURM_TASKS_PER_NODE puts 4 processes",
+        ),
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_RANK": "8"},
+            "OMPI_COMM_WORLD_RANK is 8 and OMPI_COMM_WORLD_SIZE is 8: ",
+        ),
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "9"},
+            "OMPI_COMM_WORLD_LOCAL_SIZE puts 9 processes",
+        ),
+        (
+            {**FLUX, "FLUX_TASK_LOCAL_ID": "4"},
+            "FLUX_TASK_LOCAL_ID is 4 and FLUX_JOB_NNODES puts 4 processes",
+        ),
+        ({**HYDRA, "PMI_RANK": "8"}, "PMI_RANK is 8 and PMI_SIZE is 8: "),
+        ({**HYDRA, "PMIX_RANK": "9", "PMIX_SIZE": "9"}, "PMIX_RANK is 9 and PMIX_SIZE is 9: "),
+        (
+            {**HYDRA, "MPI_LOCALRANKID": "4"},
+            "MPI_LOCALRANKID is 4 and MPI_LOCALNRANKS puts 4 processes",
+        ),
+        ({**HYDRA, "MPI_LOCALNRANKS": "0"}, "MPI_LOCALNRANKS is 0 in the environment"),
+        (
+            {**POD, "JOB_COMPLETION_INDEX": "4"},
+            "JOB_COMPLETION_INDEX is 4 and JOB_COMPLETIONS is 4: ",
+        ),
+        (
+            {**POD, "JOB_COMPLETIONS": "", "NNODES": "2"},
+            "JOB_COMPLETION_INDEX is 2 and NNODES is 2: ",
+        ),
+        ({**POD, "PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT is 99999: "),
+    ],
 )
 def test_launchers_contradiction_names_launcher_variables(
     environment: dict[str, str], words: str
