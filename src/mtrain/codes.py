@@ -38,7 +38,7 @@ class Code:
     """A sample of the numbers, if no example can make one."""
 
 
-PREDICATES = ("must", "is", "has", "needs")
+PREDICATES = ("must", "is", "has", "needs", "cannot")
 """First words of a cause whose subject is the value: `must be at least 1`."""
 _of_rules: dict[str, Code] = {}
 
@@ -61,7 +61,7 @@ def outside_rules() -> Mapping[str, Code]:
 def sentence(code: str, detail: str) -> str:
     """Return `cannot X because Y (numbers)`: the words of a code, and the detail of a problem."""
     known = _of_rules.get(code) or outside_rules().get(code)
-    if known is None or code == WITHOUT_CODE or detail.startswith("cannot "):
+    if known is None or code == WITHOUT_CODE:
         return detail
     # A rule of a plug-in may word its problems itself.
     if not known.text.startswith("Cannot ") and detail:
@@ -71,6 +71,9 @@ def sentence(code: str, detail: str) -> str:
         return text
     if " because " in text:
         return f"{text} ({detail})"
+    # A cause that says itself what cannot be read.
+    if detail.startswith("cannot ") and not detail.startswith("cannot be "):
+        return detail
     # `ARGUMENT: cause` of a command line, and causes that are predicates, become a sentence.
     named, colon, cause = detail.partition(": ")
     if not colon or " " in named:

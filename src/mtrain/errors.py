@@ -86,8 +86,9 @@ class Problem:
 
     def message(self) -> str:
         """Return `KEY=VALUE: cannot X because Y (numbers). Use A or B.`"""
-        # Without a value, an MT00x problem is of a file that could not be parsed.
-        unread = self.value is None and self.code.startswith("MT00")
+        # Without a value, an MT00x problem is of a file that could not be parsed, and an unknown
+        # key was only named.
+        unread = self.value is None and self.code.startswith(("MT00", "MT012"))
         if not self.path:
             subject = self.source
         elif unread:
