@@ -37,15 +37,9 @@ def weights(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Itera
         yield replace(weight, frozen=weight.name == EMBEDDING)
 
 
-def frozen_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the embedding."""
-    return model.padded_vocab_size * model.hidden_size
-
-
 FAMILY = replace(
     GPT,
     name="frozen_embedding",
     builder="frozen_embedding:chunk",
     weights=weights,
-    frozen_parameters=frozen_parameters,
 )

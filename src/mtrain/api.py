@@ -7,6 +7,10 @@
     folder = api.train(run)
     print(api.generate(folder, ["import "]).texts[0].text)
 
+`load` returns a `Loaded`. Its `raw` is the `UnresolvedRun` that was composed, in which null stands
+for values to derive. Its `run` is the resolved `RunConfig`: ranks, batches, rates and all other
+values that every run needs are set.
+
 Importing this module does not import torch. `train`, `prove` and `generate` start local processes,
 one per rank. Each function raises the errors of `mtrain.errors`, whose `exit_code` is that of the
 verb.
@@ -19,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.loading import configuration
 from mtrain.loading.configuration import Loaded, TooFewDevices
 from mtrain.train.generate.request import Request, Sampling, Texts, Written
@@ -67,7 +71,7 @@ def plan(loaded: Loaded) -> dict[str, Any]:
     except ValueError as error:
         family = loaded.run.model.family
         fix = "a family that can be counted"
-        raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
+        raise ConfigError.of("MT254", "model.family", family, str(error), fix) from None
 
 
 def train(loaded: Loaded) -> Path:

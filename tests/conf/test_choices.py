@@ -12,7 +12,7 @@ from mtrain.config.compose.paths import choices_of_group, conf_dir
 from mtrain.config.compose.yaml_reader import load
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
@@ -120,7 +120,7 @@ def test_choice_model_named_as_its_file(model: str) -> None:
 
 
 def test_choice_published_shape_traps_are_avoided() -> None:
-    def model(name: str) -> RunConfig:
+    def model(name: str) -> UnresolvedRun:
         return compose([f"model={name}"]).run
 
     qwen3 = model("qwen3_0.6b").model

@@ -22,7 +22,6 @@ import pytest
 from mtrain.config.compose.paths import choices_of_group, conf_dir
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError
-from mtrain.models.gpt.count import prediction_parameters
 from mtrain.plan.count import parameters
 from mtrain.recipes.delta import section
 from mtrain.recipes.huggingface.config_file import Json
@@ -156,7 +155,7 @@ def own(m: ModelConfig) -> int:
     tables = 1 if m.tie_word_embeddings else 2
     biases = 0 if m.bert is None else 1
     padding = (m.padded_vocab_size - m.vocab_size) * (tables * m.hidden_size + biases)
-    return parameters(m) - padding - (m.mtp_num_layers or 0) * prediction_parameters(m)
+    return parameters(m.model_copy(update={"mtp_num_layers": None})) - padding
 
 
 @cache

@@ -14,7 +14,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.layout.stages import held_stages
-from mtrain.models.registry import family_of
+from mtrain.models.count import frozen_parameters
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.plan.states import stage_weights
 from tests.support.covering import some
@@ -34,7 +34,7 @@ def trained(run: RunConfig) -> int:
     """Parameters of a run that have a gradient."""
     if run.peft.kind is not None:
         return sum(adapter_parameters(run))
-    return parameters(run.model) - family_of(run.model).frozen_parameters(run.model)
+    return parameters(run.model) - frozen_parameters(run.model)
 
 
 RECIPES = sorted(

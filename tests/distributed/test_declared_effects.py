@@ -19,7 +19,7 @@ from mtrain.config.messages.keys import effect_of, field_of, schema_keys
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply, check, value_at
 from mtrain.config.schema.base import Effect
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.data.store.indexed import IndexedWriter
 from tests.support.chats import CHATML, chats_file, folder_of, turns
 from tests.support.commands import latest
@@ -198,7 +198,7 @@ def values_of(annotation: Any, now: Any) -> Iterator[Any]:
 
 
 @cache
-def raw_of(context: str) -> RunConfig:
+def raw_of(context: str) -> UnresolvedRun:
     return compose(latest(*SMALL.split(), *CONTEXTS[context].split())).run
 
 
@@ -226,11 +226,11 @@ def digest_of(run_json: str) -> str:
     return found
 
 
-def digest(raw: RunConfig) -> str:
+def digest(raw: UnresolvedRun) -> str:
     return digest_of(resolve(raw, LAPTOP).model_dump_json())
 
 
-def accepted(raw: RunConfig, key: str, value: Any) -> RunConfig | None:
+def accepted(raw: UnresolvedRun, key: str, value: Any) -> UnresolvedRun | None:
     """The configuration with another value of a key; None: it is none that runs here."""
     try:
         changed = apply(raw, {key: value})

@@ -176,7 +176,7 @@ def test_device_keys_offload_flags_round_trip() -> None:
     start = "torchrun --nproc-per-node 1 pretrain_gpt.py"
     run = import_texts([(f"{start} {model} {data} {flags}\n", "run.sh")], "offload").run
     assert run.parallel.activation_offload.modules == ("core_attn", "attn_proj")
-    words = " ".join(word for group in export_words(run)[1] for word in group)
+    words = " ".join(word for group in export_words(resolve(run, LAPTOP))[1] for word in group)
     assert "--offload-modules core_attn attn_proj" in words
     again = import_texts([(f"{start} {words}\n", "run.sh")], "offload").run
     assert again.parallel.activation_offload == run.parallel.activation_offload

@@ -14,7 +14,7 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching import prove
 from mtrain.loading.configuration import load
-from mtrain.models.llava.count import frozen_parameters
+from mtrain.models.count import frozen_parameters
 from mtrain.plan.count import parameters
 from tests.support.covering import some
 from tests.support.forked import run_ranks

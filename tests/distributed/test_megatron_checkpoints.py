@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from mtrain.cli.main import main
+from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.megatron import reader as torch_dist_read
 from mtrain.convert.raw_arrays import as_tensor
 from mtrain.errors import ConfigError, CorruptData
 from tests.support import megatron_models as theirs
+from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 
@@ -336,5 +338,6 @@ def test_megatron_checkpoint_export_ends_with_reader_error(tmp_path: Path) -> No
     weights: Any = SimpleNamespace(
         made=lambda: made, found=SimpleNamespace(steps=[step]), of_step=read
     )
+    run = resolve(compose(["model=llama_tiny"]).run, LAPTOP)
     with pytest.raises(CorruptData, match="a hash differs"):
-        export_torch_dist(weights, compose(["model=llama_tiny"]).run, tmp_path, stacked=True)
+        export_torch_dist(weights, run, tmp_path, stacked=True)

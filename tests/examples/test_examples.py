@@ -97,6 +97,22 @@ def test_examples_model_family_plans_less_state(tmp_path: Path) -> None:
         assert stages["frozen_embedding"][part] < stages["gpt"][part]
 
 
+def test_examples_family_with_new_part_is_counted(tmp_path: Path) -> None:
+    env = installed(EXAMPLES / "model_family", tmp_path)
+    totals = {}
+    for model in ("llama_tiny", "ngram_tiny"):
+        words = ("plan", f"model={model}", "data=mock", "parallel=single", "--json")
+        totals[model] = json.loads(run(*words, cwd=tmp_path, env=env))["parameters"]["total"]
+    assert totals["ngram_tiny"] - totals["llama_tiny"] == 2 * 16384 * 256
+
+
+@pytest.mark.full
+def test_examples_family_with_new_part_is_proven(tmp_path: Path) -> None:
+    env = installed(EXAMPLES / "model_family", tmp_path)
+    output = run("prove", "model=ngram_tiny", "data=mock", "parallel=tp2sp", cwd=tmp_path, env=env)
+    assert "proven: the layout computes what one rank computes" in output
+
+
 @pytest.mark.full
 def test_examples_device_trains_two_ranks(tmp_path: Path) -> None:
     packages = tmp_path / "packages"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain.models.gpt.count import parameters
+from mtrain.models.count import parameters
 from mtrain.models.gpt.hf import TABLES
 from tests.parity_hf import hf_reference
 from tests.parity_hf.compare import Case, Result, compare, half_precision_errors, imported

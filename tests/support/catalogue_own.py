@@ -26,7 +26,7 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "trainer=smok", "MT011", "trainer", "smoke"),
     bad(0, "+optim.beta1=0.8", "MT010", "", "is set already, at conf/optim/adamw.yaml"),
     bad(0, "+optim=adamw", "MT010", "optim", "one choice of optim already"),
-    bad(0, "~trainer.profile_step", "MT010", "", "nothing to take away"),
+    bad(0, "~trainer.profile_step", "MT010", "", "nothing to delete"),
     bad(0, "optim/lr=0.01", "MT010", "", "part of the choice's name"),
     bad(0, "optim.lr@x=0.01", "MT010", "", "no packages"),
     bad(0, "optim:lr=0.01", "MT010", "", "no packages"),

@@ -18,7 +18,7 @@ from mtrain.config.compose.grammar import parse_value
 from mtrain.config.messages.suggestions import CHOOSING
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import apply, check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 from tests.support.patience import slowness
 
@@ -56,10 +56,10 @@ def within_a_second() -> Iterator[None]:
     assert SECONDS[-1] <= min(slowness(), 2.0), f"{SECONDS[-1]:.2f} CPU s"
 
 
-def tiny(**changes: Any) -> RunConfig:
+def tiny(**changes: Any) -> UnresolvedRun:
     """Return the small run with dotted keys changed; `__` stands for the dot."""
     return apply(
-        RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()}
+        UnresolvedRun.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()}
     )
 
 
@@ -70,12 +70,12 @@ def refusals(*words: str) -> list[Problem]:
     return list(caught.value.problems)
 
 
-def validate(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
+def validate(raw: UnresolvedRun, machine: Machine = LAPTOP) -> list[Problem]:
     """Return the findings of the rules about `raw` on `machine`."""
     return check(resolve(raw, machine), raw=raw, resolve=lambda run: resolve(run, machine))
 
 
-def errors(raw: RunConfig, machine: Machine = LAPTOP) -> list[Problem]:
+def errors(raw: UnresolvedRun, machine: Machine = LAPTOP) -> list[Problem]:
     """Return the errors only."""
     return [problem for problem in validate(raw, machine) if problem.severity == "error"]
 

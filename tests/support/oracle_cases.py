@@ -19,7 +19,7 @@ from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem, show
 from tests.support.configs import LAPTOP, errors, first_fix
 
@@ -222,7 +222,7 @@ AXES = (
 class Drawn:
     """One configuration with its differences from the base."""
 
-    raw: RunConfig
+    raw: UnresolvedRun
 
     @property
     def words(self) -> str:
@@ -235,7 +235,7 @@ class Drawn:
             "model.mla": m.mla and MLA,
             "model.bert": m.bert and OWN,
         }
-        base = apply(RunConfig.model_validate(BASE), sections).flat()
+        base = apply(UnresolvedRun.model_validate(BASE), sections).flat()
         there = [name.removeprefix("model.") for name, section in sections.items() if section]
         changed = [
             f"{k}={show(v)}".replace(" ", "")
@@ -322,8 +322,10 @@ def draw(rng: random.Random, max_ranks: int) -> Drawn:
             return Drawn(raw)
 
 
-def _scattered(rng: random.Random, table: dict[str, tuple[Any, ...]], max_ranks: int) -> RunConfig:
-    raw = apply(RunConfig.model_validate(BASE), rng.choice(FAMILIES))
+def _scattered(
+    rng: random.Random, table: dict[str, tuple[Any, ...]], max_ranks: int
+) -> UnresolvedRun:
+    raw = apply(UnresolvedRun.model_validate(BASE), rng.choice(FAMILIES))
     layout = [f"parallel.{axis}" for axis in AXES]
     for key in [
         *rng.sample(layout, rng.randint(1, 6)),
@@ -336,7 +338,9 @@ def _scattered(rng: random.Random, table: dict[str, tuple[Any, ...]], max_ranks:
     return raw
 
 
-def _changed(raw: RunConfig, rng: random.Random, table: dict[str, tuple[Any, ...]]) -> RunConfig:
+def _changed(
+    raw: UnresolvedRun, rng: random.Random, table: dict[str, tuple[Any, ...]]
+) -> UnresolvedRun:
     """Return `raw` with one key of its sections set to any value."""
     while True:
         key = rng.choice(sorted(table))
@@ -345,7 +349,7 @@ def _changed(raw: RunConfig, rng: random.Random, table: dict[str, tuple[Any, ...
             return changed
 
 
-def _with(raw: RunConfig, key: str, value: Any) -> RunConfig:
+def _with(raw: UnresolvedRun, key: str, value: Any) -> UnresolvedRun:
     """Return `raw` with a key set, or unchanged if the section is null or the schema refuses."""
     try:
         return apply(raw, {key: value})
@@ -353,7 +357,7 @@ def _with(raw: RunConfig, key: str, value: Any) -> RunConfig:
         return raw
 
 
-def _repaired(raw: RunConfig) -> RunConfig | None:
+def _repaired(raw: UnresolvedRun) -> UnresolvedRun | None:
     """Return `raw` with first fixes applied until `check` accepts it; None if that takes
     too many.
     """
@@ -369,7 +373,7 @@ def _repaired(raw: RunConfig) -> RunConfig | None:
     return None
 
 
-def _quiet(raw: RunConfig) -> RunConfig:
+def _quiet(raw: UnresolvedRun) -> UnresolvedRun:
     """Return `raw` with every key without effect switched off."""
     for key in CONDITIONAL:
         if key.value(raw) != key.off and not key.active(raw):
@@ -377,6 +381,6 @@ def _quiet(raw: RunConfig) -> RunConfig:
     return raw
 
 
-def _ranks(raw: RunConfig) -> int | None:
+def _ranks(raw: UnresolvedRun) -> int | None:
     """Return the number of ranks that a configuration would start on this machine."""
     return resolve(raw, LAPTOP).parallel.ranks

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from mtrain.config.engine.kernels import OPERATIONS, update_obstacle
-from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.cluster import ClusterConfig
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.data import UnresolvedData
 from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.schema.optim import OptimConfig
-from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import TrainerConfig
+from mtrain.config.schema.optim import UnresolvedOptim
+from mtrain.config.schema.parallel import UnresolvedParallel
+from mtrain.config.schema.precision import UnresolvedPrecision
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
+from mtrain.config.schema.trainer import UnresolvedTrainer
 from tests.support.forked import run_ranks
 
 TINY: dict[str, Any] = {
@@ -51,25 +50,24 @@ def tiny_run(
 
     `kernel` is `kernels.optimizer`.
     """
-    degrees = ParallelConfig(**({"ranks": 1} | parallel))
-    optimizer = OptimConfig(**(SCHEDULE | (optim or {})))
+    degrees = UnresolvedParallel(**({"ranks": 1} | parallel))
+    optimizer = UnresolvedOptim(**(SCHEDULE | (optim or {})))
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
-    run = RunConfig(
+    run = UnresolvedRun(
         model=ModelConfig(**(TINY | (model or {}))),
         parallel=degrees,
-        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
-        data=DataConfig(kind="mock", seq_length=32),
+        precision=UnresolvedPrecision(dtype=dtype),  # type: ignore[arg-type]
+        data=UnresolvedData(kind="mock", seq_length=32),
         optim=optimizer,
         cluster=ClusterConfig(device="cpu", devices_per_node=degrees.ranks),
         kernels=KernelsConfig(**PLAIN, optimizer=kernel or "torch"),
-        trainer=TrainerConfig(**(batch | (trainer or {}))),
+        trainer=UnresolvedTrainer(**(batch | (trainer or {}))),
     )
-    if kernel is None and update_obstacle("torch", run) is not None:
-        run = run.model_copy(
-            update={"kernels": run.kernels.model_copy(update={"optimizer": "reference"})}
-        )
-    section = OPTIMIZERS[optimizer.name].section
-    return run if section is None else resolve(run, Machine(cpu_cores=1, memory_bytes=0))
+    resolved = resolve(run, Machine(cpu_cores=1, memory_bytes=0))
+    if kernel is None and update_obstacle("torch", resolved) is not None:
+        kernels = resolved.kernels.model_copy(update={"optimizer": "reference"})
+        return resolved.model_copy(update={"kernels": kernels})
+    return resolved
 
 
 def train_steps(

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from mtrain.config.resolve.conditional import CONDITIONAL
 from mtrain.config.rules import apply
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "parallel.pipeline_layout": st.sampled_from(
@@ -27,14 +27,16 @@ PATHS = st.text(alphabet="abcXYZ019 _-./'\"$\\#=&|;~{}*é", min_size=1, max_size
 )
 
 
-def runs() -> st.SearchStrategy[RunConfig]:
+def runs() -> st.SearchStrategy[UnresolvedRun]:
     """Return a strategy for whole configurations that the schema accepts; keys without effect are
     off.
     """
-    return _section(RunConfig, "").map(lambda values: _quiet(RunConfig.model_validate(values)))
+    return _section(UnresolvedRun, "").map(
+        lambda values: _quiet(UnresolvedRun.model_validate(values))
+    )
 
 
-def _quiet(run: RunConfig) -> RunConfig:
+def _quiet(run: UnresolvedRun) -> UnresolvedRun:
     for key in CONDITIONAL:
         if key.value(run) != key.off and not key.active(run):
             run = apply(run, {key.path: key.off})

@@ -78,8 +78,8 @@ def test_batches_indivisible_step_is_refused() -> None:
 
 
 def test_batches_gpt3_ramp_counts_tokens() -> None:
-    run = tiny(trainer__batch_size_schedule=[[4, 2000], [8, 4000]], data__seq_length=128)
-    plan = stages(run)
+    raw = tiny(trainer__batch_size_schedule=[[4, 2000], [8, 4000]], data__seq_length=128)
+    plan = stages(resolve(raw, LAPTOP))
     assert plan == (Stage(0, 4), Stage(16, 8), Stage(32, 16))
     assert counted(plan, 10) == [(4, 4), (2, 8), (4, 16)]
 

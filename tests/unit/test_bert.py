@@ -14,11 +14,12 @@ from mtrain.api import load
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
 from mtrain.config.families import limits
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.errors import ConfigError
-from mtrain.models.bert import count
+from mtrain.models.bert import family
 from mtrain.models.bert.config import BertConfig
 from mtrain.models.bert.data import collator
 from mtrain.plan.count import parameters
@@ -36,7 +37,7 @@ def _batches(
     part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any
 ) -> Any:
     """The steps of one rank over synthetic tokens of which none is a special one."""
-    run = compose(
+    raw = compose(
         [
             "model=bert_tiny",
             "data=mock",
@@ -45,8 +46,8 @@ def _batches(
             "parallel=single",
         ]
     ).run
-    model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**(IDS | bert))})
-    run = run.model_copy(update={"model": model})
+    model = raw.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**(IDS | bert))})
+    run = resolve(raw.model_copy(update={"model": model}), LAPTOP)
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
     made = collator(run, splits, part)
     return GlobalBatches(getattr(splits, part), batch, micro, 0, 1, made)
@@ -156,9 +157,11 @@ def test_bert_published_count_excludes_padding(name: str, published: int) -> Non
 
 def test_bert_counts_attention_to_both_sides() -> None:
     m = compose(["model=bert_base"]).run.model
-    twice = count.flops_per_token(m, 512) - count.flops_per_token(m, 256)
+    twice = family.flops_per_token(m, 512) - family.flops_per_token(m, 256)
     assert twice == 12.0 * 12 * 768 * 256
-    assert count.flops_per_token(m, 512, causal=True) == count.flops_per_token(m, 512, causal=False)
+    assert family.flops_per_token(m, 512, causal=True) == family.flops_per_token(
+        m, 512, causal=False
+    )
 
 
 ODD: dict[str, Any] = {

@@ -63,7 +63,7 @@ WRONG_VALUES = "MT012", "MT013", "MT014"
 
 def is_for_a_person(problem: Problem) -> bool:
     """Tell if only somebody can say what is to stand there: a file, or which of the choices."""
-    words = problem.fix.startswith(("python launch.py choices", "say again what is to stay"))
+    words = problem.fix.startswith(("python launch.py choices", "set again the values to keep"))
     return words or "there is no such file or folder" in problem.rule
 
 

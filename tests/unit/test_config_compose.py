@@ -144,7 +144,7 @@ def test_compose_value_over_choice_is_no_repetition(argv: list[str]) -> None:
 @pytest.mark.parametrize("base", ["recipe", "run"])
 def test_compose_empty_file_is_refused(tmp_path: Path, text: str, base: str) -> None:
     (tmp_path / "nothing.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="the file says nothing"):
+    with pytest.raises(ConfigError, match="the file is empty"):
         compose([f"{base}={tmp_path / 'nothing.yaml'}"])
 
 
@@ -228,7 +228,7 @@ def test_compose_reports_every_problem() -> None:
         ("+model.num_layers=2", "without the + it is replaced"),
         ("+model=llama_tiny", "without the + it is replaced"),
         ("++model=llama_tiny", "without the ++ it is replaced"),
-        ("~model.moe.num_experts", "nothing to take away"),
+        ("~model.moe.num_experts", "nothing to delete"),
         ("~hydra.run.dir", "no such key"),
         ("+++optim.lr=1", "begins with"),
         ("hydra.run.dir=/tmp/x", "Hydra"),

@@ -12,7 +12,6 @@ from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.defaults import nearest_gpt3
 from mtrain.config.resolve.resolution import Machine, resolve
-from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import active_parameters
 from tests.support.configs import LAPTOP, tiny
 
@@ -244,7 +243,7 @@ def test_config_defaults_cluster_is_devices_times_nodes() -> None:
         base, x, devices = name.rpartition("x")
         if not x or not devices.isdigit():
             continue
-        found: RunConfig = compose([f"cluster={name}"]).run
+        found = compose([f"cluster={name}"]).run
         c = found.cluster
         assert c.nodes * (c.devices_per_node or 0) == int(devices)
         same = compose([f"cluster={base}", f"cluster.nodes={c.nodes}"]).run.cluster

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.resolve.stages import Stage, parse_pipeline_layout, stages
 from mtrain.config.rules import apply
 from mtrain.layout.stages import embedding_stages, held_stages
-from tests.support.configs import tiny
+from tests.support.configs import LAPTOP, tiny
 
 
 def test_stages_deepseek_v3_layout_reads_as_megatron() -> None:
@@ -29,7 +32,7 @@ def test_stages_deepseek_v3_layout_reads_as_megatron() -> None:
         ("Et|t", "L .loss. stands 0 times"),
         ("tE|tL", "E must be the first"),
         ("Et|Lt", "L the last of the last"),
-        ("Em|tL", "behind an m"),
+        ("Em|tL", "follows an m"),
         ("Et|m|mL", "all m must be in one stage"),
         ("Et|xL", "cannot read 'x'"),
         ("Et*|L", "cannot read '\\*'"),
@@ -46,14 +49,12 @@ def test_stages_impossible_layout_states_reason(text: str, what: str) -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
 def test_stages_sizes_and_layout_are_equivalent(sizes: list[int]) -> None:
     text = "|".join("t" * n for n in sizes)
-    run = apply(
-        tiny(),
-        {
-            "model.num_layers": sum(sizes),
-            "parallel.pp": len(sizes),
-            "parallel.layers_per_stage": sizes,
-        },
-    )
+    keys = {
+        "model.num_layers": sum(sizes),
+        "parallel.pp": len(sizes),
+        "parallel.layers_per_stage": sizes,
+    }
+    run = resolve(apply(tiny(), keys), LAPTOP)
     assert stages(run) == parse_pipeline_layout(f"E{text}L")
 
 
@@ -61,7 +62,8 @@ def test_stages_embedding_and_loss_replace_a_layer() -> None:
     keys = {
         f"parallel.account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")
     }
-    run = apply(tiny(), {"model.num_layers": 14, "parallel.pp": 4, "parallel.vpp": 2, **keys})
+    sizes = {"model.num_layers": 14, "parallel.pp": 4, "parallel.vpp": 2}
+    run = resolve(apply(tiny(), {**sizes, **keys}), LAPTOP)
     assert [len(stage.layers) for stage in stages(run)] == [1, 2, 2, 2, 2, 2, 2, 1]
     assert [[len(s.layers) for s in held] for held in held_stages(run)] == [
         [1, 2],
@@ -71,9 +73,13 @@ def test_stages_embedding_and_loss_replace_a_layer() -> None:
     ]
 
 
+def _embeddings(keys: dict[str, Any]) -> list[int]:
+    return embedding_stages(resolve(apply(tiny(), keys), LAPTOP))
+
+
 def test_stages_middle_mtp_shares_embedding() -> None:
-    keys = {"model.num_layers": 5, "parallel.pp": 4, "model.mtp_num_layers": 1}
-    run = apply(tiny(), {**keys, "parallel.pipeline_layout": "Ett|ttt|m|L"})
-    assert embedding_stages(run) == [0, 2]
-    assert embedding_stages(apply(run, {"model.tie_word_embeddings": True})) == [0, 2, 3]
-    assert embedding_stages(apply(tiny(), {"parallel.pp": 4})) == [0, 3]
+    keys: dict[str, Any] = {"model.num_layers": 5, "parallel.pp": 4, "model.mtp_num_layers": 1}
+    keys["parallel.pipeline_layout"] = "Ett|ttt|m|L"
+    assert _embeddings(keys) == [0, 2]
+    assert _embeddings({**keys, "model.tie_word_embeddings": True}) == [0, 2, 3]
+    assert _embeddings({"parallel.pp": 4}) == [0, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mtrain.config.engine.core_fields import feeds, transformer_values
@@ -10,6 +12,10 @@ from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, MOE, tiny
 
 MLA = {"kv_lora_rank": 32, "rope_type": "yarn"}
+
+
+def _feeds(**changes: Any) -> dict[str, list[str]]:
+    return feeds(resolve(tiny(**changes), LAPTOP))
 
 
 @pytest.mark.parametrize(
@@ -29,26 +35,26 @@ MLA = {"kv_lora_rank": 32, "rope_type": "yarn"}
     ],
 )
 def test_core_fields_key_feeds_its_readers(key: str, field: str) -> None:
-    assert field in feeds(tiny())[key]
+    assert field in _feeds()[key]
 
 
 def test_core_fields_own_key_feeds_nothing() -> None:
-    found = feeds(tiny())
+    found = _feeds()
     for key in ("data.path", "trainer.seed", "log.interval", "cluster.nodes"):
         assert key not in found
 
 
 def test_core_fields_moe_and_mla_feed_their_place() -> None:
-    assert "model.moe.router_topk" not in feeds(tiny())
-    experts = feeds(tiny(model__moe=MOE))
+    assert "model.moe.router_topk" not in _feeds()
+    experts = _feeds(model__moe=MOE)
     assert experts["model.moe.router_topk"] == ["TransformerConfig.moe_router_topk"]
-    latent = feeds(tiny(model__mla=MLA, model__num_query_groups=None))
+    latent = _feeds(model__mla=MLA, model__num_query_groups=None)
     assert latent["model.mla.mscale"] == ["MLATransformerConfig.mscale"]
 
 
 def test_core_fields_only_schema_keys_are_found() -> None:
-    both = tiny(model__moe=MOE, model__mla=MLA, model__num_query_groups=None)
-    assert feeds(both).keys() <= schema_keys().keys()
+    both = _feeds(model__moe=MOE, model__mla=MLA, model__num_query_groups=None)
+    assert both.keys() <= schema_keys().keys()
 
 
 def test_core_fields_rope_scaling_is_passed_on_request() -> None:

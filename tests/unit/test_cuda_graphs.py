@@ -170,7 +170,7 @@ def test_cuda_graphs_flags_of_every_release_are_read(flags: str, impl: str, modu
     run = import_texts([(f"{SCRIPT} {flags}\n", "run.sh")], "graphs").run
     assert run.trainer.cuda_graph_impl == impl
     assert run.trainer.cuda_graph_modules == (("attn", "moe_router") if modules else None)
-    words = [word for group in export_words(run)[1] for word in group]
+    words = [word for group in export_words(resolve(run, LAPTOP))[1] for word in group]
     again = import_texts(
         [(f"torchrun --nproc-per-node 1 pretrain_gpt.py {' '.join(words)}\n", "run.sh")], "graphs"
     ).run

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mtrain.cli.main import main
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
@@ -26,7 +27,7 @@ from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
 from mtrain.errors import ConfigError
 from mtrain.recipes.megatron.exporter import export_script
 from mtrain.recipes.megatron.importer import import_texts
-from tests.support.configs import errors, first_fix, tiny
+from tests.support.configs import LAPTOP, errors, first_fix, tiny
 
 L = 8
 STEP = 10_000
@@ -175,7 +176,8 @@ def test_blend_impossible_has_a_working_fix(
 @pytest.mark.parametrize("weights", [None, [0.7, 0.2, 0.1], [3.0, 1.0, 1.0]])
 def test_blend_flag_round_trips(weights: list[float] | None, prefixes: list[str]) -> None:
     change = {"data.kind": "indexed", "data.blend": prefixes, "data.blend_weights": weights}
-    text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
+    raw = apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change)
+    text = export_script(resolve(raw, LAPTOP))
     back = import_texts([(text, "s.sh")], "s").run.data
     assert (list(back.blend or ()), back.path) == (prefixes, None)
     assert (None if back.blend_weights is None else list(back.blend_weights)) == weights
@@ -379,7 +381,8 @@ def test_blend_split_flags_round_trip(prefixes: list[str]) -> None:
     change: dict[str, object] = {"data.kind": "indexed", "data.path": prefixes[0]}
     change |= {"data.validation_blend": prefixes[1:]}
     change |= {"data.validation_weights": [1.0, 2.0]}
-    text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
+    raw = apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change)
+    text = export_script(resolve(raw, LAPTOP))
     back = import_texts([(text, "s.sh")], "s").run.data
     assert (back.path, list(back.validation_blend or ()), back.test_blend) == (
         prefixes[0],

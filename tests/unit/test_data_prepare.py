@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def config(folder: Path, **more: object) -> DataConfig:
     values = {
         "path": str(folder),
+        "kind": "text",
         "cache_dir": str(folder.parent / "cache"),
         "tokenizer_vocab_size": 500,
     }
@@ -141,7 +142,7 @@ def test_prepare_pieces_make_the_text(text: str) -> None:
 
 
 def test_prepare_standard_library_excludes_its_tests() -> None:
-    corpus = open_corpus(DataConfig())
+    corpus = open_corpus(DataConfig(kind="text", seq_length=16))
     names = {file.name for file in corpus.files}
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= names
     assert not any(
@@ -216,7 +217,7 @@ from mtrain.data.text import tokenizer as bpe
 from mtrain.config.schema.data import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
 cache = os.path.dirname(folder) + "/cache"
-data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
+data = DataConfig(kind='text', path=folder, cache_dir=cache, tokenizer_vocab_size=500,
                   seq_length=16, split=(0.7, 0.2, 0.1))
 def hang():
     open(mark, "w").close()
@@ -277,8 +278,11 @@ import os, signal, sys
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.text.tokenize import prepare
 cache = sys.argv[1] + "/../cache"
-first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
-                 for size in (300, 400))
+first, second = (
+    DataConfig(kind='text', path=sys.argv[1], cache_dir=cache, seq_length=16,
+               tokenizer_vocab_size=size)
+    for size in (300, 400)
+)
 prepare(first)
 if (pid := os.fork()) == 0:
     signal.alarm(30)
@@ -404,7 +408,10 @@ def test_prepare_given_files_report_every_problem(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
         writer.add(np.arange(9))
     data = DataConfig(
-        kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json")
+        kind="indexed",
+        seq_length=16,
+        path=str(tmp_path / "wika"),
+        tokenizer=str(tmp_path / "none.json"),
     )
     with pytest.raises(ConfigError) as caught:
         prepare(data)
@@ -416,11 +423,10 @@ def test_prepare_given_files_report_every_problem(tmp_path: Path) -> None:
         refused(data.model_copy(update={"path": f"{tmp_path}/wiki.bin", "tokenizer": None})).fix
         == f"data.path={tmp_path / 'wiki'}"
     )
-    assert refused(DataConfig(kind="indexed")).path == "data.path"
+    assert refused(data.model_copy(update={"path": None, "tokenizer": None})).path == "data.path"
     (tmp_path / "wiki.bin").unlink()
-    assert (
-        "no file wiki.bin in" in refused(DataConfig(kind="indexed", path=f"{tmp_path}/wiki")).rule
-    )
+    missing = data.model_copy(update={"path": f"{tmp_path}/wiki", "tokenizer": None})
+    assert "no file wiki.bin in" in refused(missing).rule
 
 
 def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
@@ -428,9 +434,8 @@ def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
     for value in (1, 2):
         with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
             writer.add(np.full(5000, value))
-        prints.append(
-            prepare(DataConfig(kind="indexed", path=str(tmp_path / "a"))).meta["fingerprint"]
-        )
+        data = DataConfig(kind="indexed", seq_length=16, path=str(tmp_path / "a"))
+        prints.append(prepare(data).meta["fingerprint"])
     assert prints[0] != prints[1]
 
 
@@ -470,7 +475,7 @@ def test_prepare_imports_no_torch(folder: Path) -> None:
 import sys
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare
-data = DataConfig(kind='mock')
+data = DataConfig(kind='mock', seq_length=16)
 open_splits(data, 99, 1, prepare(data))
 assert not {'torch', 'tokenizers'} & set(sys.modules)
 """

@@ -15,6 +15,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.grammar import parse_value
 from mtrain.config.messages.codes import codes
 from mtrain.config.messages.keys import is_content
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching.resume import weights_of
 from tests.support.commands import mtrain
@@ -183,7 +184,7 @@ def test_fixes_keep_missing_checkpoint_is_not_random(folder: Path) -> None:
     (folder / "began").mkdir()
     (folder / "began" / "run.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
-        weights_of(compose(["checkpoint.init_from=began"]).run)
+        weights_of(resolve(compose(["checkpoint.init_from=began"]).run, LAPTOP))
     (problem,) = caught.value.problems
     assert problem.code == "MT502"
     assert "null" not in problem.fix

@@ -236,7 +236,7 @@ def test_image_text_emptied_text_is_padding(tmp_path: Path) -> None:
 def test_image_text_folder_has_one_record_file(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}\n")
-    with pytest.raises(ConfigError, match="one says which text"):
+    with pytest.raises(ConfigError, match="one must tell which text"):
         prepare(data_of(tmp_path, path=str(tmp_path)), lambda note: None)
 
 

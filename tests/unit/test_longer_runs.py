@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mtrain.config.resolve.rates import goes_on_alike, new_curve, rate
+from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
-from tests.support.configs import tiny
+from tests.support.configs import LAPTOP, tiny
 
 
 def _run(steps: int, **optim: Any) -> RunConfig:
@@ -18,7 +19,7 @@ def _run(steps: int, **optim: Any) -> RunConfig:
         f"optim__{key}": value
         for key, value in {"lr": 1e-2, "min_lr": 1e-3, "warmup_iters": 2, **optim}.items()
     }
-    return tiny(trainer__train_iters=steps, **changes)
+    return resolve(tiny(trainer__train_iters=steps, **changes), LAPTOP)
 
 
 def test_longer_runs_rates_equal_logged() -> None:

@@ -267,5 +267,5 @@ def test_fixes_group_file_naming_missing_one_is_explained(
     monkeypatch.setattr(paths, "conf_dir", lambda: tmp_path / "conf")
     (tmp_path / "conf/optim/mine.yaml").write_text("defaults: [nowhere]\nlr: 1e-3\n")
     (problem,) = validated("optim=mine")
-    assert "optim/nowhere is named, and is not there" in problem.rule
+    assert "optim/nowhere is listed, and there is no such file" in problem.rule
     assert not THEIRS.search(problem.rule)

@@ -1,16 +1,21 @@
 """Parameter and operation counts against published figures."""
 
+from typing import Any
+
 import pytest
 
 from mtrain.api import load
 from mtrain.config.compose.composer import compose
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.resolve.resolution import resolve
+from mtrain.config.schema.data import UnresolvedData
 from mtrain.config.schema.model import ModelConfig, MoEConfig
-from mtrain.config.schema.optim import OptimConfig
-from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.optim import UnresolvedOptim
+from mtrain.config.schema.parallel import UnresolvedParallel
+from mtrain.config.schema.precision import UnresolvedPrecision
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.layout.stages import held_stages
+from mtrain.models.count import Counts, counts
+from mtrain.models.weights import Weight
 from mtrain.plan import count
 from mtrain.plan.weights import stage_weights
 from tests.support.configs import LAPTOP
@@ -44,11 +49,36 @@ def test_plan_count_llama3_8b_flops_at_8192_tokens(causal: bool, gflops: float) 
     )
 
 
-@pytest.mark.parametrize("words", ["model=gpt_oss_tiny model.mtp_num_layers=2", "model=glm45_tiny"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=gpt_oss_tiny model.mtp_num_layers=2",
+        "model=glm45_tiny",
+        "model=deepseek_tiny",
+        "model=nemotron_h_tiny",
+        "model=t5_tiny model.t5.decoder_layers=5",
+        "model=t5_tiny",
+    ],
+)
 def test_plan_count_parameters_equal_weights(words: str) -> None:
     run = load([*words.split(), "parallel=single", "data=mock"], LAPTOP, {}).run
     assert count.parameters(run.model) == sum(
         weight.numel for weight in stage_weights(run, held_stages(run)[0][0])
+    )
+
+
+def resolved(**sections: Any) -> RunConfig:
+    return resolve(UnresolvedRun(**sections), LAPTOP)
+
+
+def test_plan_count_frozen_experts_are_all_frozen() -> None:
+    model = compose(["model=mixtral_tiny"]).run.model
+    assert model.moe is not None
+    number = model.moe.num_experts
+    chosen = model.moe.router_topk
+    weights = [Weight("expert", (3, 5), "experts", frozen=True), Weight("norm", (7,), "norm")]
+    assert counts(weights, model) == Counts(
+        number * 15 + 7, chosen * 15 + 7, number * 15, number * 15
     )
 
 
@@ -59,14 +89,14 @@ def test_plan_count_tying_saves_one_embedding_only() -> None:
 
 
 def test_plan_count_fp32_state_is_16_bytes() -> None:
-    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1))
+    run = resolved(model=LLAMA3_8B, parallel=UnresolvedParallel(ranks=1))
     assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
 
 
 def test_plan_count_distributed_optimizer_keeps_moments_once() -> None:
-    whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
-    spread = RunConfig(
-        model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True)
+    whole = resolved(model=LLAMA3_8B, parallel=UnresolvedParallel(ranks=4))
+    spread = resolved(
+        model=LLAMA3_8B, parallel=UnresolvedParallel(ranks=4, distributed_optimizer=True)
     )
     assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(
         LLAMA3_8B
@@ -74,10 +104,12 @@ def test_plan_count_distributed_optimizer_keeps_moments_once() -> None:
 
 
 def test_plan_count_low_precision_state_is_10_bytes() -> None:
-    optim = OptimConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True)
-    precision = PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
-    run = RunConfig(
-        model=LLAMA3_8B, parallel=ParallelConfig(ranks=1), optim=optim, precision=precision
+    optim = UnresolvedOptim(
+        exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True
+    )
+    precision = UnresolvedPrecision(dtype="bf16", grad_reduce_in_fp32=False)
+    run = resolved(
+        model=LLAMA3_8B, parallel=UnresolvedParallel(ranks=1), optim=optim, precision=precision
     )
     assert count.state_bytes(run) == 10 * count.parameters(LLAMA3_8B)
 
@@ -85,8 +117,8 @@ def test_plan_count_low_precision_state_is_10_bytes() -> None:
 def test_plan_count_expert_parallelism_spreads_experts_only() -> None:
     moe = MoEConfig(num_experts=8, ffn_hidden_size=14336)
     model = LLAMA3_8B.model_copy(update={"moe": moe})
-    one = RunConfig(model=model, parallel=ParallelConfig(ranks=8))
-    spread = RunConfig(model=model, parallel=ParallelConfig(ranks=8, ep=8))
+    one = resolved(model=model, parallel=UnresolvedParallel(ranks=8))
+    spread = resolved(model=model, parallel=UnresolvedParallel(ranks=8, ep=8))
     experts = count.expert_parameters(model)
     assert experts == 32 * 8 * 3 * 4096 * 14336
     assert count.state_bytes(one) - count.state_bytes(spread) == 16 * 7 * experts
@@ -94,15 +126,15 @@ def test_plan_count_expert_parallelism_spreads_experts_only() -> None:
 
 
 def test_plan_count_fsdp_keeps_everything_once() -> None:
-    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=8, fsdp="megatron"))
+    run = resolved(model=LLAMA3_8B, parallel=UnresolvedParallel(ranks=8, fsdp="megatron"))
     assert count.state_bytes(run) == 16 * count.parameters(LLAMA3_8B)
 
 
 def test_plan_count_interleaved_stages_take_turns() -> None:
-    run = RunConfig(
+    run = resolved(
         model=LLAMA3_8B.model_copy(update={"num_layers": 8}),
-        parallel=ParallelConfig(pp=2, vpp=2),
-        data=DataConfig(),
+        parallel=UnresolvedParallel(pp=2, vpp=2),
+        data=UnresolvedData(),
     )
     held = [[stage.layers for stage in stages] for stages in held_stages(run)]
     assert held == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]

@@ -12,7 +12,8 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.layout.stages import held_stages
-from mtrain.models.gpt.count import latent_attention
+from mtrain.models.count import ALONE
+from mtrain.models.gpt.weights import latent
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.states import rank_states
 from mtrain.plan.time import step_time
@@ -167,4 +168,6 @@ def test_plan_time_projection_bias_is_counted() -> None:
     with_biases, without = (
         run_of(f"{words} model.add_bias_linear={word}").model for word in ("true", "false")
     )
-    assert latent_attention(with_biases) - latent_attention(without) == with_biases.hidden_size
+    biases = {w.name: w.numel for w in latent(with_biases, ALONE, "") if w.name.endswith("bias")}
+    assert not any(w.name.endswith("bias") for w in latent(without, ALONE, ""))
+    assert sum(biases.values()) == with_biases.hidden_size

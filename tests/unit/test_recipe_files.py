@@ -388,7 +388,7 @@ def test_recipe_edited_lock_does_not_run(run: Run, tmp_path: Path) -> None:
         (text.replace("interval: 10", "interval: 11"), "content"),
         (text + "# a remark\n", "content"),
         (text.replace(digest, "# digest: a"), "digest"),
-        (text.replace(digest + "\n", ""), "does not say digest"),
+        (text.replace(digest + "\n", ""), "lacks digest"),
     ):
         (tmp_path / "t.yaml").write_text(changed)
         code, _, err = run("check", "run=t.yaml")

@@ -9,7 +9,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import resolve
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.recipes.delta import unequal
 from mtrain.recipes.imported import MARK
 from mtrain.recipes.megatron.exporter import export_script
@@ -37,7 +37,7 @@ def resolved(*argv: str) -> RunConfig:
     return resolve(compose(argv).run, LAPTOP)
 
 
-def back(text: str) -> RunConfig:
+def back(text: str) -> UnresolvedRun:
     return import_texts([(text, "export.sh")], "imported").run
 
 
@@ -178,8 +178,8 @@ def test_identity_alternative_flags_round_trip(words: str) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(runs())
-@example(RunConfig.model_validate(compose([]).run.to_dict() | {"recipe": {}}))
-def test_identity_random_config_round_trips(run: RunConfig) -> None:
+@example(UnresolvedRun.model_validate(compose([]).run.to_dict() | {"recipe": {}}))
+def test_identity_random_config_round_trips(run: UnresolvedRun) -> None:
     text = export_script(run)
     assert unequal(_with_ranks(back(text), run), run) == [], text
 
@@ -215,7 +215,7 @@ def test_identity_dynamic_cp_has_own_flags() -> None:
     assert not any(key.startswith("parallel.") for key in marked(text))
 
 
-def _with_ranks(run: RunConfig, wanted: RunConfig) -> RunConfig:
+def _with_ranks(run: UnresolvedRun, wanted: UnresolvedRun) -> UnresolvedRun:
     """Ranks that follow from the machines are left null by the import."""
     per_node = run.cluster.devices_per_node
     if (

@@ -10,10 +10,12 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.compose.composer import compose
+from mtrain.config.resolve.resolution import resolve
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron.exporter import export_script
 from mtrain.recipes.megatron.importer import import_texts
 from mtrain.recipes.megatron.yaml_configs import import_yaml
+from tests.support.configs import LAPTOP
 
 SIZES = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
@@ -111,7 +113,7 @@ def test_import_bert_model_config_is_read() -> None:
 )
 def test_import_bert_command_line_round_trips(words: str) -> None:
     run = compose([*words.split(), "data=mock", "parallel=single", "data.seq_length=128"]).run
-    text = export_script(run)
+    text = export_script(resolve(run, LAPTOP))
     assert "pretrain_bert.py" in text
     assert ("--bert-no-binary-head" in text) == ("false" in words)
     assert "decoder-only" not in text

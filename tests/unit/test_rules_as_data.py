@@ -26,7 +26,7 @@ from mtrain.config.resolve.watch import watched
 from mtrain.config.rules import all_rules, apply
 from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Code, Rule, rule
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, RunConfig, UnresolvedRun
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
 from mtrain.errors import ConfigError
 from tests.support.catalogue import ROWS
@@ -180,14 +180,14 @@ def _accepted(words: tuple[str, ...]) -> bool:
     return True
 
 
-def _applied(changes: dict[str, Any]) -> list[RunConfig]:
+def _applied(changes: dict[str, Any]) -> list[UnresolvedRun]:
     try:
         return [apply(tiny(), changes)]
     except (ValidationError, KeyError, TypeError):
         return []
 
 
-def drawn(out: list[RunConfig]) -> None:
+def drawn(out: list[UnresolvedRun]) -> None:
     """Adds random configurations of the schema."""
 
     @given(run=runs())
@@ -198,13 +198,13 @@ def drawn(out: list[RunConfig]) -> None:
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    def draw(run: RunConfig) -> None:
+    def draw(run: UnresolvedRun) -> None:
         out.append(run)
 
     draw()
 
 
-def _with_files(home: Path) -> list[RunConfig]:
+def _with_files(home: Path) -> list[UnresolvedRun]:
     """Runs on a corpus and a tokenizer that are there."""
     with IndexedWriter(home / "tokens", token_dtype(4096)) as writer:
         for _ in range(10):
@@ -285,7 +285,7 @@ def test_rules_warning_code_makes_a_warning() -> None:
         yield Finding("MT427", "optim.lr", "unusual")
         yield Finding("MT421", "optim.lr", "wrong")
 
-    assert [found.severity for found in both(tiny())] == ["warning", "error"]
+    assert [found.severity for found in both(resolve(tiny(), LAPTOP))] == ["warning", "error"]
 
 
 def test_rules_docstring_is_the_default_summary() -> None:

@@ -152,7 +152,7 @@ def test_schema_keys_gated_condition_names_every_gate() -> None:
 
 def test_schema_keys_new_key_reaches_everything() -> None:
     key = "precision.loss_scale_hysteresis"
-    assert "OptimizerConfig.hysteresis" in feeds(tiny())[key]
+    assert "OptimizerConfig.hysteresis" in feeds(resolve(tiny(), LAPTOP))[key]
     assert foreign()["hysteresis"] == key
     assert (flag := flag_of(key)) is not None
     assert flag.name == "--hysteresis"

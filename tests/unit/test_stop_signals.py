@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 
-from mtrain.config.schema.trainer import TrainerConfig
+from mtrain.config.schema.trainer import UnresolvedTrainer
 from tests.support.forked import run_alone
 
 
@@ -18,9 +18,9 @@ def test_stop_signals_named_are_noted_ignored_stay_ignored() -> None:
         # which a shell ignores in its background
         signal.signal(signal.SIGINT, signal.default_int_handler)
         noted = []
-        for name in TrainerConfig().stop_signals:
+        for name in UnresolvedTrainer().stop_signals:
             request = StopRequest()
-            request.listen(TrainerConfig().stop_signals)
+            request.listen(UnresolvedTrainer().stop_signals)
             signal.raise_signal(signal.Signals[name])
             noted += [name] * request.requested
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)

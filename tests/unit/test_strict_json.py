@@ -15,6 +15,8 @@ from mtrain.cli.main import main
 from mtrain.cli.multirun import _row, _table
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.sweep import Job
+from mtrain.config.resolve.resolution import resolve
+from tests.support.configs import LAPTOP
 
 
 def strictly(text: str) -> Any:
@@ -64,6 +66,7 @@ def test_strict_json_sweep_table_reads_null_numbers(tmp_path: Path) -> None:
     (tmp_path / "a/metrics.jsonl").write_text(
         "".join(strict_json.dumps(line) + "\n" for line in lines)
     )
-    row = _row(Job((), {"x": "1"}), "a", 5, compose([f"log.runs_dir={tmp_path}"]).run)
+    run = resolve(compose([f"log.runs_dir={tmp_path}"]).run, LAPTOP)
+    row = _row(Job((), {"x": "1"}), "a", 5, run)
     assert (row.loss, row.tokens_per_s) == (None, 7.0)
     assert "-" in _table([row], 1)

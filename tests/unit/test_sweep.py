@@ -79,7 +79,7 @@ def test_sweep_run_has_its_own_values() -> None:
 
 
 def test_sweep_repeated_swept_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
+    with pytest.raises(ConfigError, match=r"set twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
         jobs(["optim.lr=1,2,3", "optim.lr=5"])
     assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == (
         "parallel=pp2",

@@ -189,7 +189,11 @@ def test_user_folder_removed_value_is_default_again() -> None:
     ("text", "code", "said"),
     [
         ("defaults: [bad, _self_]\n", "MT011", "leads back to its own file"),
-        ("defaults: [nothing, _self_]\n", "MT011", "model/nothing is named, and is not there"),
+        (
+            "defaults: [nothing, _self_]\n",
+            "MT011",
+            "model/nothing is listed, and there is no such file",
+        ),
         ("defaults: [{/hydra/launcher: basic}]\n", "MT006", "neither a part of Hydra"),
         ("defaults: [{/data: '${oc.env:HOME}'}]\n", "MT006", "nor a reference"),
         ("# @package hydra\nrun: 1\n", "MT006", "configures no loader"),

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from mtrain.config.machine import nvml
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment
 from mtrain.world import heartbeat, join, stacks
 from mtrain.world.rank_env import LAUNCHER, RankEnv
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 from mtrain.world.stall import Finding, Status, idle_s, name_straggler
-from tests.support.configs import tiny
+from tests.support.configs import LAPTOP, tiny
 from tests.support.nvml import Library
 
 
@@ -113,8 +114,7 @@ def test_rendezvous_single_visible_gpu_is_identified(
     library: Any = Library()
     monkeypatch.setattr(nvml, "driver", lambda: nvml.asked(library))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    run = tiny()
-    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cuda"})})
+    run = resolve(tiny(cluster__device="cuda"), LAPTOP)
     env = RankEnv.here(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher}
     )

@@ -140,7 +140,7 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
     lacks = list(missing(start, tuple(formats), 1))
     for _, one in measured.runs:
         p = one.run.precision
-        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.world)
+        lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks)
     if lacks:
         rule = (
             f"the reached share of the peak of {start.name} needs {', '.join(dict.fromkeys(lacks))}"

@@ -21,10 +21,9 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import NO_RAMP
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import all_rules
-from mtrain.config.rules.finding import dp_of
 from mtrain.config.schema.cluster import ClusterConfig
-from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.precision import PrecisionConfig, UnresolvedPrecision
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import ConfigError, say_page
 from mtrain.plan.count import state_bytes
 from mtrain.recipes.delta import section
@@ -53,7 +52,7 @@ class Report:
 
 
 def validated(
-    axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine
+    axes: Mapping[str, Sequence[str]], base: UnresolvedRun, machine: Machine
 ) -> Iterator[Report]:
     """Yield the report of each combination, with the smallest batch that its layout can take.
 
@@ -81,7 +80,7 @@ def validated(
                 }
                 raw = base.model_copy(update=sections)
                 if (layout, shape) not in ranks:
-                    ranks[layout, shape] = resolve(raw, machine).parallel.world
+                    ranks[layout, shape] = resolve(raw, machine).parallel.ranks
                 shaped[shape] = _Shaped(_smallest_batch(raw, ranks[layout, shape], machine))
             code, rule = shaped[shape].reason(formats[precision, name], cluster, machine)
             yield Report(model, layout, precision, name, not code, code, rule)
@@ -101,20 +100,20 @@ def part_of(axis: str, name: str) -> Any:
 
 
 def _formats(
-    base: RunConfig, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine
+    base: UnresolvedRun, precision: UnresolvedPrecision, cluster: ClusterConfig, machine: Machine
 ) -> PrecisionConfig:
     return resolve(
         base.model_copy(update={"precision": precision, "cluster": cluster}), machine
     ).precision
 
 
-def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
+def _smallest_batch(raw: UnresolvedRun, ranks: int, machine: Machine) -> RunConfig:
     """Return the run, resolved, with a micro-batch of one for every stage and
     data-parallel rank.
     """
-    whole = raw.parallel.model_copy(update={"ranks": ranks})
+    p = raw.parallel
     # With fewer micro-batches than stages, some stages would never work.
-    batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
+    batch = max(1, ranks // p.model_ranks) * p.pp
     trainer = raw.trainer.model_copy(
         update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP}
     )
@@ -171,7 +170,7 @@ class _Shaped:
         return self._memory(self.state[precision.dtype], cluster, machine)
 
     def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
-        need = state / self.run.parallel.world
+        need = state / self.run.parallel.ranks
         here = (cluster.device_memory_gib or 0) * GIB
         where = "a device"
         # Ranks on a CPU share the memory of this machine, so all of the state has to fit.
@@ -243,7 +242,7 @@ def _distinct(clusters: Sequence[str]) -> list[str]:
     return [name for name in clusters if first[facts[name]] == name]
 
 
-def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
+def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], UnresolvedRun]:
     """Return the choices of each axis, and the rest of the configuration."""
     axes = shipped()
     rest = list[str]()

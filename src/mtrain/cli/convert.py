@@ -18,7 +18,7 @@ from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.checkpoint import CheckpointConfig
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.data import UnresolvedData
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
@@ -364,9 +364,9 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     """Return the run on one rank of this machine's CPU, without its data and where it wrote."""
     from mtrain.loading.checkpoints import WITHOUT_DATA
 
-    data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
+    data = run.data.model_copy(update={"cache_dir": UnresolvedData().cache_dir})
     run = run.model_copy(
-        update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data}
+        update={"log": LogConfig(), "checkpoint": CheckpointConfig(save_interval=0), "data": data}
     )
     with scratch_folder() as scratch:
         file = scratch / RUN_FILE

@@ -337,7 +337,7 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
     """Draw machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.world
+    devices = run.cluster.devices_per_node or run.parallel.ranks
     columns = min(devices, (PAGE - GAP) // SIDE)
     svg = Svg(PAGE, 18.0)
     for group in machines(grid, devices):

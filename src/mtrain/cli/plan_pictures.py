@@ -135,7 +135,7 @@ def _time(parts: Mapping[str, float]) -> Iterator[Styled]:
 def _machines(stages: Sequence[StageMemory]) -> Iterator[Styled]:
     run = stages[0].run
     grid = RankGrid.of(run)
-    devices = run.cluster.devices_per_node or run.parallel.world
+    devices = run.cluster.devices_per_node or run.parallel.ranks
     yield [("ranks on machines", "bold"), (f", {devices} devices each, by pipeline stage", "")]
     for group in machines(grid, devices):
         last = group.first + group.number - 1

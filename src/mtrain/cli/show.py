@@ -93,7 +93,7 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
 
 
 def _environment(run: RunConfig) -> Mapping[str, Setting]:
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     nodes = run.cluster.nodes
     here = -(-ranks // nodes)
     return environment.environment(run, Place.here(here, on_one_machine=nodes == 1), os.environ)

@@ -101,7 +101,7 @@ def _as_machine(argv: list[str], place: Launched) -> int:
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
-        ranks_here = max(1, composed.run.parallel.world // machines)
+        ranks_here = max(1, composed.run.parallel.ranks // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run

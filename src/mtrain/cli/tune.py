@@ -19,7 +19,7 @@ from mtrain.config.compose.paths import program
 from mtrain.config.messages.problem import plain, value_at
 from mtrain.config.resolve.resolution import Machine, world_size_of
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError, say_page, visible
 from mtrain.loading import initial_weights
 from mtrain.plan.time.accuracy import Accuracy, accuracy_of
@@ -266,7 +266,7 @@ def left_of(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _composed(words: Sequence[str], choice: str) -> RunConfig:
+def _composed(words: Sequence[str], choice: str) -> UnresolvedRun:
     """Compose `words` with a choice of `parallel` in place of their layout.
 
     Raises:
@@ -278,7 +278,7 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
         raise ConfigError(error.problems) from None
 
 
-def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+def _told(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
     """Return the keys that say it: those of a layout, but for what follows from others, and what
     `before` says otherwise.
     """
@@ -293,7 +293,7 @@ def _chosen(layout: Layout) -> dict[str, Any]:
     return {key: value for key, value in layout.change.items() if key not in left}
 
 
-def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
+def _other(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
     """Return keys of the layout that `before` has otherwise; what it leaves open follows from
     others as it did here.
     """

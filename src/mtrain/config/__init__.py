@@ -1,4 +1,1 @@
-"""Layer 1: what a run is.
-
-Schemas, composition with the origin of every key, and the rules between keys.
-"""
+"""Layer 1: schemas, composition with the origin of every key, and the rules between keys."""

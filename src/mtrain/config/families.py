@@ -25,12 +25,11 @@ from mtrain.config.machine import installed
 from mtrain.config.schema.base import Section
 from mtrain.errors import BadEnvironment
 
+# Entry point group of families. A value is a package, or `module:NAME` of a `Family` that adds no
+# keys.
 GROUP = "mtrain.models"
-"""Entry point group of families. A value is a package, or `module:NAME` of a `Family` that adds no
-keys.
-"""
+# The family of a model that names none.
 FIRST = "gpt"
-"""The family of a model that names none."""
 
 Model = TypeVar("Model", bound=Section)
 
@@ -98,12 +97,14 @@ def packages() -> Mapping[str, str]:
     folder = Path(__file__).parents[1] / "models"
     shipped = sorted(
         (file.parent.name for file in folder.glob("*/config.py")),
+        # gpt first: messages list it before the others.
         key=lambda name: (name != FIRST, name),
     )
     known = {name: f"mtrain.models.{name}" for name in shipped}
     added = {
         name: entry.module
         for name, entry in sorted(installed.found(GROUP).items())
+        # A plug-in cannot replace a family that ships.
         if not entry.attr and name not in known
     }
     return known | added
@@ -151,6 +152,7 @@ def part(name: str, module: str, attribute: str, kind: type[Part]) -> Part:
     try:
         value = getattr(import_module(place), attribute)
     except Exception as error:
+        # A fault of mtrain itself: its traceback is more useful than a message about plug-ins.
         if ships(name):
             raise
         raise BadEnvironment(

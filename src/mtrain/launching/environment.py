@@ -213,7 +213,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
     if device.cuda_kernels:
         yield from _of_cuda(run)
         yield from _of_transformer_engine(run)
-        if run.parallel.world > 1:
+        if run.parallel.ranks > 1:
             yield from _of_nccl(run, place)
 
 

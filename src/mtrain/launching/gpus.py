@@ -139,7 +139,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
     """Yield a shortage for each GPU whose memory others hold, or a warning if a rank still fits."""
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
     planned = 0 if step is None else step.needed

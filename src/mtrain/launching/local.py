@@ -151,7 +151,7 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
     """Return the environment that all ranks of a local run in `home` share."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
-    place = Place.here(run.parallel.world, errors=errors)
+    place = Place.here(run.parallel.ranks, errors=errors)
     environment.apply(environment.environment(run, place, values), values)
     return values
 

@@ -65,7 +65,7 @@ def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]
             time.sleep(0.05)
         raise failure
     assert run is not None
-    return _start(place, argv, run, run.parallel.world, store)
+    return _start(place, argv, run, run.parallel.ranks, store)
 
 
 def _divide(run: RunConfig, machines: int) -> None:
@@ -74,7 +74,7 @@ def _divide(run: RunConfig, machines: int) -> None:
     Raises:
         BadEnvironment: names both numbers.
     """
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     if ranks % machines:
         raise BadEnvironment(
             f"the layout has {ranks} ranks, and one process was started on each of {machines}"
@@ -87,7 +87,7 @@ def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) 
     from torch.distributed import TCPStore
 
     share = {
-        "ranks": run.parallel.world if run is not None else 0,
+        "ranks": run.parallel.ranks if run is not None else 0,
         "failure": str(failure or ""),
     }
     try:

@@ -66,7 +66,7 @@ def measure(run: RunConfig) -> dict[str, Any]:
         from mtrain_kernels.linear import faster
 
         before = torch.get_num_threads()
-        torch.set_num_threads(threads_per_rank(run.parallel.world))
+        torch.set_num_threads(threads_per_rank(run.parallel.ranks))
         library, ratio = faster()
         torch.set_num_threads(before)
         _MEASURED[key] = {"library": library, "onednn_over_blas": round(ratio, 3)}
@@ -98,7 +98,7 @@ def _applies(run: RunConfig) -> bool:
 
 def _here(run: RunConfig) -> str:
     return (
-        f"{processor()}, {threads_per_rank(run.parallel.world)} threads, torch"
+        f"{processor()}, {threads_per_rank(run.parallel.ranks)} threads, torch"
         f" {version_of('torch')}"
     )
 

@@ -18,8 +18,8 @@ from mtrain.config.engine.formats import bytes_of
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.hardware import cpu_cores
 from mtrain.config.resolve.resolution import MAX_CPU_RANKS, Machine, resolve, smallest_world
-from mtrain.config.resolve.usual_layout import on_a_cpu
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.resolve.usual_layout import cpu_layout
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
 from mtrain.launching.environment import Place, conflicts, environment
@@ -117,7 +117,7 @@ def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str
     `run` may break the rules that count devices; its ranks, or the fewest that its layout needs,
     are to start on this number of `machines`.
     """
-    ranks = max(run.parallel.world, smallest_world(run.parallel))
+    ranks = max(run.parallel.ranks, smallest_world(run.parallel))
     here = -(-ranks // machines)
     if not facts_of(run.cluster.device).counted or machine.gpus >= here:
         return []
@@ -195,7 +195,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
     small = shrink(
         run, steps=1, dtype=dtype, max_ranks=MOST_REHEARSED, interpreted=machine.triton_interpreted
     )
-    _refuse(small, small, lambda r: r)
+    _refuse(small)
     if RankGrid.of(small).world > MOST_REHEARSED:
         raise ConfigError("more ranks than are rehearsed")
     return small
@@ -208,13 +208,17 @@ def _default(machine: Machine) -> RunConfig:
         ConfigError: it breaks a rule on this machine.
     """
     composed = compose([])
-    raw = on_a_cpu(composed.run, composed.origins, machine, None)[0]
+    raw = cpu_layout(composed.run, composed.origins, machine, None)[0]
     run = resolve(raw, machine)
     _refuse(run, raw, lambda r: resolve(r, machine))
     return run
 
 
-def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConfig]) -> None:
+def _refuse(
+    run: RunConfig,
+    raw: UnresolvedRun | None = None,
+    again: Callable[[UnresolvedRun], RunConfig] | None = None,
+) -> None:
     problems = [
         problem
         for problem in rules.check(run, raw=raw, resolve=again)

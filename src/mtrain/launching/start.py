@@ -67,7 +67,7 @@ def run_ranks(
     """
     errors = home / ERRORS
     shutil.rmtree(errors, ignore_errors=True)
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = Supervisor(errors, advice)

@@ -1,1 +1,1 @@
-"""Layer 2: which rank does what. Pure Python, no torch."""
+"""Layer 2: the work of each rank, in pure Python."""

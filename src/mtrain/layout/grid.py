@@ -50,10 +50,8 @@ class RankGrid:
 
     @classmethod
     def of(cls, run: RunConfig) -> RankGrid:
-        """Return the grid of a resolved configuration (`parallel.ranks` is a number)."""
+        """Return the grid of a configuration."""
         p = run.parallel
-        if p.ranks is None:
-            raise ValueError("parallel.ranks is not resolved yet")
         return cls(p.ranks, p.tp, p.cp, p.pp, p.ep, p.etp or p.tp)
 
     @property
@@ -89,6 +87,7 @@ class RankGrid:
 
         The axes are of one view: some of `tp cp dp pp`, or some of `etp ep edp pp`.
         """
+        # `pp` by itself is in both views, and its groups are the same in both.
         order = DENSE_ORDER if set(axes) <= set(DENSE_ORDER) else EXPERT_ORDER
         unknown = set(axes) - set(order)
         if unknown or not axes:
@@ -106,7 +105,7 @@ class RankGrid:
         return next(group for group in self.groups(*axes) if rank in group)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis of both views."""
+        """Return the position of `rank` on every axis of both views."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
         out: dict[str, int] = {}
@@ -118,6 +117,8 @@ class RankGrid:
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Return the rank at a position of the dense view."""
+        # The first axis varies fastest: tensor-parallel neighbours share a machine and its fast
+        # links.
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
@@ -142,19 +143,17 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class Machines:
-    """Neighbours whose ranks are of the same pipeline stages."""
+    """Consecutive machines whose ranks belong to the same pipeline stages."""
 
     first: int
-    """Of the machines."""
+    """Number of the first machine."""
     number: int
     stages: tuple[int, ...]
     """Pipeline stage of each of its ranks."""
 
 
 def machines(grid: RankGrid, devices: int) -> list[Machines]:
-    """Return the machines of a world that have so many devices each; ranks fill one machine after
-    the other.
-    """
+    """Group the machines of a world, filled in rank order with `devices` ranks each, by stages."""
     each = grid.world // grid.pp  # ranks are numbered by pipeline stage last
     out: list[Machines] = []
     for machine, begin in enumerate(range(0, grid.world, devices)):
@@ -167,9 +166,7 @@ def machines(grid: RankGrid, devices: int) -> list[Machines]:
 
 
 def owners(works: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each piece of work: the one that takes the longest goes to the rank that
-    has the least so far.
-    """
+    """Assign each piece of work to a rank: the longest first, to the rank with the least so far."""
     loads = [0] * ranks
     found = [0] * len(works)
     # The sort is stable, so all ranks come to the same assignment.

@@ -7,11 +7,10 @@ from mtrain.config.schema.run import RunConfig
 
 
 def embedding_stages(run: RunConfig) -> list[int]:
-    """Pipeline ranks that share the gradient of the word embedding, rising.
+    """Return the pipeline ranks that share the gradient of the word embedding, in order.
 
-    These are the first and the last, as megatron-core has it; where multi-token prediction is in
-    between it looks words up there, and the last takes part only if its output layer is tied to the
-    embedding.
+    In megatron-core these are the first and the last. If multi-token prediction is in between, its
+    rank looks words up, and the last takes part only if its output layer is tied to the embedding.
     """
     p = run.parallel
     predicting = p.pp - 1

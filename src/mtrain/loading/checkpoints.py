@@ -10,10 +10,11 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError, Problem
+from mtrain.errors import ConfigError
 from mtrain.launching.local import Source
 from mtrain.models.registry import family_of
 
+# Keys that do not describe a corpus.
 _OF_SAMPLES = frozenset(
     f"data.{key}"
     for key in (
@@ -30,62 +31,50 @@ _OF_SAMPLES = frozenset(
         "remote_cache_gib",
     )
 )
-"""Keys that do not describe a corpus."""
 _OF_A_CORPUS = {
     key: field.get_default(call_default_factory=True)
     for key, field in schema_keys().items()
     if key.startswith("data.") and key not in _OF_SAMPLES
 }
+# Drops the adapters that a run started from: the checkpoint contains them.
 WITHOUT_START = "peft.init_from=null"
-"""The adapters that a run began with are in its checkpoint."""
+# The corpus of the run may be gone: its tokenizer is in the run folder.
 WITHOUT_DATA = (
     "data.kind=mock",
     *(override(key, default) for key, default in _OF_A_CORPUS.items()),
     "trainer.sample_tokens=0",
     WITHOUT_START,
 )
-"""The corpus of the run may be gone: its tokenizer is in the run folder."""
 
 
 def relaid(overrides: Sequence[str]) -> list[str]:
-    """Return the settings that another layout resolves again: the micro-batch was resolved for the
-    layout of the run.
-    """
+    """Return overrides that derive the micro-batch again if the layout changes."""
     if any(word.startswith("parallel") for word in overrides):
         return ["trainer.micro_batch_size=null"]
     return []
 
 
 def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, after those of our own `words` whose keys they do not set."""
+    """Return our own `words`, except keys that the user overrides, and then the overrides."""
     said = {word.partition("=")[0] for word in overrides}
     return [*(word for word in words if word.partition("=")[0] not in said), *overrides]
 
 
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
-    """Return the run or checkpoint folder that a verb was given first, and the rest of its
-    arguments.
+    """Return the run or checkpoint folder that is a verb's first argument, and the other arguments.
 
     Raises:
-        ConfigError: no folder was given, or it is neither a run nor a checkpoint.
+        ConfigError: the folder is missing, or is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        raise ConfigError(
-            [Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)]
+        raise ConfigError.of(
+            "MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage
         )
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
         what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT502",
-                    "",
-                    None,
-                    f"{target} {what}; {verb} needs a run or checkpoint folder",
-                    usage,
-                )
-            ]
+        raise ConfigError.of(
+            "MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage
         )
     return target, argv[1:]
 
@@ -108,12 +97,12 @@ def require_writing(run: RunConfig) -> None:
     """
     if not family_of(run.model).writes:
         rule = f"a model of the family {run.model.family} does not continue texts"
-        raise ConfigError(
-            [Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")]
+        raise ConfigError.of(
+            "MT247", "model.family", run.model.family, rule, "evaluate, for its loss"
         )
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
-        raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
+        raise ConfigError.of("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")
 
 
 def source_of(target: Path, usage: str) -> Source:
@@ -128,16 +117,8 @@ def source_of(target: Path, usage: str) -> Source:
         rule = (
             f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
         )
-        raise ConfigError(
-            [
-                Problem(
-                    "MT506",
-                    "",
-                    None,
-                    rule,
-                    "a run on data=stdlib, data=text or data.tokenizer=FILE",
-                )
-            ]
+        raise ConfigError.of(
+            "MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE"
         )
     return Source(checkpoint, tokenizer)
 
@@ -152,7 +133,7 @@ def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
         return target.parent.parent, target
     saved = ckpt_folder.committed(target / CHECKPOINTS)
     if not saved:
-        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+        raise ConfigError.of("MT502", "", None, f"{target} has no checkpoint yet", usage)
     return target, saved[-1]
 
 
@@ -166,5 +147,5 @@ def newest(target: Path, usage: str) -> Path:
         return target
     saved = ckpt_folder.committed(target / CHECKPOINTS)
     if not saved:
-        raise ConfigError([Problem("MT502", "", None, f"{target} has no checkpoint yet", usage)])
+        raise ConfigError.of("MT502", "", None, f"{target} has no checkpoint yet", usage)
     return saved[-1]

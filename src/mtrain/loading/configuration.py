@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mtrain.config.compose.composer import Composed, Rejected
 from mtrain.config.compose.origins import DEFAULT
@@ -14,33 +14,34 @@ from mtrain.config.machine.devices import AUTO, facts_of
 from mtrain.config.messages.fixes import with_fixes
 from mtrain.config.resolve.defaults import synthetic_tokens
 from mtrain.config.resolve.resolution import Machine, machine_problems, resolve, world_size_of
-from mtrain.config.resolve.usual_layout import on_a_cpu
+from mtrain.config.resolve.usual_layout import cpu_layout
 from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 from mtrain.loading import initial_weights
 
+# Codes of files that are not what they were written as.
 DAMAGE = {"MT611", "MT612", "MT613"}
-"""Codes of files that are not what they were written as."""
+# Codes of folders that cannot be written.
 PLACES = {"MT431", "MT432"}
-"""Codes of folders that cannot be written."""
+# The code of values of a recipe that a choice on the command line replaces.
 REPLACED = "MT020"
-"""The code of values of a recipe that a choice on the command line replaces."""
+# Code of the error that no layout keeps all rules.
 NO_LAYOUT = "MT258"
-"""Code of the error that no layout keeps all rules."""
+# Codes of errors that may mean no more than too few devices here, where their number is that of
+# this machine.
 COUNTED_HERE = frozenset({"MT113", "MT114"})
-"""Codes of errors that may mean no more than too few devices here, where their number is that of
-this machine.
-"""
 
 
 @dataclass(frozen=True)
 class Loaded(Composed):
     """A configuration that is resolved and passed every rule."""
 
-    raw: RunConfig | None = None
-    """The configuration before it was resolved."""
+    run: RunConfig
+    """The resolved configuration: no derived value is null."""
+    raw: UnresolvedRun = field(kw_only=True)
+    """The configuration before it was resolved, in which null stands for a derived value."""
     argv: tuple[str, ...] = ()
     """The command line that describes it."""
 
@@ -96,7 +97,9 @@ def load(
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
-            partial = _on_a_cpu(error.partial, machine, world_size)[0]
+            # A fix is offered only where the rest of the configuration, without the refused keys,
+            # still passes with it.
+            partial = _with_cpu_layout(error.partial, machine, world_size)[0]
             found = with_fixes(found, partial.run, lambda r: resolve(r, machine, world_size))
         raise ConfigError(
             [*found, *also_wrong(error, machine, world_size), *error.warnings]
@@ -111,11 +114,13 @@ def load(
         *composed.warnings,
         *validate(composed, run, origins, machine, world_size, to_run=to_run),
     ]
+    # The memory of a model without a family cannot be planned.
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
         problems.sort(key=lambda p: p.severity)
+        # Exit 3 instead of 2: the configuration is fine, and another machine would run it.
         if to_run and errors <= _of_devices(raw, world_size):
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
@@ -126,14 +131,14 @@ def load(
         tuple(problems),
         composed.history,
         composed.files,
-        raw,
-        tuple(argv),
+        raw=raw,
+        argv=tuple(argv),
     )
 
 
 def say_replaced(composed: Composed) -> None:
-    """Print on standard error what choices of the command line replaced, for verbs that show no
-    other warnings.
+    """Print on standard error which values choices on the command line replaced, for verbs that
+    show no other warnings.
     """
     for problem in composed.warnings:
         if problem.code == REPLACED:
@@ -151,7 +156,7 @@ def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
     return ConfigError
 
 
-def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
+def _refuse_hidden_gpus(raw: UnresolvedRun, run: RunConfig, machine: Machine) -> None:
     """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto`
     would take.
 
@@ -172,11 +177,11 @@ def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> Non
     )
 
 
-def _of_devices(raw: RunConfig, world_size: int | None) -> AbstractSet[str]:
+def _of_devices(raw: UnresolvedRun, world_size: int | None) -> AbstractSet[str]:
     """Return the codes of errors that may be due to the number of devices of this machine."""
     if raw.cluster.devices_per_node is not None:
         return frozenset()
-    if raw.parallel.ranks is None and world_size is None:  # there are as many ranks as devices
+    if raw.parallel.ranks is None and world_size is None:  # as many ranks as devices
         return COUNTED_HERE | {"MT112"}
     return COUNTED_HERE
 
@@ -199,13 +204,13 @@ def _refuse_too_few_devices(
 def settled(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """Return the same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a
-    CPU; and why it is so.
+    """Choose the layout if the user set none, as `tune` does on GPUs and tensor parallel 2 on a
+    CPU; return it with the reasons.
 
     Raises:
         ConfigError: there is no such layout.
     """
-    composed, why = _on_a_cpu(composed, machine, world_size)
+    composed, why = _with_cpu_layout(composed, machine, world_size)
     if composed.run.parallel.auto is False:
         return composed, why
     from mtrain.plan.tune.choose import chosen, cleared, said_of
@@ -217,23 +222,23 @@ def settled(
             NO_LAYOUT
         }:
             raise
-        # nobody asked for a choice: the rule that no layout keeps says of itself what is wrong
+        # The user did not ask for a choice: the broken rule reports its own problem instead.
         raw = cleared(composed.run, said_of(composed.run, composed.origins, command_line=False))
         why = {}
     return replace(composed, run=raw), why
 
 
-def _on_a_cpu(
+def _with_cpu_layout(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
-    """Return the same with the layout that nobody named, where the run is one of a CPU."""
+    """Return the same with the default layout of a CPU, if it runs there and the user set none."""
     raw = composed.run
     if (
         raw.parallel.auto is not None
         or not facts_of(resolve(raw, machine, world_size).cluster.device).on_host
     ):
         return composed, {}
-    raw, why = on_a_cpu(raw, composed.origins, machine, world_size)
+    raw, why = cpu_layout(raw, composed.origins, machine, world_size)
     return replace(composed, run=raw), why
 
 
@@ -251,6 +256,7 @@ def validate(
     problems = check(
         run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run
     )
+    # A plan for another machine must not fail because this one lacks Triton.
     elsewhere = not to_run and raw.cluster.device == "auto"
     problems += (
         replace(p, severity="warning") if elsewhere else p
@@ -262,15 +268,15 @@ def validate(
 
 
 def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
-    """Broken rules of a configuration that the schema refused, between keys that it did not refuse.
+    """Return the rules that a refused configuration breaks between keys that the schema accepted.
 
-    A refused key has its default for the time being, so what was found by reading it, or a key that
-    was made from it, is left out.
+    A refused key has its default meanwhile, so findings that depend on it, or on a key that was
+    derived from it, are left out.
     """
     if error.partial is None:
         return []
     made_from: dict[str, frozenset[str]] = {}
-    partial, why = _on_a_cpu(error.partial, machine, world_size)
+    partial, why = _with_cpu_layout(error.partial, machine, world_size)
     raw = partial.run
     run = resolve(raw, machine, world_size, made_from, why)
     origins = resolved_origins(partial, run, why)
@@ -296,12 +302,12 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Return the origins of `composed`; of a key, or a whole table, that was filled in, the origin
-    is the reason.
+    """Return the origin of each key; that of a key, or of a mapping, that was derived is the
+    reason.
     """
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 
 def _reason(key: str, why: Mapping[str, str]) -> str | None:
-    """Return why a key, or the table that holds it, was filled in; None: it was not."""
+    """Return why a key, or the mapping that holds it, was derived; None if it was not."""
     return why.get(key) or why.get(key.rpartition(".")[0])

@@ -1,7 +1,6 @@
-"""The weights that a new run begins with: their model where none is chosen, and whether they fit
-the one that is.
+"""The weights that a new run starts from: the source of its model, or a check against it.
 
-Reads configurations and headers of weights; torch is not imported.
+This module reads configurations and headers of weights, without torch.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
 HF_CONFIG = "config.json"
+# Section of a model -> its keys that follow from the data of a run, and do not describe weights.
 FROM_DATA = {"t5": ("encoder_length", "decoder_length")}
-"""Section of a model -> its keys that follow from the data of a run, and are no part of what
-weights are of.
-"""
 
 
 def composed(argv: Sequence[str]) -> Composed:
-    """Compose a command line; where it chooses no model, the model is that of
-    `checkpoint.init_from`.
+    """Compose a command line; if it chooses no model, take that of `checkpoint.init_from`.
 
     Raises:
         Rejected: with every problem that the schema found.
@@ -37,8 +33,8 @@ def composed(argv: Sequence[str]) -> Composed:
 
 
 def model_of(start: str) -> Document | None:
-    """Return what the folder of `checkpoint.init_from` says of its model, at the top level; None:
-    it holds no model.
+    """Return the model in the folder of `checkpoint.init_from`, as a file of the group `model`;
+    None if the folder has none.
 
     Raises:
         ConfigError: its configuration cannot be read, or is of a model that is not known here.
@@ -56,8 +52,7 @@ def model_of(start: str) -> Document | None:
 
 
 def brought(composed: Composed) -> ModelConfig | None:
-    """Return the model of the weights that a run begins with, where its own was taken from them;
-    else None.
+    """Return the model of the weights if the run's model was taken from them, else None.
 
     Raises:
         ConfigError: the configuration of the weights cannot be read.
@@ -83,6 +78,7 @@ def _of_run(file: Path) -> Document:
             values[section] = {
                 key: value for key, value in values[section].items() if key not in keys
             }
+    # The document stands for conf/model/NAME.yaml, whose keys begin below `model`.
     lines = {
         key.partition(".")[2]: line
         for key, line in document.lines.items()
@@ -98,12 +94,13 @@ def _said(model: ModelConfig) -> dict[str, Any]:
 
 
 def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
-    """Return how the model of a run differs from that of the weights it begins with, key by key.
+    """Return a problem for each key in which a run's model differs from that of its first weights.
 
     Raises:
-        CorruptData: the weights are not whole.
+        CorruptData: the weights are incomplete.
     """
     start = run.checkpoint.init_from
+    # A resumed run has weights of its own.
     if start is None or run.checkpoint.resume not in (None, "auto"):
         return []
     path = user_path(start)

@@ -44,6 +44,7 @@ class Heads:
 def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
     """Attention; what the output projection reads."""
     with g.recomputed("core_attention", h.q, h.k, h.v, when=r.recomputes("core_attn")):
+        # Under all_gather and a2a a rank has all keys of its heads, so nothing goes round.
         ring = r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p")
         if ring and r.words["attention"] == "triton":
             return _fused_ring(g, r, h)
@@ -72,10 +73,12 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     v = h.v
     if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
+        # Keys and values are gathered into one buffer, of which both are views.
         k = v = Tensor(both * r.element)
     keeps = [h.q, k, v, out, numbers]
     products = _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
+        # The mask of chosen pairs, which all heads share.
         keeps.append(Tensor(r.tokens * r.whole * r.element, constant=True))
     works = 0 if k is h.k else k.bytes  # gradients of the keys and values of all ranks
     more: dict[str, Any] = {"reads": h.operands, "gives": [out], "works": works}
@@ -122,6 +125,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     merged = results[0]
     sums = numbers[0]
     for i in range(1, steps):
+        # Partial results are weighed by their sums of exponentials.
         shares = [Tensor(rows * FP32) for _ in range(2)]
         total = Tensor(rows * FP32)
         g.add("core_attention.merge", [merged, results[i], sums, numbers[i], total, *shares])
@@ -150,6 +154,7 @@ def seen(r: Rank, h: Heads) -> float:
     whole = r.whole / r.documents
     if h.window and window is not None and window < whole:
         return window * (1 - window / (2 * whole)) / whole
+    # A causal mask leaves a triangle.
     return 0.5
 
 
@@ -166,6 +171,7 @@ def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
     if r.layout.cp_comm_type == "a2a":
         sides = keys + tokens * h.n * h.width * a, tokens * h.n * h.v_width * a
         return [Exchange("cp", "all_to_all", size) for size in sides]
+    # The keys and values of every rank pass each rank once.
     return [Exchange("cp", "ring", keys * cp)]
 
 
@@ -197,6 +203,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         more = [Tensor(t * INDEX)]
     sink = m.softmax_type != "vanilla"
     given = h.operands
+    # torch's kernel knows the causal mask; any other is a tensor that it is given and keeps.
     masked = h.window or cp > 1 or r.run.data.packed or sink or h.chosen
     scores = b * n * s * t
     h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal, h.chosen)
@@ -276,6 +283,7 @@ def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Ten
     m = r.model
     keys = t + (m.softmax_type != "vanilla")
     scores = b * h.n * s * keys * FP32
+    # Values in fp32 of one head for each query head are multiplied as they are.
     viewed = r.wide and h.n == h.groups and keys == t
     v = h.v if viewed else Tensor(b * h.n * keys * h.v_width * FP32)
     keeps = [

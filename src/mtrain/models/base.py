@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Graph
 from mtrain.models.rank import Rank
@@ -22,6 +21,11 @@ BuildChunk = Callable[[RunConfig, Any, int | None], Any]
 A module that is called as megatron-core's GPTModel is, and with the tensors that the family's
 collator adds to a micro-batch, by name; it returns the sum of its losses where there are labels.
 """
+
+Weights = Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]]
+"""The weights of a (virtual) stage on one rank, in the order in which the builder makes them."""
+Alike = Callable[[ModelConfig], Mapping[int, int]]
+"""A layer of each kind, by its number from 0, and how many layers have the same weights."""
 
 
 class Flops(Protocol):
@@ -46,10 +50,14 @@ class Shrink(Protocol):
 class Family:
     """A kind of model: facts and functions.
 
-    Nothing of it imports torch but the modules that are named as texts.
+    A family is one folder. Its parts have these names: `config` (keys and limits), `rules`, `count`
+    (FLOPs), `weights`, `graph`, `layers`, `build`, `data`, `shrink`, `hf` and `hf_config`. mtrain
+    looks for `config`, `rules` and `hf_config`, and for `family`, which names the others: a part is
+    a module of its own, as in `mtrain.models.gpt`, or stands in `family.py`, as the small ones of
+    `mtrain.models.bert` do. Only the modules that are named as texts may import torch.
 
-    A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt`
-    for a complete example, and `mtrain.config.families` for its keys.
+    A third party publishes one under the entry point group `mtrain.models`; see
+    `mtrain.config.families` for its keys.
     """
 
     name: str
@@ -101,27 +109,21 @@ class Family:
     perplexity.
     """
 
-    parameters: Callable[[ModelConfig], int]
-    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight
-    once.
-    """
-    active_parameters: Callable[[ModelConfig], int]
-    """The parameters that one token visits."""
-    expert_parameters: Callable[[ModelConfig], int] = lambda model: 0
-    """The parameters of routed experts, which expert parallelism shards."""
     flops_per_token: Flops
     shrink: Shrink
     fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
     """Layers of a model that is shrunk, so that there is one of every kind, where its stages are
     equal.
     """
-    frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
-    """The part of `parameters` that is not trained: it has neither gradient nor optimizer state."""
-    weights: Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]] | None = None
-    """The weights of a (virtual) stage on one rank, in the order in which the builder makes them.
-
-    None: unknown, and the plan divides `parameters` evenly.
-    """
+    weights: Weights | None = None
+    """None: unknown, and the plan divides `parameters` evenly."""
+    alike: Alike | None = None
+    """Kinds of layers by their `weights`, so that one of a kind is counted. None: each layer is."""
+    # Counts that `mtrain.models.count` cannot take from `weights`, where those are unknown.
+    parameters: Callable[[ModelConfig], int] | None = None
+    active_parameters: Callable[[ModelConfig], int] | None = None
+    expert_parameters: Callable[[ModelConfig], int] | None = None
+    frozen_parameters: Callable[[ModelConfig], int] | None = None
     buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
     """Tensors of the whole model that checkpoints hold next to `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
@@ -138,10 +140,3 @@ class Family:
     """
     adapted: Callable[[Iterable[Weight], RunConfig], Iterable[Weight]] | None = None
     """`weights` frozen, with those of low-rank adapters among them. None: unknown."""
-    adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (
-        0,
-        0,
-    )
-    """The parameters of low-rank adapters, on top of the model's: of layers that every token
-    visits, and of routed experts.
-    """

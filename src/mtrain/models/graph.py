@@ -178,6 +178,7 @@ class Graph:
 
         With `discarded`, `discard` names the outputs that are not kept for their readers either.
         """
+        # Inside of a block that is recomputed anyway, nothing more is kept or redone.
         if not when or self._again:
             yield
             return
@@ -217,6 +218,7 @@ class Graph:
 
     def kept(self) -> set[Tensor]:
         """Return the tensors that autograd keeps from the forward to the backward."""
+        # Discarded outputs are made again before their readers need them.
         discarded = {tensor for block in self.blocks for tensor in block.gives}
         return {tensor for op in self.ops if not op.again for tensor in op.keeps} - discarded
 
@@ -239,6 +241,8 @@ def kept(graphs: Iterable[Graph]) -> int:
     """Return the bytes that autograd keeps of several graphs; one that occurs several times stands
     for as many layers.
     """
+    # Layers that compute the same share one graph (`gpt.graph.stack`), so graphs are distinguished
+    # by identity.
     numbers = Counter(map(id, graphs := list(graphs)))
     every = {id(graph): graph for graph in graphs}
     return sum(number * size(every[key].kept()) for key, number in numbers.items())

@@ -52,6 +52,7 @@ class Gradients:
         for tensor in op.gives:
             if tensor not in self._of:
                 self._hold(tensor, tensor)
+        # A sum hands on the gradient that it got, without a copy for each operand.
         own = 0 if op.passes else size(t for t in op.reads if not t.constant)
         gone = (self._of[t] for t in op.gives) if op.spent else ()
         return self.bytes + own - size(t for t in gone if self._users[t] == 1)
@@ -130,9 +131,13 @@ def _last_uses(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
     first = dict[Tensor, int]()
     made = dict[int, set[Tensor]]()
     for number, op in reversed(list(enumerate(g.ops))):
+        # From the last operation to the first: a backward needs a tensor last in the first
+        # operation that keeps it.
         first |= dict.fromkeys(op.keeps, number)
     own = {number for block in g.own for number in range(block.begin, block.end)}
     for block in (*g.blocks, *g.own):
+        # An operation that makes tensors again by itself does so in its own backward, not with the
+        # block around it.
         left_out = own if block in g.blocks else ()
         numbers = [number for number in range(block.begin, block.end) if number not in left_out]
         inside = {t for number in numbers for t in g.ops[number].keeps} | set(block.gives)
@@ -175,6 +180,8 @@ def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
             if tensor in rest:
                 del rest[tensor]
                 behind -= tensor.bytes
+        # Tensors that later operations save do not exist yet, and the caller counts them from the
+        # start.
         most = max(most, now + op.needs - behind)
         now -= alive.pop(number, 0)
     return most

@@ -36,6 +36,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
         keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
         g.add(name, keeps, moved=moved, reads=[x], gives=[y])
         return y
+    # Weights are widened to fp32, and 1 + weight is a tensor of its own.
     copied = not r.wide or m.layernorm_zero_centered_gamma
     keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
     if not rms:
@@ -78,6 +79,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
     tokens where those are split.
     """
     low = r.run.precision.quantized is not None
+    # The quantised operand is kept in place of the input.
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
     leaves = shared_by_tensor_ranks(
         r, r.tokens * outputs * r.element, "scatter", low=r.sends_quantized
@@ -139,6 +141,8 @@ def shared_by_tensor_ranks(
     if r.layout.tp == 1:
         return []
     if r.layout.sequence_parallel:
+        # One byte for each element on the way there and two on the way back, instead of two and
+        # two.
         return [Exchange("tp", kind, size * 3 // 4 if low else size)]
     return [Exchange("tp", "reduce", size)] if kind == "scatter" else []
 
@@ -279,6 +283,7 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
             reads=[hidden],
         )
         return
+    # megatron-core's cross entropy turns logits into fp32.
     logits = Tensor(r.tokens * rows * FP32)
     marks = [Tensor(r.tokens * MASK), Tensor(r.tokens * INDEX), Tensor(r.tokens * FP32)]
     capped = [Tensor(r.tokens * rows * FP32)] if m.final_logit_softcapping is not None else []
@@ -318,8 +323,11 @@ def parts_of(layer: str, run: RunConfig) -> int:
     kind = own.removeprefix("linear_")
     if peft.kind is None or (kind == own and not layer.endswith(OF_MIXERS)):
         return 0
+    # In peft.target, `qkv` stands for all projections that make queries, keys and values.
     if ("qkv" if kind in LATENT else kind) not in (peft.target or ()):
         return 0
+    # A fused layer has an A for each of Hugging Face's layers in it, so that adapters can be
+    # exported.
     return {"qkv": 3, "fc1": 2 if run.model.gated else 1}.get(kind, 1)
 
 

@@ -145,6 +145,7 @@ class Rank:
     @property
     def groups(self) -> int:
         """Return key and value heads on a rank."""
+        # With more ranks than groups, several ranks hold the same group.
         return max(1, self.model.query_groups // self.layout.tp)
 
     @property
@@ -221,6 +222,7 @@ class Rank:
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether a module of every layer is computed again in the backward."""
         again = self.layout.recompute
+        # megatron-core recomputes core attention where no modules are named.
         return again.granularity == "selective" and module in (again.modules or ("core_attn",))
 
 

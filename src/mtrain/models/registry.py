@@ -75,10 +75,12 @@ def probed(
 def _load(name: str) -> Family:
     if name in families.packages():
         section = families.config_of(name).section
+        # Its section would replace that key for every other family.
         if section and section_in(ModelConfig.model_fields[name].annotation) is not section:
             raise BadEnvironment(
                 f"model family {name!r}: model.{name} is a key of every model. Use another name"
             )
+        # Broken rules are an error for a model that names the family, and for no other.
         rules_of(name)
         return families.part(name, "family", "FAMILY", Family)
     entry = installed.found(families.GROUP).get(name)

@@ -54,6 +54,7 @@ def _same(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _transposed(tensors: list[Any], model: Any) -> list[Any]:
+    # GPT-2's layers and the experts of GPT-OSS hold [inputs, outputs].
     return [t.swapaxes(-1, -2) for t in tensors]
 
 
@@ -80,6 +81,7 @@ def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
     rest = fused.shape[1:]
     each = model.num_attention_heads // model.query_groups
     parts = fused.reshape(model.query_groups, each + 2, model.head_dim, *rest)
+    # Within a group its queries come first, then its key and its value.
     cuts = (slice(each), slice(each, each + 1), slice(each + 1, None))
     return [parts[:, cut].reshape(-1, *rest) for cut in cuts]
 
@@ -297,6 +299,7 @@ class Table:
         """Yield the entries of a model's every layer, with numbers for letters."""
         for entry in self.once:
             yield from entry.steps(model)
+        # Layers before the first sparse one are dense, as in DeepSeek-V3.
         sparse_from = model.num_layers if model.moe is None else model.moe.first_dense_layers
         for i in range(model.num_layers):
             for entry in self.layer + (self.experts if i >= sparse_from else self.dense):
@@ -339,6 +342,7 @@ def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str,
     used: list[str] = []
     for step in table.entries(model):
         source, target = (step.theirs, step.ours) if inward else (step.ours, step.theirs)
+        # An entry may be of a part that this model lacks, such as biases.
         if not any(name in given for name in source):
             continue
         used += source
@@ -346,6 +350,8 @@ def _mapped(table: Table, model: Any, given: Tensors, inward: bool) -> dict[str,
         if set(target) & out.keys():
             raise ValueError(f"{target} are made twice")
         out |= dict(zip(target, made, strict=True))
+    # A tensor that no entry reads would be lost without a word, and one that two read be there
+    # twice.
     if sorted(used) != sorted(given):
         raise ValueError(f"no entry, or more than one: {sorted(set(given) ^ set(used)) or used}")
     return out

@@ -70,6 +70,7 @@ def row(
     """Yield a linear layer split by inputs."""
     yield Weight(f"{name}.weight", (outputs, inputs // tp), kind)
     if bias:
+        # It is added once, to the sum over the ranks, so it is not split.
         yield Weight(f"{name}.bias", (outputs,), kind, whole=True)
 
 
@@ -81,6 +82,7 @@ def square(name: str, kind: Kind, width: int) -> Iterator[Weight]:
 
 def mlp(m: ModelConfig, name: str, width: int, tp: int, *, bias: bool) -> Iterator[Weight]:
     """Yield its two linear layers."""
+    # Gate and up projection are one layer, so that one GEMM makes both.
     up = (2 if m.gated else 1) * width
     yield from column(f"{name}.linear_fc1", "mlp", up, m.hidden_size, tp, bias=bias)
     yield from row(f"{name}.linear_fc2", "mlp", m.hidden_size, width, tp, bias=bias)

@@ -139,7 +139,7 @@ def _memory(
     run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]
 ) -> Iterator[Row]:
     """Yield the most that the ranks of each stage took; on a host, all that a process has."""
-    each = max(1, run.parallel.world // run.parallel.pp)
+    each = max(1, run.parallel.ranks // run.parallel.pp)
     device = counts_memory(run)
     for key, name in MEASURED.items() if device else ((ALLOCATED, ""),):
         sizes = plan["memory_by_stage"][key] if device else plan["peak_bytes_by_stage"]

@@ -8,26 +8,25 @@ from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.count import (
+    active_parameters,
+    adapter_parameters,
+    expert_parameters,
+    frozen_parameters,
+    parameters,
+)
 from mtrain.models.registry import family_of
 
-
-def parameters(model: ModelConfig) -> int:
-    """Return the trainable parameters of the model as built, with the padded vocabulary; each
-    shared weight once.
-    """
-    return family_of(model).parameters(model)
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Return the parameters that one token visits: all of them for a dense model, the chosen
-    experts for an MoE.
-    """
-    return family_of(model).active_parameters(model)
-
-
-def expert_parameters(model: ModelConfig) -> int:
-    """Return the trainable parameters of routed experts: what expert parallelism shards."""
-    return family_of(model).expert_parameters(model)
+__all__ = [
+    "active_parameters",
+    "adapter_parameters",
+    "expert_parameters",
+    "flops_of_token",
+    "flops_per_token",
+    "frozen_parameters",
+    "parameters",
+    "state_bytes",
+]
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
@@ -37,13 +36,6 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     use both).
     """
     return family_of(model).flops_per_token(model, seq_length, causal=causal)
-
-
-def adapter_parameters(run: RunConfig) -> tuple[int, int]:
-    """Return the parameters of the adapters of a run, of layers that every token visits and of
-    routed experts; 0 without.
-    """
-    return family_of(run.model).adapter_parameters(run.model, run.peft) if run.peft.kind else (0, 0)
 
 
 def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = True) -> float:
@@ -77,13 +69,12 @@ def state_bytes(run: RunConfig) -> int:
     parameters have only weights.
     """
     p = run.parallel
-    assert p.ranks is not None
     dtype = run.precision.format
     half = is_half(dtype)
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
     experts = expert_parameters(run.model)
-    frozen = family_of(run.model).frozen_parameters(run.model)
+    frozen = frozen_parameters(run.model)
     dense = parameters(run.model) - experts
     adapters = adapter_parameters(run)
     trained = adapters if run.peft.kind else (dense - frozen, experts)

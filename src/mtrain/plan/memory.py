@@ -72,7 +72,7 @@ def bytes_here(run: RunConfig) -> int:
     """Return a lower bound of the memory of the processes of a run on this machine's CPU, before
     any sample.
     """
-    return state_bytes(run) + run.parallel.world * RANK_BYTES
+    return state_bytes(run) + run.parallel.ranks * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
@@ -125,7 +125,7 @@ class _Memory:
 def _here(run: RunConfig, machine: Machine) -> _Memory:
     state = bytes_here(run)
     holds = machine.memory_bytes
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     # The run is for other machines, which it does not name.
     if state > holds:
         return _Memory("the largest machine", MOST_BYTES, 1, -(-_largest(run) // ranks), 0)
@@ -226,7 +226,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
     machine.
     """
     need = bytes_here(run)
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     if need <= machine.memory_bytes:
         return []
     rule = (
@@ -252,7 +252,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """Return a warning if the plan of a step does not fit a device."""
     memory = run.cluster.device_memory_gib
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     if memory is None:
         return []
     # moments in host memory are not on a device

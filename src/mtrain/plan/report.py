@@ -16,7 +16,13 @@ from mtrain.layout.grid import RankGrid
 from mtrain.models.rank import Equipped, Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight, expert_tensors
-from mtrain.plan.count import active_parameters, adapter_parameters, flops_of_token, parameters
+from mtrain.plan.count import (
+    active_parameters,
+    adapter_parameters,
+    flops_of_token,
+    frozen_parameters,
+    parameters,
+)
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.states import state_bytes_of
 from mtrain.plan.time.report import time_report
@@ -81,7 +87,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
     return {
         "total": total + dense + experts,
         "active": active_parameters(run.model) + dense + visited,
-        "frozen": total if run.peft.kind else family_of(run.model).frozen_parameters(run.model),
+        "frozen": total if run.peft.kind else frozen_parameters(run.model),
         "by_kind": dict(by_kind),
         "by_stage": [
             {

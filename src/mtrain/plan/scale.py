@@ -10,7 +10,7 @@ from typing import Any
 
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.tune.choose import refuse, search
@@ -66,7 +66,7 @@ class Scale:
         return 0.0 if first is None else point.flops_per_device / first.flops_per_device
 
 
-def on(raw: RunConfig, devices: int) -> RunConfig:
+def on(raw: UnresolvedRun, devices: int) -> UnresolvedRun:
     """Return an unresolved run on so many devices of its cluster: whole machines, or a part of
     one.
     """
@@ -80,7 +80,7 @@ def on(raw: RunConfig, devices: int) -> RunConfig:
     return changed(raw, {"cluster.nodes": devices // per_node, "parallel.ranks": None})
 
 
-def misfit(raw: RunConfig, devices: int) -> str:
+def misfit(raw: UnresolvedRun, devices: int) -> str:
     """Return why so many devices are no whole machines of the cluster, with the nearest numbers
     that are; empty if they are.
     """
@@ -96,7 +96,7 @@ def misfit(raw: RunConfig, devices: int) -> str:
 
 
 def point(
-    raw: RunConfig,
+    raw: UnresolvedRun,
     said: Mapping[str, Any],
     machine: Machine,
     devices: int,

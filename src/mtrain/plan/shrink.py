@@ -18,7 +18,7 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.optimizer import Rotated
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.weights import matrices, update_of
@@ -110,7 +110,7 @@ def shrink(
             }
         ),
     }
-    small = resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    small = _again(run, values)
     small = _with_sides_of(run, small)
     return with_triton_of(run, small) if interpreted else small
 
@@ -193,6 +193,13 @@ def _one_layer_groups(recompute: RecomputeConfig) -> RecomputeConfig:
     return recompute.model_copy(update={"num_layers": 1}) if recompute.num_layers else recompute
 
 
+def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
+    """Return a run with other sections, whose null keys are resolved for a small CPU."""
+    sections = dict(run) | values
+    changed = UnresolvedRun.model_construct(**sections)
+    return resolve(UnresolvedRun.model_validate(changed.model_dump()), MACHINE)
+
+
 def _tokens(data: DataConfig, seq: int) -> DataConfig:
     """Synthetic tokens, packed where samples were; no key of what is read in their place."""
     kept = {key: getattr(data, key) for key in ("packed", "packed_by", "prefetch", "cache_dir")}
@@ -217,7 +224,13 @@ def alone(run: RunConfig) -> RunConfig:
     micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too
-    parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)
+    parallel = ParallelConfig(
+        ranks=1,
+        sequence_parallel=False,
+        distributed_optimizer=optim.holds_main_weights,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
     trainer = run.trainer.model_copy(update=micro)
     return run.model_copy(update={"parallel": parallel, "optim": optim, "trainer": trainer})
 
@@ -376,7 +389,7 @@ def _optimizer(run: RunConfig, steps: int, dtype: str) -> OptimConfig:
     """Return the same optimizer, warm after half of the steps."""
     return run.optim.model_copy(
         update={
-            "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
+            "warmup_iters": min(run.optim.warmup_iters, steps // 2),
             "decay_iters": None,
             **_final_decay(run),
             **_state(run, dtype),
@@ -429,4 +442,4 @@ def portable(run: RunConfig) -> RunConfig:
             update={"device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),
     }
-    return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    return _again(run, values)

@@ -18,8 +18,8 @@ from mtrain.config.messages.suggestions import default_choices
 from mtrain.config.messages.validate import MISSING, OPEN
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.parallel import UnresolvedParallel
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES = 12
@@ -43,7 +43,7 @@ class Delta:
 
 
 def delta(
-    run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
+    run: UnresolvedRun, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
 ) -> Delta:
     """Return the shortest recipe of `run`: for each group the choice that leaves the fewest values
     to set.
@@ -153,7 +153,7 @@ def _composed(group: str, choice: str) -> Section:
 
 @cache
 def _section(group: str, choice: str, file: Path | None) -> Section:
-    kind: Any = RunConfig.model_fields[group].annotation
+    kind: Any = UnresolvedRun.model_fields[group].annotation
     parsed: Section
     if file is None:
         parsed = kind.model_validate(parse_layout(choice))
@@ -170,7 +170,7 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
         return [chosen[group]]
     words = [*([usual] if usual else []), *choices_of_group(group)]
     # Only plain degrees: a layout that is named after a model suggests that model.
-    if isinstance(target, ParallelConfig):
+    if isinstance(target, UnresolvedParallel):
         models = choices_of_group("model")
         plain = [
             word for word in words if not any(word.startswith(f"{model}_") for model in models)
@@ -179,7 +179,7 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
     return list(dict.fromkeys(words))
 
 
-def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
+def _layouts(p: UnresolvedParallel, with_ranks: bool) -> list[str]:
     """Return the layout as one word, with or without the data-parallel size."""
     axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
     word = "".join(
@@ -188,7 +188,7 @@ def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
     if with_ranks:
         if p.ranks is None or p.ranks % p.model_ranks:
             return []
-        word += f"dp{p.dp}"
+        word += f"dp{p.ranks // p.model_ranks}"
     word += "sp" if p.sequence_parallel else ""
     try:
         parse_layout(word)
@@ -259,7 +259,7 @@ def _words(text: str) -> str:
     return text if plain and text.isprintable() and scalar(text) == text else spell(text)
 
 
-def unequal(first: RunConfig, second: RunConfig) -> list[str]:
+def unequal(first: UnresolvedRun, second: UnresolvedRun) -> list[str]:
     """Return keys whose values differ, without a recipe's description."""
     left_values = first.flat()
     right_values = second.flat()

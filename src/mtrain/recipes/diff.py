@@ -12,7 +12,7 @@ from mtrain.config.compose.recipe import find_recipe
 from mtrain.config.compose.yaml_reader import load
 from mtrain.config.messages.keys import effect_of
 from mtrain.config.schema.base import Effect
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
@@ -72,7 +72,7 @@ def _is_run_file(path: Path) -> bool:
     return "defaults" not in values and set(GROUPS) <= values.keys()
 
 
-def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
+def differences(left: UnresolvedRun, right: UnresolvedRun) -> list[Difference]:
     """Return the differences in what two configurations do, the gravest kind first."""
     left_values = left.recorded().flat()
     right_values = right.recorded().flat()

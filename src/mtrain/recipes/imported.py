@@ -14,7 +14,7 @@ from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.compose.yaml_reader import parse
 from mtrain.config.messages.validate import validate
 from mtrain.config.resolve.conditional import CONDITIONAL
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.delta import section
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Unplaced
@@ -34,7 +34,7 @@ MARK = "# mtrain: "
 class Imported:
     """A configuration made from another system's."""
 
-    run: RunConfig
+    run: UnresolvedRun
     unplaced: list[Unplaced] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Assumptions and findings, in sentences."""
@@ -48,7 +48,7 @@ def build(
     extra: Sequence[str],
     source: str,
     exported: Draft | None = None,
-) -> RunConfig:
+) -> UnresolvedRun:
     """Return the configuration of the keys that were read, then the `exported` keys, then the
     `extra` overrides.
 
@@ -123,7 +123,7 @@ def _where(path: str, arguments: Arguments, source: str) -> str:
     return f"{source}: {given[0]}" if given else source
 
 
-def _quiet(run: RunConfig, arguments: Arguments) -> RunConfig:
+def _quiet(run: UnresolvedRun, arguments: Arguments) -> UnresolvedRun:
     """Return `run` with neutral values for keys without effect, as Megatron-LM ignores them."""
     values = run.to_dict()
     for key in CONDITIONAL:
@@ -131,7 +131,7 @@ def _quiet(run: RunConfig, arguments: Arguments) -> RunConfig:
             put(values, key.path, key.off)
             for flag in flags_of().get(key.path, ()):
                 arguments.refuse(flag, "no effect", f"has no effect without {key.needs}")
-    return RunConfig.model_validate(values)
+    return UnresolvedRun.model_validate(values)
 
 
 def numeric_changes(flags: Sequence[Unplaced]) -> list[str]:
@@ -168,7 +168,7 @@ def name_of(path: Path) -> str:
     return stem or "imported"
 
 
-def as_published(run: RunConfig) -> RunConfig:
+def as_published(run: UnresolvedRun) -> UnresolvedRun:
     """Return the run with the published training of its model, if that ships under some name."""
     for choice in choices_of_group("model"):
         known: Any = section("model", choice)

@@ -103,7 +103,7 @@ def mismatches(
     for name, here in versions().items():
         compare("version", name, lock.facts["versions"].get(name, NONE), here)
     if facts_of(lock.run.cluster.device).counted:
-        needed = min(lock.run.parallel.world, lock.run.cluster.devices_per_node or 1)
+        needed = min(lock.run.parallel.ranks, lock.run.cluster.devices_per_node or 1)
         had = lock.facts["device"].get("gpus")
         if machine.gpus < needed and (not isinstance(had, int) or machine.gpus < had):
             wanted = f"{had} GPUs, of which it needs {needed}"

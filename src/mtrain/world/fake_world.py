@@ -43,6 +43,7 @@ def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Itera
 
     Raises as `fake_world` does.
     """
+    # An import at the top would register the fake backend in every real run.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     grid = RankGrid.of(run)
@@ -57,6 +58,7 @@ def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Itera
     store = FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=grid.world)
     try:
+        # No collective of this world ever waits, so any timeout does.
         make_groups(grid, run, embedding_stages, timedelta(seconds=1))
         seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
         yield World(rank, 0, grid, device, torch_device, coords, embedding_stages, store)

@@ -122,6 +122,8 @@ class Recorder:
         with suppress(OSError, RuntimeError):
             prefix = os.environ.get(PIPE)
             if prefix and Path(f"{prefix}{self.rank}.pipe").is_fifo():
+                # Without O_NONBLOCK the open would wait for a reader, and torch's thread may have
+                # ended.
                 pipe = os.open(f"{prefix}{self.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
                 os.write(pipe, b"dump\n")
                 os.close(pipe)
@@ -136,8 +138,11 @@ class Recorder:
 
     def _groups(self) -> Iterable[Group]:
         """Yield the NCCL process groups that this rank belongs to."""
+        # The main thread may make a group at this moment, so this iterates over a copy.
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):
+                # A group that has no backend for the device raises RuntimeError; it records
+                # nothing.
                 uid = getattr(group._get_backend(self.device), "uid", None)
                 if uid is not None:
                     launched = group._get_sequence_number_for_group()  # type: ignore[attr-defined]

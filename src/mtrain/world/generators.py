@@ -46,12 +46,15 @@ def seed_generators(
 
     shared = stream_seed(seed, step, "default", coords, ("pp", "dp", "cp"))
     random.seed(shared)
+    # NumPy's global generator takes seeds of 32 bits.
     np.random.seed(shared % 2**32)
     torch.manual_seed(shared)
     kind = {"force_reset_rng": tracker is not None, **(tracker or {})}
     mcore.model_parallel_cuda_manual_seed(shared, tp_rank=0, ep_rank=0, etp_rank=0, **kind)
     tracked = mcore.get_cuda_rng_tracker()
     streams = tuple(tracked.get_states())
+    # megatron-core adds offsets to one seed for its streams, which can collide between ranks. The
+    # streams keep their names and get seeds of their own.
     tracked.reset()
     for name in streams:
         axes = ("pp", "dp", "cp") if name == DATA_STREAM else ("pp", "dp", "cp", "tp")

@@ -31,6 +31,7 @@ def make_groups(
         mcore.parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=grid.tp,
             pipeline_model_parallel_size=grid.pp,
+            # megatron-core takes any number, 1 too, as a request for the interleaved schedule.
             virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
             context_parallel_size=grid.cp,
             hierarchical_context_parallel_sizes=hierarchical,
@@ -40,6 +41,7 @@ def make_groups(
             num_distributed_optimizer_instances=p.hsdp_replicas,
             get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
             distributed_timeout_minutes=timeout.total_seconds() / 60,
+            # They serve megatron-core's own checkpoints, which mtrain does not write.
             create_gloo_process_groups=False,
         )
 
@@ -57,6 +59,7 @@ def shared_communicators(parallel_state: Any) -> Iterator[None]:
     make = parallel_state.create_group
     single: dict[tuple[int, str | None], Any] = {}
     if world.size() == 1:
+        # The world of one rank has a communicator already.
         single[0, None] = world
 
     def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,7 @@ def noting_waits() -> Iterator[None]:
     real = Work.wait
 
     def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
+        # Another thread may wait for its peers while the main thread computes.
         if threading.current_thread() is not threading.main_thread():
             return real(work, *args, **kwargs)
         with waiting():

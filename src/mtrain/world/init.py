@@ -62,9 +62,11 @@ class World:
             return self._broadcast(text, src)
 
     def _broadcast(self, text: str, src: int) -> str:
+        # frombuffer refuses an empty buffer, hence the blank.
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(
             self.torch_device
         )
+        # Ranks receive into a buffer of the right size, so the length goes first.
         size = torch.tensor([encoded.numel()], device=self.torch_device)
         dist.broadcast(size, src=src)
         row = encoded
@@ -88,6 +90,8 @@ class World:
         deadline = time.monotonic() + within_s
         try:
             self.store.add(place, 1)
+            # Adding 0 reads the counter; a `get` would wait for its key and raise at the store's
+            # timeout.
             while self.store.add(place, 0) < self.size:
                 if time.monotonic() > deadline:
                     return False
@@ -119,6 +123,7 @@ def joined(run: RunConfig) -> Iterator[World]:
         raise
     world = _join(run, RankEnv.here(), device)
     check_groups(world.rank, world.grid, world.embedding_stages)
+    # Not in a `finally`: after an error, the barrier would wait for ranks that may be gone.
     yield world
     dist.barrier()
     from mtrain.mcore import api as mcore
@@ -147,8 +152,10 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     device.set_index(env.device_index(device.count()))
     if facts_of(device.name).on_host:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))
+        # OMP_NUM_THREADS may be a list, one number for each level of nesting.
         requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = int(requested) if requested.isdigit() else cpu_cores() // on_this_machine
+        # By default torch takes all cores, and the ranks of a machine would slow each other down.
         torch.set_num_threads(max(1, threads))
     return device
 

@@ -104,6 +104,7 @@ class JoinAttempt:
         self.join_timeout_s = join_timeout_s
         if offer is not None:
             self.offer = offer
+        # This comes last: the thread reads the other fields once it sees a description.
         self.info = info
 
     def read_offer(self) -> Offer | None:
@@ -132,6 +133,8 @@ class JoinAttempt:
         self.ready_at = time.monotonic()
         self.ready.set()
         while not self.settled.wait(0.1):
+            # Only a silent store counts as lost. How long to wait for ranks is the coordinator's
+            # decision.
             if time.monotonic() - max(self.heard, self.ready_at) > self.join_timeout_s:
                 self.closed = True
                 raise self._unanswered()
@@ -188,6 +191,7 @@ class JoinAttempt:
         if dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
         if env.host is None:
+            # A process without a launcher is a world of one rank, and needs no port.
             return dist.HashStore()
         served: dict[str, Any] = {
             "world_size": env.size,
@@ -226,6 +230,7 @@ class JoinAttempt:
         """Return a socket listening at the store's port; None if the port is taken."""
         if self.env.listen_fd is not None:
             return self.env.listen_fd
+        # The host's name may resolve to either family, so the socket takes both where it can.
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
@@ -235,6 +240,7 @@ class JoinAttempt:
         except OSError as error:
             self.trouble = f"port {self.env.port} of this machine: {error.strerror}"
             return None
+        # torch's server owns the descriptor from here on; the socket object would close it.
         return listener.detach()
 
     def _meet(self, root: dist.Store) -> dict[str, Any] | None:
@@ -243,6 +249,7 @@ class JoinAttempt:
         coordinator: Coordinator | None = None
         self.reached_at = time.monotonic()
         if self.env.rank == 0:
+            # Ranks that wait for an offer then know that one may come, and wait longer.
             root.add(DECIDING, 1)
         while not self.closed:
             self.heard = time.monotonic()
@@ -261,6 +268,8 @@ class JoinAttempt:
                 member.report(self.failure)
             elif member is not None and self.busy:
                 member.liveness.beat()
+            # A coordinator whose rendezvous was replaced is a member of the newer one like any
+            # other.
             compares = coordinator is not None and coordinator.number == number
             if coordinator is not None and compares:
                 coordinator.look()
@@ -275,9 +284,12 @@ class JoinAttempt:
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
                 coordinator = self._coordinator(root, self.info, waited)
                 coordinator.open_instead_of(number, root)
+            # A coordinator waits at most IMPORT_FACTOR timeouts for imports, and its outcome is due
+            # by then.
             limit_s = self.join_timeout_s * (IMPORT_FACTOR + 2)
             if member is not None and not compares and member.is_forsaken(self.ready_at, limit_s):
                 raise ValueError("the rank that compares all ranks has fallen silent")
+            # A rank that becomes ready during the pause reports at once.
             (time.sleep if self.ready.is_set() else self.ready.wait)(self.pause_s)
         return None
 
@@ -312,6 +324,7 @@ class JoinAttempt:
         if outcome["problem"] is not None:
             if not self.serves:
                 member.acknowledge()
+            # Ranks that failed read no outcome, and this rank has read it.
             others = outcome["able"] - (self.failure is None)
             while self.serves and not member.all_read(others) and time.monotonic() < until:
                 time.sleep(self.pause_s)

@@ -108,8 +108,10 @@ class Variables:
             launcher=self.launcher,
             rank=index,
             size=count,
+            # Without a local rank, processes are assumed to fill one machine after the other.
             local_rank=_number(environment, local_rank, index % local_size),
             local_size=local_size,
+            # Fewer processes here than in all prove a second machine, which is all that matters.
             host=_host(environment, self.launcher, "", 1 if local_size == count else 2),
             port=_port(environment, f"{self.launcher} {launch}"),
             machines=machines,
@@ -202,6 +204,7 @@ def _slurm(environment: Environment) -> Launched | None:
     """Read the variables of a task of srun; batch scripts and shells are no tasks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
+    # A step of srun may have fewer tasks than its job, so the step's variables come first.
     tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     size = _count(environment, tasks, 1)
     hosts = list(expanded(_value(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
@@ -249,6 +252,7 @@ def _tasks_here(environment: Environment, size: int, machines: int) -> int:
         _value(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     )
     node = environment.get("SLURM_NODEID", "0")
+    # The list may be the job's, which does not fit a smaller step.
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
         return counts[int(node)]
     return max(1, size // machines)
@@ -264,6 +268,7 @@ def _kubernetes(environment: Environment) -> Launched | None:
     count = _count(environment, size)
     port = _first_set(environment, "PET_MASTER_PORT", "MASTER_PORT")
     index = _number(environment, "JOB_COMPLETION_INDEX")
+    # Pods of an indexed job are named JOB-INDEX, so pod 0 follows from this one's name.
     first = re.sub(rf"-{index}$", "-0", environment.get("HOSTNAME", ""))
     return Launched(
         launcher="kubernetes",
@@ -296,6 +301,7 @@ def _expanded(group: str) -> Iterator[str]:
         if not (first.isdigit() and (not dash or last.isdigit())):
             continue
         for index in range(int(first), int(last or first) + 1):
+            # A list keeps leading zeros: n[08-10] is n08, n09 and n10.
             for end in _expanded(tail) if tail else ("",):
                 yield f"{head}{index:0{len(first)}d}{end}"
 
@@ -324,6 +330,7 @@ def _port(environment: Environment, launch: str) -> int:
     """Return MASTER_PORT, or a port computed from the launch, which another launch rarely gets."""
     if environment.get("MASTER_PORT"):
         return _number(environment, "MASTER_PORT")
+    # Every process must compute the same port, so this is a checksum and not Python's salted hash.
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
@@ -383,6 +390,7 @@ def _check(place: Launched, environment: Environment) -> None:
         )
     if not 0 < place.port < 1 << 16:
         wrong.append(f"{port} is {place.port}: a port is a number from 1 to 65535")
+    # torchrun may run under srun, and its workers then have other numbers than srun's tasks.
     if place.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
         wrong += _differences(place, environment)
     if wrong:

@@ -57,7 +57,9 @@ class RankEnv:
                 f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}"
             )
         host = environment.get("MASTER_ADDR", "127.0.0.1")
+        # Only rank 0 serves the store, whichever process inherits the variable.
         inherits = rank == 0 and LISTEN_FD in environment
+        # torchrun's agent sets this where it serves the store that its workers use.
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
@@ -115,6 +117,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
         BadEnvironment: it is not a number, or is missing and there is no default.
     """
     text = environment.get(name, "" if default is None else str(default))
+    # int() would accept signs, blanks and underscores as well.
     if not text.isdecimal():
         raise BadEnvironment(f"{name} is {text!r} in the environment: launchers set a number")
     return int(text)

@@ -139,6 +139,7 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
             f"ranks {ranks} were given the same GPU, {gpu} of {infos[0].host}\n"
             "  fix: a GPU for each task (srun --gpus-per-task=1), or fewer tasks on a machine"
         )
+    # Ranks of different launches differ in their configurations, too; this is the cause to fix.
     sizes = Counter(info.size for info in state.infos)
     if len(sizes) > 1:
         each = [
@@ -194,6 +195,7 @@ def _differences(
         kinds.setdefault(info.signature, []).append(info)
     if len(kinds) < 2:
         return []
+    # The majority counts as right; of equal parts, the one with the lowest rank.
     usual, *odd = sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0].rank))
     differences = []
     for kind in odd[:3]:

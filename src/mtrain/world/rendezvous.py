@@ -61,6 +61,7 @@ def offer_of(root: Store, number: int) -> Offer | None:
 
 def pause_of(size: int) -> float:
     """Return the seconds between a rank's reads of the store, longer in large worlds."""
+    # All ranks together read the store at most 2,000 times a second.
     return max(0.02, size / 2_000)
 
 
@@ -85,6 +86,7 @@ def _pages(store: Store, name: str, known: int) -> list[bytes]:
 
 def _add_page(store: Store, name: str, text: str) -> int:
     """Append to a list in the store, and return the position, from 1."""
+    # The counter gives each writer a position of its own before the entry exists.
     number = store.add(name, 1)
     store.set(f"{name}/{number}", text)
     return number
@@ -122,6 +124,7 @@ class Member:
         self.number = number
         self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
+            # Equal configurations are not sent: thousands of copies would delay the store.
             packed = zlib.compress(json.dumps(config).encode())
             self.store.set(f"config/{info.digest}", packed)  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
@@ -202,6 +205,7 @@ class Coordinator:
 
     def open_instead_of(self, known: int | None, root: Store) -> None:
         """Make this the newest rendezvous, unless a newer one than `known` exists."""
+        # Several ranks may lose patience at once; only the first of them opens a rendezvous.
         root.compare_set("newest", str(known or ""), str(self.number))
 
     def look(self) -> None:
@@ -210,6 +214,7 @@ class Coordinator:
             return
         self._read()
         now = time.monotonic()
+        # The wait for absent ranks begins with the first rank that is ready, not with its imports.
         if self.state.ready:
             self.first_ready = self.first_ready or now
         if self.state.is_wrong():

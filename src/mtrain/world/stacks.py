@@ -57,5 +57,6 @@ def write(path: Path, title: str) -> None:
         if not name.startswith(WATCHING):
             text += [f"\n{name}, most recent call last:\n", *traceback.format_stack(frame)]
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A run may stall, recover and stall again.
     with path.open("a") as file:
         file.write("".join(text) + "\n")

@@ -175,6 +175,7 @@ def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
         for lack in (Lack(name, begun=False), Lack(name, begun=True)):
             numbers = {rank: lack.number(status) for rank, status in members.items()}
             lowest = min(numbers.values())
+            # A rank that reports no number may be ahead or behind.
             if lowest == UNKNOWN:
                 continue
             ahead = {
@@ -183,6 +184,7 @@ def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
             highest = max(ahead.values(), default=lowest)
             waiting |= ahead.keys()
             lacking = {rank: lack for rank, number in numbers.items() if number < highest} | lacking
+            # If the hosts differ, how far the devices came says no more.
             if ahead:
                 break
     return {rank: lack for rank, lack in lacking.items() if rank not in waiting} or lacking

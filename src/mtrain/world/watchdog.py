@@ -82,6 +82,8 @@ class Watchdog:
         self.tick_s = min(1.0, max(0.1, self.soft_s / 20)) * max(1.0, world.size / 1000)
         self.silent_s = max(SILENT_TICKS * self.tick_s, min(2.0, 0.8 * self.soft_s))
         """Without a status for this long, a rank counts as stopped or dead."""
+        # A rank counts as silent only after silent_s, so comparing begins that much before the
+        # report.
         self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
         self.idle_s = 0.0
         """Time since this rank made progress."""
@@ -117,6 +119,7 @@ class Watchdog:
                 self.file.close()
                 if path.stat().st_size == 0:
                     path.unlink()
+                    # This fails, as it should, while other ranks have files there.
                     self.folder.rmdir()
 
     def _watch(self) -> None:
@@ -218,6 +221,7 @@ class Wire:
         with suppress(
             RuntimeError
         ):  # torch's error for a lost store; the clock notices the silence
+            # A call on this connection may block for ever, so no other thread shares it.
             store = PrefixStore("watch", self.world.store.clone())  # type: ignore[attr-defined]
             while not self.watchdog.over.wait(self.watchdog.tick_s):
                 self._publish(store)
@@ -258,6 +262,7 @@ class Wire:
                 self._learn(Finding.of(store.get(key)))
             last = self.finding.number if self.finding else 0
             stale = last == 0 or time.monotonic() - self.found_at > self.watchdog.silent_s
+            # Of all ranks that add to the counter, the first compares for the others.
             self.observes = stale and store.add(f"observer/{number}/{last}", 1) == 1
         if self.observes:
             finding = self._observe(store)
@@ -278,6 +283,7 @@ class Wire:
     def _observe(self, store: Store) -> Finding:
         """Compare the statuses of all ranks."""
         keys = [f"status/{rank}" for rank in range(self.world.size)]
+        # One call suffices unless a rank has not published anything yet.
         if not store.check(keys):
             keys = [key for key in keys if store.check([key])]
         now = time.monotonic()

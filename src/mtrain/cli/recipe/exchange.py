@@ -20,7 +20,7 @@ from mtrain.config.messages.validate import MISSING, OPEN, unfilled
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.rules import check
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem, say_page, visible
 from mtrain.plan.time.report import in_steps
 from mtrain.recipes.delta import delta, left_open, recipe_text
@@ -186,7 +186,7 @@ def _about(
     return {**words, "verified": report}
 
 
-def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
+def _validated(raw: UnresolvedRun, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
     """Return the resolved configuration and its problems; keys `left` open have only that one."""
     machine = Machine.here()
     world_size = world_size_of()

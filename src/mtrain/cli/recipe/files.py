@@ -154,16 +154,16 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
     """Return the words of a new recipe about itself."""
     p = run.parallel
     cluster = run.cluster
-    ranks = p.ranks or p.model_ranks
+    per_node = p.ranks // cluster.nodes
     try:
         layout = str(RankGrid.of(run))
     except ValueError:
         # An imported script may set fewer ranks than its layout has.
-        layout = f"tp{p.tp} cp{p.cp} pp{p.pp} on {ranks} ranks"
+        layout = f"tp{p.tp} cp{p.cp} pp{p.pp} on {p.ranks} ranks"
     return {
         "title": f"{run.model.name} with {layout}",
         "purpose": "Say here when to pick it.",
-        "hardware": f"{cluster.nodes} x {ranks // cluster.nodes} {cluster.device} ({cluster.name})",
+        "hardware": f"{cluster.nodes} x {per_node} {cluster.device} ({cluster.name})",
         "source": source,
         "verified": "composes and passes every rule; not trained",
     }

@@ -30,10 +30,9 @@ from mtrain.config.messages.suggestions import (
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
+# Matches a text that names a file instead of a choice: it starts like a path or ends like a YAML
+# file.
 _PATH = re.compile(r"(\.{0,2}|~)/|.*\.ya?ml\Z")
-"""Matches a text that names a file instead of a choice: it starts like a path or ends like a YAML
-file.
-"""
 
 
 def is_path(text: str) -> bool:
@@ -51,6 +50,8 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     if text.startswith("{"):
         rule = "a group takes a choice; its keys are set one by one"
         return Problem("MT010", group, value, rule, _one_by_one(group, text) or NOTHING, source)
+    # `model=[a,b]` and `model=a,b` are Hydra's grammar: the first would merge both files silently,
+    # so the message is about their names.
     names = [
         name.strip().removesuffix(".yaml").removesuffix(".yml")
         for name in text.strip("[] ").split(",")
@@ -91,19 +92,14 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
     usable.
     """
     name = Path(text).stem
+    # A recipe is sent to others, who do not have the file.
     if source != COMMAND_LINE:
         rule = (
             "a path is for the command line: a recipe is one file, and names choices that others"
             " have as well"
         )
-        return Problem(
-            "MT010",
-            group,
-            text,
-            rule,
-            f"delete it, and say {group}={text} on the command line",
-            source,
-        )
+        fix = f"delete it, and say {group}={text} on the command line"
+        return Problem("MT010", group, text, rule, fix, source)
     path = user_path(text)
     if not os.path.isfile(path):
         files = [chooses(group, file) for file in names_near(path) if is_path(file)]
@@ -159,6 +155,7 @@ def _is_recipe(text: str) -> bool:
         document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
     except ConfigError:
         return False
+    # `# @package _global_` makes a choice that sets several groups, which looks like a recipe.
     said = set() if document is None or package_of(document) is not None else {*document.values}
     return bool(said & {*GROUPS, "recipe"}) and said <= {*GROUPS, "defaults", "recipe"}
 

@@ -35,22 +35,22 @@ from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
 from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
+# Keys that a model must set, because they have no default.
 ARCHITECTURE = tuple(
     name for name, field in ModelConfig.model_fields.items() if field.is_required()
 )
-"""Keys that a model must set, because they have no default."""
+# The choice of `model` that stands for the model of the starting weights.
 WEIGHTS = "weights.given"
-"""The choice of `model` that stands for the model of the starting weights."""
 
 
 @dataclass(frozen=True)
 class Composed:
     """A configuration that passed the schema."""
 
-    run: RunConfig
+    run: UnresolvedRun
     origins: dict[str, str]
     """The origin of each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command
     line`, `default`.
@@ -119,16 +119,20 @@ class _Composition:
         """The recipe or run file, without the parts that choices on the command line replace."""
 
     def finish(self) -> Composed:
+        # A step records its problems and continues where it can: a user sees all in one pass.
         recipe = self._recipe()
         base = self._run_file()
         self._choose(recipe)
         self._replace(recipe, base)
+        # A run file is complete: no file of weights decides its model.
         if base is None:
             self._take_model(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
         layers, of_files = self._layers(primary, words, recipe is not None)
         origins = Origins(layers)
+        # Before Hydra composes: origins are still those of the files, which `~key=value` must
+        # match.
         gone = self._deletions(origins)
         values = self._composed(primary, words, self._settings(origins))
         for key in gone:
@@ -150,7 +154,7 @@ class _Composition:
                     layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser),
                     *of_files,
                 ]
-            rest: RunConfig | None = run
+            rest: UnresolvedRun | None = run
             if strayed or not run:
                 rest = self._without(values, origins, paths, of_files, layers)
             partial = self._result(rest, origins) if rest is not None else None
@@ -158,7 +162,7 @@ class _Composition:
         return self._result(run, origins, self._warnings(run, origins))
 
     def _result(
-        self, run: RunConfig, origins: Origins, warnings: tuple[Problem, ...] = ()
+        self, run: UnresolvedRun, origins: Origins, warnings: tuple[Problem, ...] = ()
     ) -> Composed:
         known = {key: origins.of(key) for key in run.flat()}
         files = dict(self.library.files)
@@ -166,7 +170,7 @@ class _Composition:
             run, known, self.shown, warnings, history=tuple(origins.history), files=files
         )
 
-    def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
+    def _warnings(self, run: UnresolvedRun | None, origins: Origins) -> tuple[Problem, ...]:
         """Return a warning for each part of a recipe that choices on the command line replaced."""
         return tuple(
             self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ()
@@ -210,6 +214,7 @@ class _Composition:
 
     def _choose(self, recipe: Recipe | None) -> None:
         """Record the existing choices of the recipe and, over them, of the command line."""
+        # The later of two choices of a group wins, so the command line comes last.
         layers = [(recipe.choices, recipe.choice_lines)] if recipe is not None else []
         for choices, lines in [*layers, (self.overrides.choices, {})]:
             for group, choice in choices.items():
@@ -276,6 +281,7 @@ class _Composition:
         """Return a choice in Hydra's words; record a problem and return None if there is no such
         choice.
         """
+        # A path outside of the folders of choices has no name for Hydra: the library invents one.
         if is_path(choice):
             return self.library.give_path(group, choice)
         problem = unknown_choice(group, choice, source)
@@ -408,7 +414,7 @@ class _Composition:
                 continue
             last = origins.last(key)
             if not origins.has(key):
-                rule = f"{argument}: no file says {key}, so there is nothing to take away"
+                rule = f"{argument}: no file sets {key}, so there is nothing to delete"
                 fix = "leave it out"
             elif key in self.overrides.only and (
                 last is None or last.value != self.overrides.only[key]
@@ -464,7 +470,7 @@ class _Composition:
                 origins.put(leaf, inner, COMMAND_LINE)
         return problems
 
-    def _strayed(self, run: RunConfig | None, origins: Origins) -> list[Problem]:
+    def _strayed(self, run: UnresolvedRun | None, origins: Origins) -> list[Problem]:
         """Return paths outside of the working folder that a file sets and the command line does
         not.
         """
@@ -481,10 +487,11 @@ class _Composition:
         paths: Sequence[str],
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
-    ) -> RunConfig | None:
+    ) -> UnresolvedRun | None:
         """Return the configuration with each refused key reset to the value below the refused one,
         or to its default.
         """
+        # The second round takes the schema's defaults, in case the files below are wrong, too.
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))
             for path in map(whole, filter(None, paths)):

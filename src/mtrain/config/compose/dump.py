@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain.config.compose.yaml_reader import scalar
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 
 _CONSTANT = re.compile(r"(?i:null|true|false|nan|inf)\Z")
 _BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.:@%+-]*\Z")
@@ -17,7 +17,7 @@ _NO_QUOTES = re.compile(r"[A-Za-z0-9_/.:@%+,=\[\]-]*(\{\})?\Z")
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*\Z")
 
 
-def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+def run_yaml(run: UnresolvedRun, comments: Mapping[str, str] | None = None) -> str:
     """Return every key of `run` as YAML that `run=FILE` reads back to an equal configuration.
 
     `comments` adds a remark after the leaf at each dotted key, aligned in one column.
@@ -26,6 +26,7 @@ def run_yaml(run: RunConfig, comments: Mapping[str, str] | None = None) -> str:
     if not comments:
         return "".join(f"{text}\n" for text, _ in lines)
     marks = {path: comments[path] for _, path in lines if path in comments}
+    # A long list must not push the comments of all other keys to the right.
     width = min(60, max((len(text) for text, path in lines if path in marks), default=0))
     out = [f"{text:<{width}}  # {marks[path]}" if path in marks else text for text, path in lines]
     return "\n".join(out) + "\n"
@@ -35,6 +36,7 @@ def spell(value: Any) -> str:
     """Return a leaf as YAML of one line."""
     if value is None:
         return "null"
+    # Before numbers: a bool is an int.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -44,6 +46,7 @@ def spell(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{spell(k)}: {spell(v)}' for k, v in value.items())}}}"
     text = str(value)
+    # Text that YAML would read as a number, a boolean or null needs quotes.
     if _PLAIN.match(text) and scalar(text) == text:
         return text
     quoted = json.dumps(text, ensure_ascii=False)
@@ -66,6 +69,8 @@ def override(key: str, value: Any) -> str:
 
 def _quoted(text: str) -> str:
     """Return a text in the double quotes of Hydra's grammar."""
+    # Hydra reads a backslash as itself except before a quote, where it escapes: only those that
+    # precede a quote are doubled.
     return '"' + re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', '\\"') + '"'
 
 

@@ -40,7 +40,8 @@ def _parsed(text: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if _depth(text) > MAX_DEPTH:  # which takes Hydra the square of it
+    # Hydra's parser takes quadratic time in the depth; a command line must not hang it.
+    if _depth(text) > MAX_DEPTH:
         raise ValueError("nested too deep")
     try:
         return OverridesParser.create().parse_override(f"key={text}")
@@ -98,6 +99,7 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
                 "only values that can be counted are swept: a,b or choice() or range() or glob()"
             )
         if isinstance(sweep, RangeSweep):
+            # Before the values exist: range(1,1e12) would fill the memory.
             if _length(sweep) > limit:
                 raise ValueError(f"more than {limit} values")
             _as_written(sweep)

@@ -32,23 +32,20 @@ from mtrain.errors import ConfigError, Problem
 
 VERSION_BASE = "1.3"
 HYDRA = "hydra/config"
+# A stand-in for Hydra's own configuration: mtrain runs no Hydra job, and building the real one
+# takes longer than composing.
 _NOTES: dict[str, Any] = {
     "overrides": {"hydra": [], "task": []},
     "runtime": RuntimeConf(),
     "job": {
-        **{
-            "name": "mtrain",
-            "config_name": None,
-            "override_dirname": None,
-            "env_copy": [],
-            "env_set": {},
-        },
+        "name": "mtrain",
+        "config_name": None,
+        "override_dirname": None,
+        "env_copy": [],
+        "env_set": {},
         "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
     },
 }
-"""A stand-in for Hydra's own configuration: mtrain runs no Hydra job, and building the real one
-takes longer than composing.
-"""
 
 
 class NotComposed(Exception):
@@ -83,10 +80,10 @@ class Library(Protocol):
 
 
 MOST_MADE = 512
+# Compositions of this process by their inputs: a sweep or a list of recipes repeats them.
 _made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
-"""Compositions of this process by their inputs: a sweep or a list of recipes repeats them."""
+# The library that Hydra reads at the moment, and the name of its primary configuration.
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
-"""The library that Hydra reads at the moment, and the name of its primary configuration."""
 
 
 class _Source(ConfigSource):
@@ -128,7 +125,7 @@ class _Source(ConfigSource):
 
 def _now() -> tuple[Library, str]:
     composing = _composing.get()
-    assert composing is not None, "nobody composes"
+    assert composing is not None, "no composition is running"
     return composing
 
 
@@ -165,6 +162,7 @@ def composed(
             _made.clear()
         with _hydra(library, primary):
             _made[key] = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
+    # Callers change the values in place.
     values = copy.deepcopy(_made[key])
     if settings:
         config = OmegaConf.create(values)
@@ -208,6 +206,8 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     them below ours of the same name.
     """
     token = _composing.set((library, primary))
+    # Hydra is a singleton: a program that uses it itself, and calls mtrain's API, must find it as
+    # it left it.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     store = ConfigStore.instance()
@@ -216,6 +216,7 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     try:
         with initialize_config_module("hydra.conf", job_name="mtrain", version_base=VERSION_BASE):
             yield
+    # Hydra follows a defaults list without a bound.
     except RecursionError:
         raise NotComposed("a defaults list leads back to its own file") from None
     except (
@@ -228,7 +229,9 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
         lost = getattr(error, "missing_cfg_file", None)
         if lost:
             missing = lost[0] if isinstance(lost, (list, tuple)) else lost
-            raise NotComposed(f"in a defaults list, {missing} is named, and is not there") from None
+            raise NotComposed(
+                f"in a defaults list, {missing} is listed, and there is no such file"
+            ) from None
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         lines = str(cause).strip().splitlines() or [type(error).__name__]
         raise NotComposed(lines[0]) from None

@@ -10,17 +10,15 @@ from mtrain.config.messages.keys import is_content
 from mtrain.config.messages.suggestions import at_default
 from mtrain.errors import MAX_PROBLEMS, Problem
 
+# Limits: references behind one value, and characters and items that all references may expand to.
 MAX_REFERENCES = 100
 MAX_UNFOLDED = 1 << 20
-"""Limits: references behind one value, and characters and items that all references may
-expand to.
-"""
+# The fix for a reference that a file may not have, whatever overrides it.
 BY_HAND = "write the value itself, or delete the line"
-"""The fix for a reference that a file may not have, whatever overrides it."""
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+# A dotted key.
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*\Z")
-"""A dotted key."""
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,6 +44,8 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
                     "only a reference to another key is allowed, as in ${trainer.train_iters};"
                     " resolvers never run"
                 )
+                # A fix must be a word of a command line; text that the user wrote is not replaced
+                # by a default.
                 if where(path) == "command line" and not is_content(path):
                     fix = at_default(path)
                 else:
@@ -96,6 +96,7 @@ class _Follower:
             return [self.follow(item, chain) for item in value]
         if not isinstance(value, str) or "${" not in value:
             return value
+        # A lone reference keeps the type of its target; inside text it becomes text.
         whole = _REFERENCE.fullmatch(value)
         if whole:
             return self.target(whole.group(1), chain)
@@ -104,12 +105,14 @@ class _Follower:
     def target(self, key: str, chain: tuple[str, ...]) -> Any:
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"more than {MAX_REFERENCES} references stand behind this value")
+            raise ValueError(f"more than {MAX_REFERENCES} references are needed for this value")
         if key in chain:
             raise ValueError(f"the reference goes in a circle: {' -> '.join([*chain, key])}")
         if key not in self.table:
             raise ValueError(f"${{{key}}} names no key that has a value")
         value = self.table[key]
+        # References to references multiply: ten levels of ten make 10^10 characters (the billion
+        # laughs).
         self.room -= len(value) if isinstance(value, (str, list)) else 1
         if self.room < 0:
             raise ValueError(f"references stand for more than {MAX_UNFOLDED} characters")

@@ -11,8 +11,8 @@ from mtrain.config.compose.origins import Layer
 from mtrain.config.compose.yaml_reader import package_of
 from mtrain.errors import ConfigError, Problem
 
+# Names of configurations, each with the dotted key that it fills.
 Entries = list[tuple[str, str]]
-"""Names of configurations, each with the dotted key that it fills."""
 
 
 def entries_of(
@@ -30,6 +30,7 @@ def entries_of(
         NotComposed: Hydra refuses.
     """
     problems: list[Problem] = []
+    # Hydra would stop at the first bad file; reading all of them first reports every problem.
     for name, _ in usual:
         try:
             if library.layout(name) is None:
@@ -61,6 +62,7 @@ def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
     if layout is not None:
         return Layer(_nested(package, layout), lambda _: chooser)
     document = library.document(name)
+    # Lines of a file are recorded by its own keys, layers by keys of the whole configuration.
     cut = len(package) + 1 if package else 0
     return Layer(_nested(package, library.values(name)), lambda key: document.where(key[cut:]))
 

@@ -52,6 +52,7 @@ def parse_layout(word: str) -> dict[str, Any]:
     if "sp" in degrees:
         values["sequence_parallel"] = True
     if "dp" in degrees:
+        # cp and pp count, ep and etp do not: experts are sharded over ranks of the same grid.
         copy = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
         values["ranks"] = copy * degrees["dp"]
     return values

@@ -22,19 +22,17 @@ from mtrain.config.messages.validate import MISSING
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
+# The names of the primary configuration, of the group whose only choice is the recipe, and of a run
+# file.
 CONFIG = "config"
 RECIPE = "recipe"
 RUN = "run"
-"""The names of the primary configuration, of the group whose only choice is the recipe, and of a
-run file.
-"""
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
+# The prefix of hidden text, which no command-line argument contains, and the stand-in for a $ in
+# it.
 _BEGIN = "\0"
 _DOLLAR = "\ue001"
-"""The prefix of hidden text, which no command-line argument contains, and the stand-in for a $ in
-it.
-"""
 
 
 class Library:
@@ -62,6 +60,8 @@ class Library:
     def give_path(self, group: str, text: str) -> str:
         """Add a choice that is given as the path of a file; return Hydra's name for it."""
         path = paths.user_path(text)
+        # Hydra splits names at / and @, so the file's name keeps only letters that it does
+        # not read. The ending keeps it apart from the choices of the group.
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
         self._written[f"{group}/{choice}"] = text
@@ -104,6 +104,8 @@ class Library:
             document = self.document(name)
             values = document.values
             package = package_of(document)
+        # A `_target_` and the key `hydra` are refused with the file's other problems (`_refusals`);
+        # they must not reach Hydra even in the composition that looks for further ones.
         shown = {
             key: _hidden(inner)
             for key, inner in values.items()
@@ -215,22 +217,15 @@ def _refusals(document: Document, group: str) -> list[Problem]:
                 "an entry of defaults names a file of choices: neither a part of Hydra nor a"
                 " reference"
             )
-            found.append(
-                Problem(
-                    "MT006",
-                    "defaults",
-                    entry,
-                    rule,
-                    "delete it",
-                    document.where(f"defaults.{index}"),
-                )
-            )
+            line = document.where(f"defaults.{index}")
+            found.append(Problem("MT006", "defaults", entry, rule, "delete it", line))
     package = package_of(document)
     if package is not None and package.split(".")[0] == "hydra":
         rule = "the package is refused: a configuration is data and configures no loader"
         found.append(
             Problem("MT006", "", None, rule, "delete the line with @package", document.source)
         )
+    # Hydra would follow such an entry, so composition stops here; other problems are collected.
     if any(problem.code == "MT006" and problem.path == "defaults" for problem in found) or (
         found and package
     ):

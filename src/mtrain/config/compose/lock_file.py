@@ -19,10 +19,12 @@ from mtrain.config.disk.files import read_text
 from mtrain.config.engine.kernels import ON_CPU
 from mtrain.config.machine.devices import CPU
 from mtrain.config.messages.validate import validate
+from mtrain.config.resolve.resolution import as_resolved
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 
 HEAD = "# mtrain lock 1"
+# The facts that a lock records in addition to the values, with their types.
 FACTS = {
     "digest": str,
     "content": str,
@@ -31,11 +33,10 @@ FACTS = {
     "digests": dict,
     "sources": list,
 }
-"""The facts that a lock records in addition to the values, with their types."""
 
 
+# Operations with an implementation `cpu`.
 FAST_ON_CPU = ("norm", "rope", "attention", "linear", "experts", "loss")
-"""Operations with an implementation `cpu`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Lock:
         here = content(self.body)
         if here != self.facts["content"]:
             return "content", self.facts["content"], here
+        # A key that came with a later version changes the digest of an intact file.
         if not self.new_keys and self.run.digest() != self.facts["digest"]:
             return "digest", self.facts["digest"], self.run.digest()
         return None
@@ -88,7 +90,7 @@ def read_lock(path: Path) -> Lock:
     if not is_lock(text):
         rule = f"is no lock: its first line is not `{HEAD}`"
         fix = f"{program()} recipe lock {path} -o {path.stem}.lock.yaml"
-        raise ConfigError([Problem("MT705", "", None, rule, fix, source)])
+        raise ConfigError.of("MT705", "", None, rule, fix, source)
     return parse_lock(text, source)
 
 
@@ -103,6 +105,7 @@ def parse_lock(text: str, source: str) -> Lock:
     facts = parse("".join(line[2:] for line in lines[1:end]), source).values
     body = "".join(lines[end:])
     document = parse(body, source)
+    # The body was parsed without the comments above it; problems name lines of the file.
     document.lines = {key: line + end for key, line in document.lines.items()}
     problems = [
         *reserved_keys(document.values, document),
@@ -113,12 +116,12 @@ def parse_lock(text: str, source: str) -> Lock:
         raise ConfigError([*problems, *more])
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
-        rule = f"the lock does not say {' and '.join(wrong)}"
-        raise ConfigError(
-            [Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)]
+        rule = f"the lock lacks {' and '.join(wrong)}"
+        raise ConfigError.of(
+            "MT705", "", None, rule, f"make it again: {program()} recipe lock", source
         )
     new = tuple(key for key in run.flat() if not _said(document.values, key))
-    return Lock(run, body, facts, new)
+    return Lock(as_resolved(run), body, facts, new)
 
 
 def edited(text: str, source: str) -> Problem | None:
@@ -165,6 +168,7 @@ def upgrade(values: Any) -> None:
     kernels, trainer, cluster, precision = sections
     if "objective" in trainer or cluster.get("device") != CPU.name:
         return
+    # The fast paths of GEMMs do not apply in low precision.
     quantized = precision.get("fp8") or precision.get("fp4")
     for name in FAST_ON_CPU:
         whole = not (quantized and name in ("linear", "experts"))
@@ -183,4 +187,4 @@ def read_run_file(path: Path) -> RunConfig:
     run, problems = validate(document.values, document.where)
     if run is None:
         raise ConfigError(problems)
-    return run
+    return as_resolved(run)

@@ -49,6 +49,7 @@ class Origins:
         """
         self.history.append(Setting(path, value, source))
         found, whole = self._found(path)
+        # Hydra merges an empty mapping into a section instead of emptying it.
         if value != {} or not (whole and isinstance(found, dict)):
             put(self._tree, path, source)
 

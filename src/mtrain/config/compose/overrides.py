@@ -25,9 +25,9 @@ from mtrain.config.messages.suggestions import (
 from mtrain.config.schema.run import GROUPS
 from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
+# Limits: characters of one argument, and of all of them.
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
-"""Limits: characters of one argument, and of all of them."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Overrides:
 def read_overrides(argv: Sequence[str]) -> Overrides:
     """Read every argument; report a bounded number of problems for those that cannot be read."""
     out = Overrides()
+    # A refusal comes within a second, and suggestions compare the whole text with every key.
     if (size := sum(map(len, argv))) > MAX_COMMAND:
         rule = f"a command line of {size} characters, more than the limit of {MAX_COMMAND}"
         out.problems.append(_bad("", None, rule, "put it into a recipe"))
@@ -86,6 +87,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
     paths = [f"{key}=" if chosen else key]  # a choice and a key inside it are two things
     if key in out.values:
         paths = [path for path, _ in leaves(out.values[key], key)]
+    # A section and a key inside it collide, too: `model.moe=null model.moe.num_experts=8`.
     for path in paths:
         sections = [path[:i] for i, letter in enumerate(path) if letter == "."]
         first = next(
@@ -93,7 +95,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
         ) or out.above.get(path)
         if first is not None:
             rule = (
-                f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
+                f"set twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
                 " be lost"
             )
             # a choice may not be there
@@ -121,6 +123,7 @@ def _read(argument: str, out: Overrides) -> Problem | None:
             f" {argument[:40]}..."
         )
         return _bad("", None, rule, "put it into a recipe")
+    # Python decodes bytes that are not UTF-8 to surrogates, which cannot be written to run.yaml.
     if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
         return _bad(
             "", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING
@@ -149,6 +152,7 @@ def _read(argument: str, out: Overrides) -> Problem | None:
     if "." not in key and (is_group(key) or key in default_choices()[0]):
         return _own_group(sign, key, text, out)
     problem = _read_value(key, text, out)
+    # `++key=value` adds or replaces in Hydra, which every setting does here; only `+` insists.
     if problem is None and sign == "+":
         out.new[key] = argument
     return problem
@@ -205,7 +209,7 @@ def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
     return _bad(
         "",
         None,
-        f"{argument}: there is no such key to take away",
+        f"{argument}: there is no such key to delete",
         f"~{near[0]}" if near else NOTHING,
     )
 

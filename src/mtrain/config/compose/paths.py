@@ -17,26 +17,28 @@ from mtrain.errors import ConfigError, Problem
 VARIABLE = "MTRAIN_CONF"
 ENTRY_POINTS = "mtrain.conf"
 RECIPES = "recipes"
+# Files that a run folder and a checkpoint folder have.
 RUN_FILE = "run.yaml"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""Files that a run folder and a checkpoint folder have."""
+# The file of a run folder that records its machine and command.
 ENVIRONMENT = "env.json"
-"""The file of a run folder that records its machine and command."""
+# Words that `checkpoint.resume` accepts instead of a folder.
 RESUME_WORDS = ("auto", "latest")
-"""Words that `checkpoint.resume` accepts instead of a folder."""
+# Matches the name of a choice or of a group.
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
-"""Matches the name of a choice or of a group."""
+# The number of names of a folder that are compared with a missing one.
 MAX_NAMES = 2000
-"""The number of names of a folder that are compared with a missing one."""
+# The number of names that a message lists.
 MOST_NAMES = 24
-"""The number of names that a message lists."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @cache
 def _folder(name: str, package: Path) -> Path:
+    # An editable install runs from a checkout, whose files a developer edits; a wheel holds copies
+    # below `_conf` and `_recipes`.
     checkout = package.parents[1] / name
     return checkout if checkout.is_dir() and package.parent.name == "src" else package / f"_{name}"
 
@@ -116,6 +118,8 @@ def config_dirs(named: Sequence[str]) -> Iterator[None]:
     before = os.environ.get(VARIABLE)
     wanted = [os.path.abspath(os.path.expanduser(text)) for text in named]
     if wanted:
+        # A variable rather than an argument: ranks and other child processes must find the same
+        # files.
         os.environ[VARIABLE] = os.pathsep.join([*wanted, *([before] if before else [])])
     try:
         check_folders()
@@ -189,6 +193,7 @@ def find_recipe_file(name: str) -> Path | None:
     """Return the file of a recipe by name; None if it is missing."""
     for folder in _recipe_folders():
         file = folder / f"{name.removesuffix('.yaml')}.yaml"
+        # A name such as `../secret` must not leave the folder.
         if os.path.isfile(file) and os.path.realpath(file).startswith(
             os.path.realpath(folder) + os.sep
         ):
@@ -263,6 +268,7 @@ def _named_like(folder: Path, name: str, limit: int) -> list[str]:
             names = sorted(entry.name for entry in islice(entries, MAX_NAMES))
     except (OSError, ValueError):
         return []
+    # Their common ending makes all files of a folder similar: the stems must be, too.
     stem = Path(name).stem
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.65)
     near = [

@@ -45,20 +45,27 @@ def discards(
 
 def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
     """Return whether a change sets a value that a user provided to null."""
-    provided = (
-        key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
-    )
-    return any(change[key] is None for key in provided)
+    return any(change[key] is None for key in _provided(change, held, origins))
 
 
 def lost(
     change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
 ) -> list[str]:
     """Return the keys that a user provided and that a change sets to null or to their default."""
-    provided = [
-        key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
+    return [
+        key
+        for key in _provided(change, held, origins)
+        if key != "data.kind" and change[key] in (None, _default(key))
     ]
-    return [key for key in provided if key != "data.kind" and change[key] in (None, _default(key))]
+
+
+def _provided(
+    keys: Iterable[str], held: Mapping[str, Any], origins: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the keys whose value a user provided."""
+    for key in keys:
+        if held.get(key) is not None and is_provided(origins.get(key, "")):
+            yield key
 
 
 def _default(key: str) -> Any:
@@ -67,6 +74,7 @@ def _default(key: str) -> Any:
 
 
 def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
+    # Synthetic data in place of real data would train a useless model without an error.
     if key == "data.kind":
         return old not in (None, new) and new == SYNTHETIC
     if old in (None, "", [], (), {}) or not is_provided(origin) or not is_content(key):

@@ -52,6 +52,7 @@ def find_recipe(name: str) -> Path:
     Raises:
         ConfigError: it is missing; the message lists similar names.
     """
+    # A user's own file takes precedence over a shared recipe of the same name.
     shared = find_recipe_file(name)
     for path in (
         user_path(name),
@@ -69,7 +70,7 @@ def find_recipe(name: str) -> Path:
     there = listing(sorted(names), "recipe list")
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {there}"
     fix = " or ".join(near) or f"{program()} recipe list, for all of them"
-    raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
+    raise ConfigError.of("MT002", "recipe", name, rule, fix, "command line")
 
 
 def _beside(path: Path, most: int = 3) -> list[str]:
@@ -143,14 +144,8 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
     document = recipe.document
     entries = document.values.get("defaults", [])
     if not isinstance(entries, list):
-        yield Problem(
-            "MT017",
-            "defaults",
-            entries,
-            f"must be a list; {DEFAULTS_FORM}",
-            "delete it",
-            document.where("defaults"),
-        )
+        rule = f"must be a list; {DEFAULTS_FORM}"
+        yield Problem("MT017", "defaults", entries, rule, "delete it", document.where("defaults"))
         return
     groups = [*dict.fromkeys((*GROUPS, *default_choices()[0]))]
     for index, entry in enumerate(entries):
@@ -176,15 +171,8 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
         elif problem is not None:
             yield problem
         elif group in recipe.choices:
-            first = recipe.choice_lines[group]
-            yield Problem(
-                "MT004",
-                group,
-                choice,
-                f"chosen twice, first at {first}",
-                "keep one of them",
-                source,
-            )
+            rule = f"chosen twice, first at {recipe.choice_lines[group]}"
+            yield Problem("MT004", group, choice, rule, "keep one of them", source)
         else:
             recipe.choices[group] = str(choice)
             recipe.choice_lines[group] = source

@@ -13,11 +13,11 @@ from mtrain.config.compose.layers import layer, stays_in_its_group
 from mtrain.config.compose.library import CONFIG, Library
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.yaml_reader import Document
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 
+# The number of replaced values that one report names.
 MOST_SHOWN = 12
-"""The number of replaced values that one report names."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def brought(
     without = [f"~{group}" for group in chosen if group in defaults]
     try:
         entries, choices = defaults_list(library, CONFIG, words)
+        # The difference of two compositions, with and without the choices, is what these bring.
         before, usual = defaults_list(library, CONFIG, without)
         new = [layer(library, *entry, COMMAND_LINE) for entry in entries if entry not in before]
     except (NotComposed, ConfigError):
@@ -100,7 +101,7 @@ class Replaced:
                 drop(self.values, key)
 
     def problems(
-        self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
+        self, said: Mapping[str, Any], run: UnresolvedRun | None, is_set: Callable[[str], bool]
     ) -> Iterator[Problem]:
         """Yield a warning for each choice that replaced values, except values that the result has
         anyway.
@@ -121,8 +122,8 @@ class Replaced:
             words = [override(key, value) for key, value in values.items()]
             more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
             rule = (
-                f"a choice on the command line replaces what {self.document.source} says of its"
-                f" group; dropped: {' '.join(words[:MOST_SHOWN])}{more}"
+                f"a choice on the command line replaces its group in {self.document.source};"
+                f" dropped: {' '.join(words[:MOST_SHOWN])}{more}"
             )
             group, _, name = choice.rpartition(" ")[2].partition("=")
             # what one kind reads, another one does not
@@ -132,5 +133,5 @@ class Replaced:
                 for key, value in values.items()
                 if not is_set(key) and key not in other
             ]
-            fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
+            fix = f"set again the values to keep, as in {lost[0]}" if lost else ""
             yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

@@ -63,7 +63,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
                 problems.append(Problem("MT010", key, text, rule, fix, COMMAND_LINE))
         if equals and key in given:
             rule = (
-                f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
+                f"set twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
                 " would be lost"
             )
             problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))
@@ -75,9 +75,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
     count = math.prod(len(values) for values in words.values())
     if count > MAX_RUNS:
         rule = f"{count} runs; a sweep makes at most {MAX_RUNS}"
-        raise ConfigError(
-            [Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)]
-        )
+        raise ConfigError.of("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)
     keys = list(words)
     return [
         Job(chosen, {key: chosen[keys.index(key)].partition("=")[2] for key in swept})
@@ -93,6 +91,7 @@ def _values(key: str, text: str) -> list[str]:
     """
     if not text and is_empty(key):
         raise ValueError("is empty")
+    # Most values are plain words, which need no parser.
     if not set(text) & {*",(;["}:
         return [text]
     found = sweep_values(text, names_of(key), MAX_RUNS)

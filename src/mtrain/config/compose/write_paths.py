@@ -12,23 +12,23 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import RESUME_WORDS, user_path
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem
 
 RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
 RESUME = "checkpoint.resume"
+# Keys that decide where something is written, and the contents.
 KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
-"""Keys that decide where something is written, and the contents."""
+# The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain.
 TAG_FILE = "CACHEDIR.TAG"
 TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made"
     " again.\n"
 )
-"""The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain."""
 
 
-def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
+def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> list[Problem]:
     """Return a problem for each place outside of the working folder that only a recipe or run file
     names.
 
@@ -50,19 +50,16 @@ def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[P
         ):
             continue
         place = _real(value)
+        # A recipe is data from somebody else: it must not write into a home folder or a system
+        # folder.
         if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):
             continue
+        # A run file in its own run folder may name that place, wherever it is.
         if key == RUNS and base is not None and _beneath(_real(str(base)), place):
             continue
-        rule = (
-            f"is beyond the working folder; that {KEYS[key]} may be written there, only the command"
-            " line says"
-        )
-        out.append(
-            Problem(
-                "MT019", key, value, rule, f"{at_default(key)} or {override(key, value)}", said[key]
-            )
-        )
+        rule = f"is outside the working folder; only the command line may place {KEYS[key]} there"
+        fix = f"{at_default(key)} or {override(key, value)}"
+        out.append(Problem("MT019", key, value, rule, fix, said[key]))
     return out
 
 

@@ -22,8 +22,9 @@ MAX_NODES = 10_000
 MAX_KEYS = 2_000
 MAX_DIGITS = 400
 
+# A loader that leaves every scalar as text: this module decides its type.
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""A loader that leaves every scalar as text: this module decides its type."""
+# YAML 1.2. PyYAML follows 1.1, where `no` is false, `12:30:45` is 45045, and `1e-5` is text.
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)\s*\Z")
 _BASE = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
@@ -85,6 +86,7 @@ def scalar(text: str) -> Any:
     """Return the value of an unquoted scalar under YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
+    # int() takes quadratic time in the number of digits.
     if len(text) <= MAX_DIGITS:
         if _INT.match(text):
             return int(text)
@@ -117,7 +119,7 @@ def filled(document: Document) -> Document:
     fix = (
         "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
     )
-    raise ConfigError([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
+    raise ConfigError.of("MT003", "", None, "the file is empty", fix, document.source)
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
@@ -131,7 +133,7 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
     if hidden:
         line = text.count("\n", 0, hidden.start()) + 1
         rule = f"the invisible character U+{ord(hidden.group()):04X} is refused"
-        raise ConfigError([Problem("MT003", "", None, rule, "delete it", f"{source}:{line}")])
+        raise ConfigError.of("MT003", "", None, rule, "delete it", f"{source}:{line}")
 
 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
@@ -142,6 +144,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     Raises:
         ConfigError: with one problem, which names the line.
     """
+    # A reviewer of a recipe must see what it says.
     refuse_hidden(text, source)
     try:
         bounded(text, source)
@@ -152,7 +155,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     values = reader.value(root, "", 0) if root is not None else None
     if not isinstance(values or {}, dict):
         rule = "the top level must be a mapping of keys"
-        raise ConfigError([Problem("MT003", "", None, rule, "write `key: value`", source)])
+        raise ConfigError.of("MT003", "", None, rule, "write `key: value`", source)
     return Document(values or {}, reader.lines, source, text, reader.texts, reader.repeated)
 
 
@@ -164,6 +167,7 @@ def bounded(text: str, source: str) -> None:
         yaml.YAMLError: it is not YAML.
     """
     depth = nodes = documents = 0
+    # Events, not nodes: nothing of a hostile file is built before it is known to be small.
     for event in yaml.parse(text, Loader=_LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
@@ -175,10 +179,10 @@ def bounded(text: str, source: str) -> None:
         if tag is not None:
             short = tag.replace("tag:yaml.org,2002:", "!!")
             rule = f"the tag {short} is refused: a configuration is data"
-            raise ConfigError([Problem("MT006", "", None, rule, "delete the tag", line)])
+            raise ConfigError.of("MT006", "", None, rule, "delete the tag", line)
         if documents > 1:
             rule = "a second document begins; one file is one document"
-            raise ConfigError([Problem("MT003", "", None, rule, "delete it", line)])
+            raise ConfigError.of("MT003", "", None, rule, "delete it", line)
         if depth > MAX_DEPTH:
             raise ConfigError([_too_deep(line)])
         if nodes > MAX_NODES:
@@ -200,19 +204,13 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     alias = re.match(r"found undefined alias '?([^']*)'?", said)
     if alias and mark is not None:
-        rule = f"the alias *{alias.group(1)} stands for nothing"
+        rule = f"the alias *{alias.group(1)} is not defined"
         return Problem("MT003", "", None, rule, "delete it", f"{source}:{mark.line + 1}")
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem(
-            "MT003",
-            "",
-            None,
-            f"not YAML: {_explained(said, '')}",
-            "delete what is not YAML",
-            source,
-        )
+        rule = f"not YAML: {_explained(said, '')}"
+        return Problem("MT003", "", None, rule, "delete what is not YAML", source)
     else:
         line = mark.line + 1
     lines = text.splitlines()
@@ -224,6 +222,7 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
 
 
+# Words of the parser's messages -> their meaning for the author of a file.
 _EXPLAINED = {
     "mapping values": (
         "a second colon in one line, or an indentation unlike that of the lines around it"
@@ -232,23 +231,22 @@ _EXPLAINED = {
     "cannot start": "a value cannot begin so; put it into quotes",
     "end of stream": "a quote that is opened is not closed",
     "expected key": (
-        "an indentation unlike that of the lines around it, a bracket too many, or text behind a"
+        "an indentation unlike that of the lines around it, a bracket too many, or text after a"
         " quote"
     ),
-    "document start": "there is more behind the end of the last bracket",
+    "document start": "there is text after the last bracket",
     "escape": "a backslash in double quotes with no meaning; take single quotes",
     "control characters": "a control character",
     "special characters": "a control character",
     "alphabetic": "an & or * without a name; put the value into quotes",
     "indicator": "an item of a list and a key side by side",
     "node content": "a bracket or a sign where a value is to stand",
-    "comment or line break": "text behind | or >; it begins on the next line",
+    "comment or line break": "text after | or >; it begins on the next line",
     "expected ':'": "a key without its colon",
     "directive": "a line with % at its begin; only YAML's text is read",
     "incompatible": "a version of YAML that there is not",
     "tag": "a tag that does not end",
 }
-"""Words of the parser's messages -> their meaning for the author of a file."""
 
 
 def _explained(said: str, excerpt: str) -> str:
@@ -279,6 +277,8 @@ class _Reader:
         Raises:
             ConfigError: it is too large, or a mapping has an invalid key.
         """
+        # Aliases share a node of the parser but are counted each time, which bounds their
+        # expansion.
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise ConfigError([_too_many(self.at(node))])
@@ -354,4 +354,4 @@ class _Reader:
         fix: str = "delete it",
         code: str = "MT003",
     ) -> ConfigError:
-        return ConfigError([Problem(code, path, None, rule, fix, self.at(node))])
+        return ConfigError.of(code, path, None, rule, fix, self.at(node))

@@ -33,12 +33,13 @@ _KINDS = (
 )
 MAX_ENTRIES = 20_000
 MAX_SECONDS = 0.1
+# Folders of a Python installation that are not the standard library, or are its tests.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 )
-"""Folders of a Python installation that are not the standard library, or are its tests."""
+# A corpus in one file is split at blank lines into documents of at least this many characters.
 PIECE = 16 << 10
-"""A corpus in one file is split at blank lines into documents of at least this many characters."""
+# Kinds of file systems that hold no user files.
 PSEUDO = frozenset(
     (
         "proc",
@@ -54,9 +55,8 @@ PSEUDO = frozenset(
         "configfs",
     )
 )
-"""Kinds of file systems that hold no user files."""
+# The bytes of a file that decide whether it is text.
 LOOKED_AT = 1 << 16
-"""The bytes of a file that decide whether it is text."""
 
 
 def kind_of(path: str | Path) -> str:
@@ -80,6 +80,7 @@ def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
     """Return `kind_of` a path, and the first bytes of a regular file."""
     if kind := kind_of(path):
         return kind, b""
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         # something else may be at this path by now
@@ -113,18 +114,8 @@ def read_bytes(
     if kind:
         raise ConfigError([_not_regular(path, source, kind)])
     if len(data) > limit:
-        raise ConfigError(
-            [
-                Problem(
-                    "MT005",
-                    "",
-                    None,
-                    f"larger than the limit of {limit} bytes",
-                    "write less",
-                    source,
-                )
-            ]
-        )
+        rule = f"larger than the limit of {limit} bytes"
+        raise ConfigError.of("MT005", "", None, rule, "write less", source)
     return data
 
 
@@ -146,27 +137,19 @@ def read_stdin() -> str:
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         rule = f"larger than the limit of {MAX_BYTES} bytes"
-        raise ConfigError([Problem("MT005", "", None, rule, "write less", "standard input")])
+        raise ConfigError.of("MT005", "", None, rule, "write less", "standard input")
     return _decoded(data, "standard input")
 
 
 def _decoded(data: bytes, source: str) -> str:
     try:
+        # Editors on Windows begin files with a byte order mark.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
-        raise ConfigError(
-            [
-                Problem(
-                    "MT003",
-                    "",
-                    None,
-                    rule,
-                    "delete it, or save the file as UTF-8",
-                    f"{source}:{line}",
-                )
-            ]
+        raise ConfigError.of(
+            "MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}"
         ) from None
 
 
@@ -196,6 +179,7 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
     """Refuse a file outside of the working folder that does not ship and whose name has none of the
     `endings`.
     """
+    # After links are followed: a link named x.yaml may lead to any file.
     real = os.path.realpath(path)
     inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
     if (
@@ -209,7 +193,7 @@ def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
         " read"
     )
     fix = f"copy it to a file that ends in {endings[0]}, if it is a configuration"
-    raise ConfigError([Problem("MT002", "", None, rule, fix, source)])
+    raise ConfigError.of("MT002", "", None, rule, fix, source)
 
 
 @dataclass
@@ -246,6 +230,7 @@ def files_below(
             for entry in entries:
                 if bound is not None and not bound.step():
                     return
+                # A linked folder may lead back to one above it.
                 if entry.is_dir(follow_symlinks=False):
                     if entry.name not in skip and not entry.name.startswith("."):
                         waiting.append(entry.path)
@@ -294,6 +279,7 @@ def no_text(path: Path) -> str | None:
 
 def unwritable(path: Path) -> str | None:
     """Return why a folder cannot be created or written to, or None."""
+    # The nearest folder that exists decides: the ones below it would be created in it.
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
@@ -307,6 +293,7 @@ def unwritable(path: Path) -> str | None:
         if not stat.S_ISDIR(mode):
             return f"{place} is a file, and a folder is needed"
         if not os.access(place, os.W_OK | os.X_OK):
+            # os.access() says only that it is denied; a read-only file system needs another remedy.
             read_only = os.statvfs(place).f_flag & os.ST_RDONLY
             return (
                 f"{place} cannot be written:"
@@ -326,6 +313,7 @@ def _is_no_storage(place: Path) -> bool:
         return False
     path = os.path.realpath(place)
     over = [m for m in mounts if path == m[1] or path.startswith(m[1].rstrip("/") + "/")]
+    # Mounts nest: the longest mount point above the folder is its file system.
     return bool(over) and max(over, key=lambda m: len(m[1]))[2] in PSEUDO
 
 
@@ -349,10 +337,9 @@ def download_of(text: str, files: str = "") -> tuple[str, str] | None:
 
 
 ENDING = ".jsonl"
+# The number of entries of a folder that are examined: the file is next to folders of images, or
+# among few images.
 MOST_ENTRIES = 100_000
-"""The number of entries of a folder that are examined: the file is next to folders of images, or
-among few images.
-"""
 
 
 WHICH = "which text belongs to which image"
@@ -385,4 +372,4 @@ def records_of(path: Path, what: str) -> tuple[Path | None, str]:
         rule = unreadable(file)
         return (file, "") if rule is None else (None, f"{found[0]} {rule}")
     said = "no file" if not found else f"{len(found)} files ({', '.join(sorted(found)[:3])})"
-    return None, f"holds {said} that ends in {ENDING}, and one says {what}"
+    return None, f"holds {said} that ends in {ENDING}, and one must tell {what}"

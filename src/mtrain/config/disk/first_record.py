@@ -11,10 +11,10 @@ from typing import Any
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import ENDING, unreadable
 
+# The bytes within which the first line must end.
 FIRST_BYTES = 1 << 24
-"""The bytes within which the first line must end."""
+# The bytes that may precede it: a byte order mark and empty lines.
 BLANK = b"\xef\xbb\xbf \t\r\n"
-"""The bytes that may precede it: a byte order mark and empty lines."""
 
 
 def kind_of_chats(path: str | None) -> str | None:
@@ -58,6 +58,7 @@ def _first(file: Path, size: int, changed: int) -> dict[str, Any]:
     """Return the first record; empty if it is no object. The cache key changes with the file."""
     with file.open("rb") as stream:
         head = stream.readline(FIRST_BYTES)
+        # Exporters put empty lines first; a bound on the bytes keeps `check` fast on any file.
         while head and not head.strip(BLANK) and stream.tell() < FIRST_BYTES:
             head = stream.readline(FIRST_BYTES)
     try:

@@ -23,8 +23,8 @@ from mtrain.units import MIB, bytes_
 FORMAT = 1
 SUFFIX = ".manifest.json"
 MAX_BYTES = 256 * MIB
+# The size up to which `check` reads a manifest, in a fraction of a second.
 READ_BYTES = 16 * MIB
-"""The size up to which `check` reads a manifest, in a fraction of a second."""
 COUNTS = ("documents", "sequences", "tokens", "largest_id", "vocab_size")
 FILES = (".bin", ".idx")
 
@@ -75,7 +75,7 @@ class Manifest:
         for suffix in (".idx",) if remote else FILES:
             file = prefix.with_name(prefix.name + suffix)
             if (size := file.stat().st_size) != self.bytes_of(suffix):
-                return f"{file}: {size} bytes, and {self.path.name} says {self.bytes_of(suffix)}"
+                return f"{file}: {size} bytes, and {self.path.name} records {self.bytes_of(suffix)}"
         return ""
 
 
@@ -109,7 +109,7 @@ def unwatched(data: DataConfig) -> str:
     if not bare:
         return ""
     more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
-    said = f"no manifest beside {bare[0]}{more}: nobody would know of a changed token"
+    said = f"no manifest next to {bare[0]}{more}: a changed token would stay unnoticed"
     return f"{said}; data verify {bare[0]} write=true makes one"
 
 
@@ -138,9 +138,10 @@ def _parsed(path: Path, data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: no manifest: {str(error)[:200]}") from None
     digest = body.pop("digest", None)
+    # The text must be canonical, too: two spellings of one manifest would have one digest.
     if digest != _digest(body) or _written(body | {"digest": digest}) != data:
         raise CorruptData(
-            f"{path}: its digest is not that of what it says: it was changed, or is not whole",
+            f"{path}: its digest does not match its contents: it was changed, or is incomplete",
             "  fix: copy it again from where the corpus was made, or tokenize again",
         )
     if wrong := _wrong(body):

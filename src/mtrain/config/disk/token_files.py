@@ -25,16 +25,16 @@ from mtrain.units import MIB, bytes_
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+# The dtype codes of token files. 6 and 7 are floating-point numbers and no token ids.
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""The dtype codes of token files. 6 and 7 are floating-point numbers and no token ids."""
 _LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 MAX_TOKENIZER = 128 * MIB
+# The size up to which `check` reads a tokenizer.json, in a fraction of a second.
 READ_TOKENIZER = 16 * MIB
-"""The size up to which `check` reads a tokenizer.json, in a fraction of a second."""
+# Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list.
 MAPPED = ("BPE", "WordPiece", "WordLevel")
-"""Models of a tokenizer.json whose vocabulary is a mapping; Unigram's is a list."""
+# Names of end-of-document tokens in use, in the order in which they are tried.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<eod>")
-"""Names of end-of-document tokens in use, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
         known = ", ".join(f"{c} {name}" for c, name in CODES.items())
         raise CorruptData(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
     expected = HEADER.size + 12 * count + 8 * indices
+    # Megatron's multimodal writer adds a byte per sequence; only the file's size reveals it.
     if size == expected + count and count:
         raise CorruptData(
             f"{path}: a multimodal index (one mode byte per sequence); only text is read"
@@ -124,6 +125,7 @@ class TokenFiles:
         try:
             size = os.fstat(self._file.fileno()).st_size
             self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
+            # A header and its ends show a truncated or mismatched file without reading gigabytes.
             first = self._document(0)
             last = self._document(header.indices - 1)
             if first != 0 or last != header.count:
@@ -221,6 +223,7 @@ def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
     for part in shares[:-1]:
         share += part
         target = round(tokens * share / total)
+        # The starts rise with the documents, so a search reads a few of them instead of all.
         cut = bisect_left(range(count), target, key=corpus.document_start)
         if (
             cut > 0
@@ -230,6 +233,8 @@ def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
         bounds.append(max(cut, bounds[-1]))
     bounds.append(count)
     wanted = [int(part > 0) for part in shares]
+    # Rounding may leave a small share without a document; take one from its neighbour, from the
+    # front and then from the back.
     if count >= sum(wanted):
         for i in range(len(shares)):
             bounds[i + 1] = max(bounds[i + 1], bounds[i] + wanted[i])
@@ -305,6 +310,7 @@ def _ids(body: Any) -> dict[str, int]:
         ids = dict(vocab)
     else:
         ids = {str(entry[0]): i for i, entry in enumerate(vocab)}
+    # The numbering of the `tokenizers` library: such tokens follow the vocabulary, and each other.
     own = len(ids)
     last = -1
     for token in body.get("added_tokens") or ():

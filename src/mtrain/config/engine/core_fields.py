@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain.config.engine.fields import is_there
-from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
+from mtrain.config.messages.keys import key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import stages, uneven
 from mtrain.config.resolve.watch import watched
@@ -24,8 +24,9 @@ from mtrain.config.schema.schedule import end_of_decay
 
 Get = Callable[[RunConfig], Any]
 Table = Mapping[str, Get]
+# A marker of no value: megatron-core's default stays.
 LEFT_OUT = object()
-"""A marker of no value: megatron-core's default stays."""
+# Sections whose keys feed fields that only exist with them.
 _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
@@ -34,13 +35,14 @@ _OWNERS = {
     "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
 }
-"""Sections whose keys feed fields that only exist with them."""
 
 
 def _fed(owner: str = "") -> dict[str, Get]:
     """Return the fields of an owner that get a key's value unchanged."""
     out = {}
     for path in schema_keys():
+        # A feed without a prefix belongs to the section of its key: `model.moe` fills fields that
+        # exist only with experts.
         section = next((words for prefix, words in _OWNERS.items() if path.startswith(prefix)), "")
         for feed in key_of(path).feeds.split():
             prefix, _, name = feed.rpartition(".")
@@ -53,7 +55,7 @@ def _reader(path: str) -> Get:
     """Return a reader of a key: a list in place of a tuple, nothing for a null key
     without effect.
     """
-    read = attrgetter(RESOLVED.get(path, path))
+    read = attrgetter(path)
     null = LEFT_OUT if when_of(path) else None
 
     def get(run: RunConfig) -> Any:
@@ -144,6 +146,7 @@ def _some_layers_in_bf16(run: RunConfig) -> bool:
     return run.precision.num_layers_at_start_in_bf16 + run.precision.num_layers_at_end_in_bf16 > 0
 
 
+# Fields of every TransformerConfig.
 FIELDS: dict[str, Get] = {
     **_fed(),
     "num_query_groups": lambda r: r.model.query_groups,
@@ -193,7 +196,6 @@ FIELDS: dict[str, Get] = {
     ),
     "bias_activation_fusion": _fuses_activation,
 }
-"""Fields of every TransformerConfig."""
 
 
 def _moe(run: RunConfig) -> MoEConfig:
@@ -208,6 +210,7 @@ def _layers_with_experts(run: RunConfig) -> list[int]:
     return [int(i >= _moe(run).first_dense_layers) for i in range(run.model.num_layers)]
 
 
+# Fields for models with experts.
 MOE_FIELDS: dict[str, Get] = {
     **_fed("moe."),
     "moe_layer_freq": _layers_with_experts,
@@ -217,13 +220,12 @@ MOE_FIELDS: dict[str, Get] = {
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
 }
-"""Fields for models with experts."""
 
+# Fields for MLA, whose class is MLATransformerConfig.
 MLA_FIELDS: dict[str, Get] = {
     **_fed("mla."),
     "multi_latent_attention": lambda r: True,
 }
-"""Fields for MLA, whose class is MLATransformerConfig."""
 
 
 def _linear_layers(run: RunConfig) -> int | list[int]:
@@ -234,46 +236,47 @@ def _linear_layers(run: RunConfig) -> int | list[int]:
     return [int(m.is_linear(i)) for i in range(m.num_layers)]
 
 
+# Fields for models with gated delta nets.
 LINEAR_FIELDS: dict[str, Get] = {
     **_fed("linear."),
     "linear_attention_freq": _linear_layers,
     "experimental_attention_variant": lambda r: "gated_delta_net",
 }
-"""Fields for models with gated delta nets."""
 
+# Fields for sparse attention.
 DSA_FIELDS: dict[str, Get] = {
     **_fed("dsa."),
     "experimental_attention_variant": lambda r: "dsa",
 }
-"""Fields for sparse attention."""
 
+# Fields of the family hybrid.
 HYBRID_FIELDS: dict[str, Get] = {
     **_fed("hybrid."),
     "is_hybrid_model": lambda r: True,
 }
-"""Fields of the family hybrid."""
 
+# Arguments of GPTModel.
 GPT_FIELDS: dict[str, Get] = {
     **_fed("gpt."),
     "vocab_size": lambda r: r.model.padded_vocab_size,
     "rope_scaling_factor": lambda r: r.model.rope_scaling_factor or 8.0,
     "rope_scaling": lambda r: r.model.rope_scaling_factor is not None,
 }
-"""Arguments of GPTModel."""
 
+# Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig.
 WRAP_FIELDS: dict[str, Get] = {
     **_fed("wrap."),
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
-"""Fields of every data-parallel wrapper; the only ones of TorchFullyShardedDataParallelConfig."""
 
+# Fields of DistributedDataParallelConfig.
 DDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("ddp."),
 }
-"""Fields of DistributedDataParallelConfig."""
 
+# Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights.
 FSDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
     **_fed("fsdp."),
@@ -286,14 +289,15 @@ FSDP_FIELDS: dict[str, Get] = {
     # only NCCL fuses the division into the sum
     "gradient_reduce_div_fusion": lambda r: False,
 }
-"""Fields of DistributedDataParallelConfig if megatron-core's FSDP shards the weights."""
 
+# Fields of OptimizerConfig; dtypes are words.
 OPTIMIZER_FIELDS: dict[str, Get] = {
     **_fed("optimizer."),
     "optimizer": lambda r: OPTIMIZERS[r.optim.name].core_name,
-    "min_lr": lambda r: r.optim.min_lr or 0.0,
+    "min_lr": lambda r: r.optim.min_lr,
     # Without clipping the norm is still wanted for the log: no norm exceeds infinity.
     "clip_grad": lambda r: r.optim.clip_grad if r.optim.clip_grad is not None else float("inf"),
+    # megatron-core compares with a number: infinity skips nothing.
     "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
@@ -306,29 +310,28 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     # fp32 copy of them.
     "main_grads_dtype": main_grads_format,
 }
-"""Fields of OptimizerConfig; dtypes are words."""
 
+# Optimizer -> the fields of OptimizerConfig that its own keys feed.
 OWN_FIELDS: dict[str, dict[str, Get]] = {
     name: _fed(f"{name}.") for name, spec in OPTIMIZERS.items() if spec.section is not None
 }
-"""Optimizer -> the fields of OptimizerConfig that its own keys feed."""
 
+# megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
+# `assembly.optim` replaces the rates.
 OWN_CURVE = "constant"
-"""megatron-core's word for a curve that only mtrain computes: its scheduler checks the word, and
-`assembly.optim` replaces the rates.
-"""
 
+# Fields of OptimizerParamScheduler, in steps.
 SCHEDULE_FIELDS: dict[str, Get] = {
     **_fed("scheduler."),
+    # The warmup starts at zero, as `optim.warmup_iters` documents.
     "init_lr": lambda r: 0.0,
-    "min_lr": lambda r: r.optim.min_lr or 0.0,
-    "lr_warmup_steps": lambda r: r.optim.warmup_iters or 0,
+    "min_lr": lambda r: r.optim.min_lr,
+    "lr_warmup_steps": lambda r: r.optim.warmup_iters,
     "lr_decay_steps": end_of_decay,
     "lr_decay_style": lambda r: SCHEDULES[r.optim.schedule].megatron_name or OWN_CURVE,
     "wd_incr_steps": end_of_decay,
     "wd_incr_style": lambda r: "constant",
 }
-"""Fields of OptimizerParamScheduler, in steps."""
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
@@ -392,5 +395,6 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
 
 def _keys_read(get: Get, run: RunConfig) -> set[str]:
     reads: set[str] = set()
+    # The reader itself reports what it reads, so this table cannot differ from the fields.
     get(watched(run, reads))
     return reads & schema_keys().keys()

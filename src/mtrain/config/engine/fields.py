@@ -23,14 +23,14 @@ FSDP2 = "TorchFullyShardedDataParallelConfig"
 OPTIMIZER = "OptimizerConfig"
 SCHEDULER = "OptimizerParamScheduler"
 DATA = "GPTDatasetConfig"
+# Configurations whose every field is accounted for; a subclass only for what it adds.
 OWNERS = (TRANSFORMER, LATENT, GPT, DDP, FSDP2, OPTIMIZER, SCHEDULER, DATA)
-"""Configurations whose every field is accounted for; a subclass only for what it adds."""
 
 _VERSIONS = {"since 0.19": SINCE_0_19, "until 0.16": UNTIL_0_16}
 _FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 
+# `Owner.field` -> why the tables set it, whatever the keys say.
 FIXED_IN_TABLES: dict[str, str] = _FACTS["fixed_in_tables"]
-"""`Owner.field` -> why the tables set it, whatever the keys say."""
 
 
 def _unmapped() -> dict[str, tuple[Why, str]]:
@@ -51,10 +51,10 @@ def _field_versions() -> dict[str, Versions]:
     return versions
 
 
+# `Owner.field` -> why no key feeds it, and a sentence.
 UNMAPPED = _unmapped()
-"""`Owner.field` -> why no key feeds it, and a sentence."""
+# `Owner.field` -> the releases that have it; every other field is in all of them.
 FIELD_VERSIONS = _field_versions()
-"""`Owner.field` -> the releases that have it; every other field is in all of them."""
 _BY_NAME = {field.partition(".")[2]: versions for field, versions in FIELD_VERSIONS.items()}
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Formats of weights and activations.
 WeightFormat = Literal["fp32", "bf16", "fp16"]
-"""Formats of weights and activations."""
+# Formats of main weights, in which updates accumulate, and of an optimizer's GEMMs.
 MainFormat = Literal["fp32", "bf16"]
-"""Formats of main weights, in which updates accumulate, and of an optimizer's GEMMs."""
+# Formats of an optimizer's moments.
 MomentFormat = Literal["fp32", "bf16", "fp8"]
-"""Formats of an optimizer's moments."""
+# Formats of linear layers' GEMMs.
 ProductFormat = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
-"""Formats of linear layers' GEMMs."""
+# Formats with a stated peak of a device.
 Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
-"""Formats with a stated peak of a device."""
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,12 @@ def positions_apart(run: RunConfig) -> str | None:
     return None
 
 
+# Operation whose kernel does more, the extra work, and why not in a resolved run, or None.
 FUSIONS: dict[str, tuple[str, Callable[[RunConfig], str | None]]] = {
     "norm": ("makes the sums of the residual stream, too", sums_apart),
     "linear": ("gets inputs that norms and SwiGLU quantise", operands_apart),
     "rope": ("norms and turns queries and keys as it unpacks them", positions_apart),
 }
-"""Operation whose kernel does more, the extra work, and why not in a resolved run, or None."""
 
 
 def fusions(run: RunConfig) -> dict[str, str]:

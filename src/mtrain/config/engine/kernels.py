@@ -15,7 +15,7 @@ from mtrain.config.machine.devices import facts_of, with_cuda_kernels
 from mtrain.config.messages.problem import problem_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.watch import watched
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
 
@@ -39,25 +39,26 @@ class Operation:
     name: str
     order: tuple[str, ...]
     """Its implementations in the order in which `auto` tries them."""
-    applies: Callable[[RunConfig], bool] = lambda run: True
+    applies: Callable[[UnresolvedRun], bool] = lambda run: True
     """Whether a model has it."""
     needs: str = ""
     """The condition on the model, as a user writes it."""
 
 
-def _routes(run: RunConfig) -> bool:
+def _routes(run: UnresolvedRun) -> bool:
     return run.model.moe is not None and run.model.moe.router_load_balancing_type != "sinkhorn"
 
 
-def _activates(run: RunConfig) -> bool:
+def _activates(run: UnresolvedRun) -> bool:
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
     return plain and m.activation in ("swiglu", "geglu", "geglu_tanh", "squared_relu")
 
 
+# The implementation for a CPU, whatever a device is called.
 ON_CPU = "cpu"
-"""The implementation for a CPU, whatever a device is called."""
 
+# All operations, in the order of the keys of `kernels`.
 OPERATIONS = (
     Operation("norm", ("te", "triton", "cpu", "reference")),
     Operation(
@@ -92,15 +93,14 @@ OPERATIONS = (
     Operation("loss", ("triton", "cpu", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
-"""All operations, in the order of the keys of `kernels`."""
 
 
+# Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name.
 PARTS: dict[str, tuple[str, ...]] = {
     "linear": ("fp8_linear", "quantize"),
     "experts": ("grouped_gemm",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
-"""Ops of `mtrain_kernels` that implement an operation in Triton; the others have its name."""
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
@@ -110,14 +110,15 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
+    # Optimizers of whole matrices multiply them, too, which is a kernel of its own.
     whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
     return (*parts, "newton_schulz") if whole else parts
 
 
+# Recipes of precision.fp8 that our linear layers and experts support.
 OURS = ("tensorwise", "blockwise")
-"""Recipes of precision.fp8 that our linear layers and experts support."""
+# Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`.
 WIDEST_HEAD = 256
-"""Limits of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 NO_COUNTS = (
     "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
     " none"
@@ -157,6 +158,8 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
     device = run.cluster.device
     if word not in (None, "auto") or not op.applies(run):
         return None
+    # `kernels.default` is a preference: an operation that it cannot run falls back to auto, whereas
+    # a named implementation raises.
     if word is None and default in op.order and not lacks(op.name, default, run):
         return default
     return _auto(op, run, device, machine)[0] if facts_of(device).on_host or machine.gpus else None
@@ -194,6 +197,7 @@ def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
         why = _auto(op, run, device, machine)[1].get("triton")
         if chosen != run.kernels.default and why is not None and why == _not_run(op.name, run):
             found.append(op.name)
+        # The choice of later operations depends on earlier ones, as in `resolve`.
         run = run.model_copy(update={"kernels": run.kernels.model_copy(update={op.name: chosen})})
     return found
 
@@ -263,19 +267,18 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return (
-            f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
+            f"TransformerEngine's layers support no adapters, which peft.kind {run.peft.kind} needs"
         )
     if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":
         return (
-            "TransformerEngine's attention is not asked for the biases of"
+            "mtrain does not pass TransformerEngine's attention the biases of"
             " model.position_embedding_type relative"
         )
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
-        return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+        return "TransformerEngine's attention lacks model.attn_logit_softcapping"
     if op == "attention" and word in ("te", "triton") and run.model.dsa is not None:
         return (
-            f"attention by {word} takes no mask of each pair, in which model.dsa says what was"
-            " chosen"
+            f"attention by {word} accepts no mask of each pair, with which model.dsa selects keys"
         )
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
@@ -326,12 +329,13 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
     """Return what Triton's attention lacks for this model, or None."""
     m = run.model
     if m.position_embedding_type == "relative":
-        return "Triton's attention knows no biases of model.position_embedding_type relative"
+        return "Triton's attention lacks the biases of model.position_embedding_type relative"
     if m.attention_dropout:
         return (
-            "Triton's attention knows no dropout, and model.attention_dropout is"
+            "Triton's attention has no dropout, and model.attention_dropout is"
             f" {m.attention_dropout:g}"
         )
+    # MLA's queries are wider than its values; the kernel's tile holds the wider of both.
     latent = m.mla and max(m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim, m.mla.v_head_dim)
     width = latent or m.head_dim
     if width > WIDEST_HEAD:
@@ -387,7 +391,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return "measured on no CPU"
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
-        return f"nobody has said that it serves {device}"
+        return f"it is not declared to serve {device}"
     if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
         return why
     if (
@@ -403,16 +407,12 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         )
     triton_could = obstacle(op, "triton", run, device, machine) is None and not _not_run(op, run)
     if (op, word) == ("attention", "torch") and triton_could:
+        what = "caps" if run.model.attn_logit_softcapping else ""
         if run.model.softmax_type != "vanilla":
             what = "sinks"
-        else:
-            if run.model.attn_logit_softcapping:
-                what = "caps"
-            else:
-                what = ""
-        if what:
-            return f"torch's kernels know no {what} of scores but as a number for each pair"
-        return None
+        if not what:
+            return None
+        return f"torch's kernels support {what} of scores only as a number for each pair"
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None
@@ -436,8 +436,8 @@ def _not_run(op: str, run: RunConfig) -> str | None:
     )
 
 
+# Keys of `kernels` that name an implementation.
 KEYS = ("default", *(op.name for op in OPERATIONS))
-"""Keys of `kernels` that name an implementation."""
 
 
 def problems(
@@ -457,6 +457,7 @@ def _problem(
     device = run.cluster.device
     if word not in ("triton", "te", ON_CPU) or (word == "te" and not facts_of(device).cuda_kernels):
         return
+    # The problem of the default is reported once, at its own key.
     if key != "default" and word == run.kernels.default:
         return
     reads: set[str] = set()

@@ -15,10 +15,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 Release = tuple[int, int, int]
+# The releases that adaptations and patches were checked against, each for later ones of its series
+# too.
 SUPPORTED: tuple[Release, ...] = ((0, 16, 1), (0, 19, 2))
-"""The releases that adaptations and patches were checked against, each for later ones of its series
-too.
-"""
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,6})\s*$", re.MULTILINE)
 _MAX_BYTES = 1 << 16
 
@@ -102,5 +101,6 @@ def release_in(found: Path) -> Release | None:
             text = file.read(_MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
+    # The version is assembled from three constants in the file, which is read and not run.
     numbers = {name: int(value) for name, value in _NUMBER.findall(text)}
     return (numbers["MAJOR"], numbers["MINOR"], numbers["PATCH"]) if len(numbers) == 3 else None

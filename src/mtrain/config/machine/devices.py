@@ -9,12 +9,11 @@ from functools import cache
 
 from mtrain.config.machine import installed
 
+# Entry points of device plug-ins (`mtrain.devices.base.Device`).
 GROUP = "mtrain.devices"
-"""Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
+# Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
+# torch.
 FACTS_GROUP = "mtrain.device_facts"
-"""Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
-torch.
-"""
 AUTO = "auto"
 
 
@@ -30,10 +29,7 @@ class DeviceFacts:
     counted: bool = False
     """`Machine.gpus` counts those of this machine, and `auto` takes them where there are enough."""
     cuda_kernels: bool = False
-    """What is written for CUDA runs on it: TransformerEngine, DeepEP, HybridEP.
-
-    `cluster.sm` is about it.
-    """
+    """It runs CUDA kernels: TransformerEngine, DeepEP, HybridEP. `cluster.sm` describes it."""
     triton: bool = False
     """Triton compiles for it."""
     torch_kernels: bool = False
@@ -71,10 +67,10 @@ def _of_plug_in(name: str) -> DeviceFacts:
 
 
 def names() -> list[str]:
-    """Return every device that can be named: those that ship, then those of plug-ins."""
+    """Return the names of all devices: the shipped ones, then those of plug-ins."""
     return [*SHIPPED, *sorted(installed.found(GROUP).keys() - SHIPPED.keys())]
 
 
 def with_cuda_kernels() -> str:
-    """Return the devices that what is written for CUDA runs on, as words."""
+    """Return the names of the devices that run CUDA kernels, as words."""
     return " and ".join(name for name, facts in SHIPPED.items() if facts.cuda_kernels)

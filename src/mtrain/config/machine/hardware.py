@@ -19,20 +19,20 @@ from mtrain.config.machine.visible import Seen, counted, shown
 
 ROOT = Path("/")
 GROUPS = "sys/fs/cgroup"
+# Nodes that are taken from one entry of a list of SLURM's.
 MOST_NODES = 1 << 20
-"""Nodes that are taken from one entry of a list of SLURM's."""
+# Version 1 of control groups reports a number near 2^63 if there is no limit.
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 of control groups says a number near 2^63 where there is no limit."""
 AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def cpu_cores(root: Path = ROOT) -> int:
-    """Cores that this process may run on, by its affinity and by the cpuset and the quota of its
-    control group.
+    """Return the cores that this process may use, by its affinity, cpuset and quota.
 
-    A quota of part of a core counts as one more: 2.5 cores are 3.
+    A quota of 2.5 cores counts as 3.
     """
     try:
+        # os.cpu_count() counts the machine's cores, also in a container that may use two of them.
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         cores = os.cpu_count() or 1
@@ -44,9 +44,7 @@ def cpu_cores(root: Path = ROOT) -> int:
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Return bytes of main memory, or of what the control group leaves of it; 0 where neither is
-    known.
-    """
+    """Return the bytes of main memory, at most the control group's limit; 0 if unknown."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -72,6 +70,7 @@ def nvidia_gpus(
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if driver is not None:
         return replace(shown(driver.gpus, visible), driver=driver)
+    # A container may have the devices but not the driver's library.
     files = len(list((root / "dev").glob("nvidia[0-9]*")))
     in_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
     gpus = files or int(in_wsl)
@@ -79,11 +78,9 @@ def nvidia_gpus(
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of this SLURM step on this machine where each is shown one GPU of
-    its own, else 0.
+    """Return the tasks of this SLURM step on this machine if each sees one GPU of its own, else 0.
 
-    `--gpus-per-task=1` and `--ntasks-per-gpu=1` show each task one GPU. A process then counts one
-    GPU for each task.
+    `--gpus-per-task=1` and `--ntasks-per-gpu=1` do so; the machine then has a GPU for each task.
     """
     alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
     if not alone or "SLURM_LOCALID" not in environment:
@@ -94,9 +91,7 @@ def tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node of a list of SLURM's, such as `4(x3),2`; empty where the text
-    is no such list.
-    """
+    """Return the tasks of each node in SLURM's notation, such as `4(x3),2`; empty if malformed."""
     counts: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
@@ -107,13 +102,15 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
-    """AMD's GPUs that this process sees: nodes of the driver's topology with vector units, and what
-    HIP's and CUDA's variables leave of them. torch presents them as devices of type cuda.
+    """Return the number of AMD's GPUs that this process sees; torch presents them as type cuda.
+
+    They are the nodes of the driver's topology with vector units, less those that variables hide.
     """
     if not (root / "dev/kfd").exists():
         return 0
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     gpus = sum(bool(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE)) for node in nodes)
+    # ROCm applies every variable that is set, one after the other.
     for name in (*AMD_VISIBLE, "CUDA_VISIBLE_DEVICES"):
         if name in environment:
             gpus = counted(gpus, environment[name]).count
@@ -147,12 +144,11 @@ def _built_for(platform: str) -> str | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield folders of the control groups that this process is in, from its own to the root of all
-    that it sees.
-    """
+    """Yield the folders of this process's control groups, from its own up to the visible root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
+        # Version 2 has one line, `0::/path`; version 1 one for each controller.
         if number == "0" and not names:
             top = root / GROUPS
         elif controller in names.split(","):
@@ -170,7 +166,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores that a control group may use up in the mean; None: no limit."""
+    """Return the cores that a control group may use on average; None without a limit."""
     words = _text(folder / "cpu.max").split()  # version 2: "quota period" or "max period"
     if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
         return int(words[0]) / int(words[1])

@@ -1,6 +1,4 @@
-"""Installed packages: their versions and plug-ins, and the folder for results that can be made
-again.
-"""
+"""Installed packages: their versions and plug-ins, and the folder for reproducible results."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def version_of(package: str) -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """Return MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home.
+    """Return MTRAIN_CACHE, else ~/.cache/mtrain; None if this user has no home.
 
     The folder may be missing, or read-only.
     """
@@ -45,11 +43,11 @@ def cache_folder() -> Path | None:
 
 Kind = TypeVar("Kind")
 
+# Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name.
 HOOKS = "mtrain.hooks"
-"""Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name."""
 SHIPPED_HOOKS = "mtrain.train.hooks.optional"
+# Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names.
 OBJECTIVES = "mtrain.objectives"
-"""Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names."""
 SHIPPED_OBJECTIVES = "mtrain.train.objectives"
 
 
@@ -61,9 +59,7 @@ def shipped(package: str) -> list[str]:
 
 
 def names(package: str, group: str) -> list[str]:
-    """Return the parts of a kind that a configuration can name: the shipped ones, then those of
-    plug-ins.
-    """
+    """Return the names of all parts of a kind: the shipped ones, then those of plug-ins."""
     own = shipped(package)
     return [*own, *sorted(found(group).keys() - set(own))]
 
@@ -86,6 +82,7 @@ def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
     """
     try:
         part = entry.load()
+    # Code of somebody else: whatever it raises, the user needs to know which plug-in it was.
     except Exception as error:
         raise BadEnvironment(f"{what}: its plug-in {entry.value} does not load: {error}") from error
     if not isinstance(part, kind):

@@ -15,8 +15,8 @@ from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.errors import ConfigError
 
 GROUP = "cluster"
+# The longest chain of files, each of which names the next in its `defaults`.
 MOST_BASES = 8
-"""The longest chain of files, each of which names the next in its `defaults`."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return the description of GPUs of a name, from the first folder of choices that has one;
-    None: no file has.
+    """Return the description of a GPU by name, from the first folder of choices that has one; None
+    if no folder does.
     """
     return _known(name, tuple(folders()))
 
@@ -41,6 +41,7 @@ def _known(name: str, places: tuple[Path, ...]) -> Known | None:
         with suppress(
             ConfigError, OSError, ValueError
         ):  # a faulty file is reported to whoever chooses it
+            # Reading is faster than parsing, and most files are of other GPUs.
             if name not in file.read_text(encoding="utf-8"):
                 continue
             values = yaml_reader.load(file).values

@@ -1,8 +1,8 @@
 """NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes
 that use them.
 
-It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later
-find nothing used.
+It creates no CUDA context, so a process may still fork after a query, and ranks that start later
+find all memory free.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# The name for the loader's search path, and the place where the driver of Windows puts it in WSL2.
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2.
-"""
+# Size of the library's longest texts: names and UUIDs.
 TEXT_BYTES = 96
-"""Size of the library's longest texts: names and UUIDs."""
+# The number of processes of a GPU in the first query.
 USUAL_PROCESSES = 64
-"""The number of processes of a GPU in the first query."""
 TRIES = 3
 INSUFFICIENT_SIZE = 7
 ENABLED = 1
@@ -78,9 +77,7 @@ class _Process(Structure):
 
 @cache
 def driver() -> Driver | None:
-    """Return the driver of this machine, queried once per process; None: no
-    library answers.
-    """
+    """Return the driver of this machine, queried once per process; None without a library."""
     for name in LIBRARIES:
         with suppress(OSError, Failed):
             return asked(ctypes.CDLL(name))
@@ -88,13 +85,14 @@ def driver() -> Driver | None:
 
 
 def asked(library: ctypes.CDLL) -> Driver:
-    """Ask a loaded library; what a single GPU does not answer stays unknown.
+    """Query a loaded library; facts that a GPU does not report stay unknown.
 
     Raises:
-        Failed: it reaches no driver.
+        Failed: the library reaches no driver.
     """
     with _opened(_Calls(library)) as call:
         version = call.text("nvmlSystemGetDriverVersion")
+        # Encoded as 1000 * major + 10 * minor.
         newest = _or(None, lambda: call.number("nvmlSystemGetCudaDriverVersion_v2"))
         cuda = None if newest is None else (newest // 1000, newest % 1000 // 10)
         count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
@@ -151,7 +149,7 @@ class _Calls:
 
 
 def _or(other: T, ask: Callable[[], T]) -> T:
-    """Return the answer of the driver, or `other` where it has none."""
+    """Return the driver's answer, or `other` if it has none."""
     try:
         return ask()
     except Failed:
@@ -169,6 +167,7 @@ def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
         free_bytes=memory.free,
         processes=_or((), lambda: _processes(call, handle)),
     )
+    # An instance of a partitioned GPU cannot be partitioned, and the driver has no answer for it.
     if parent is not None or not _or(False, lambda: _is_partitioned(call, handle)):
         return alone
     instances = list[Gpu]()

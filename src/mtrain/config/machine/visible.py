@@ -1,8 +1,8 @@
-"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA
-passes over.
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and the mistakes that
+CUDA ignores silently.
 
-The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all.
-Of a partitioned GPU (MIG), CUDA shows a process one instance, and then nothing else.
+The list ends at the first entry that names no GPU, and a repeated entry hides every GPU. Of a
+partitioned GPU (MIG), CUDA shows a process one instance, and then no other device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from mtrain.config.machine.nvml import Driver, Gpu
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+# First entries by which users, schedulers and container runtimes hide every GPU on purpose.
 NONE = ("", "-1", "none", "void", "NoDevFiles")
-"""First entries by which users, schedulers and container runtimes hide every GPU on purpose."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,12 @@ class Seen:
 
     @property
     def kind(self) -> Gpu | None:
-        """Return one of the GPUs where all have the same name, else None."""
+        """Return one of the GPUs if all have the same name, else None."""
         return self.gpus[0] if len({gpu.name for gpu in self.gpus}) == 1 else None
 
 
 def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
-    """Return those of a driver's GPUs that CUDA shows.
-
-    `visible` is the variable; None: it is not set.
-    """
+    """Return the GPUs of a driver that CUDA shows; `visible` is the variable, None if unset."""
     if visible is None:
         known = [gpu for gpu in map(_device, gpus) if gpu is not None]
         return _seen(known, "", "", True)
@@ -78,16 +75,14 @@ def _is_instance(gpu: Gpu) -> bool:
 
 
 def _device(gpu: Gpu) -> Gpu | None:
-    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is
-    partitioned.
-    """
+    """Return the device that CUDA shows for a GPU: itself, or the first instance of a partition."""
     if not gpu.partitioned:
         return gpu
     return gpu.instances[0] if gpu.instances else None
 
 
+# A GPU, and one of its instances; -1: the GPU itself.
 Place = tuple[int, int]
-"""A GPU, and one of its instances; -1: the GPU itself."""
 
 
 def _device_at(gpus: Sequence[Gpu], place: Place) -> Gpu | None:
@@ -107,12 +102,14 @@ class _Named:
         """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
         names none.
         """
+        # CUDA reads the digits at the start of an entry and ignores the rest.
         number = re.match(r"\+?\d+", entry)
         if number:
             index = int(number[0])
             return (index, -1) if index < len(self.gpus) else None
         if not entry.startswith(("GPU-", "MIG-")):
             return None
+        # Without the driver UUIDs are not known; each new one counts as another GPU.
         if self.anonymous:
             self.unknown = [*self.unknown, entry] if entry not in self.unknown else self.unknown
             return (self.unknown.index(entry), 0)
@@ -123,8 +120,8 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """Return the places that the variable lists, what is wrong with it, and whether
-    that was meant.
+    """Return the listed places, the mistake in the variable, and whether it hides GPUs on
+    purpose.
     """
     places: list[Place] = []
     entries = [entry.strip() for entry in text.split(",")]

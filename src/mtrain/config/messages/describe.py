@@ -13,7 +13,7 @@ from mtrain.config.compose.dump import spell
 from mtrain.config.messages.docs import documented
 from mtrain.config.messages.keys import field_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 EFFECTS = {
     Effect.ARCHITECTURE: (
@@ -63,7 +63,7 @@ def default_of(path: str) -> str:
 
 def section_of(path: str) -> type[BaseModel] | None:
     """Return the section class of a group or of a section inside one, such as `model.moe`."""
-    section: Any = RunConfig
+    section: Any = UnresolvedRun
     for name in path.split("."):
         info = section.model_fields.get(name)
         if info is None:

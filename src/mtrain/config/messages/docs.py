@@ -17,13 +17,13 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from mtrain.config.messages.keys import section_in
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 
 
 @cache
-def documented() -> type[RunConfig]:
+def documented() -> type[UnresolvedRun]:
     """Return the schema with the text below each field as its `description`."""
-    sections = list(dict.fromkeys(_sections(RunConfig)))
+    sections = list(dict.fromkeys(_sections(UnresolvedRun)))
     for section in sections:
         of_module = _words(section.__module__)
         words = {
@@ -35,7 +35,7 @@ def documented() -> type[RunConfig]:
             field.description = words.get(name, field.description)
     for section in sections:  # inner ones first: the outer ones contain what they were built to
         section.model_rebuild(force=True)
-    return RunConfig
+    return UnresolvedRun
 
 
 def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:

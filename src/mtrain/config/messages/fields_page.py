@@ -12,13 +12,14 @@ from mtrain.config.engine.core_fields import feeds
 from mtrain.config.engine.fields import FIELD_VERSIONS
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
+from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.dsa import SparseAttentionConfig
 from mtrain.config.schema.linear_attention import LinearAttentionConfig
 from mtrain.config.schema.mla import MLAConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.mup import MupConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.models.hybrid.config import HybridConfig
 
 HEAD = """# Keys and fields
@@ -40,9 +41,11 @@ def fed() -> dict[str, list[str]]:
     out: dict[str, list[str]] = {}
     hybrid = HybridConfig(pattern="ME", num_heads=8)
     latent = {"mla": MLAConfig(rope_type="yarn"), "dsa": SparseAttentionConfig()}
+    laptop = Machine(cpu_cores=1, memory_bytes=0)
     for update in ({}, latent, {"hybrid": hybrid}, {"mup": MupConfig()}):
         model = plain.model_copy(update=update)
-        for key, fields in feeds(RunConfig(model=model)).items():
+        run = resolve(UnresolvedRun(model=model), laptop)
+        for key, fields in feeds(run).items():
             known = out.setdefault(key, [])
             known += [name for name in map(_owned, fields) if name not in known]
     return out

@@ -17,9 +17,10 @@ from mtrain.config.compose.yaml_reader import load
 from mtrain.config.messages.keys import field_of, is_content
 from mtrain.config.messages.suggestions import NEAREST, is_number
 from mtrain.config.rules import Answers, apply, findings
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
+Resolve = Callable[[UnresolvedRun], RunConfig]
 PROPOSED = ("MT013", "MT014", "MT007")
 """Codes whose fix is a value of mtrain's choice, which must not even cause a warning. Other fixes
 repeat the written value or its nearest.
@@ -29,7 +30,9 @@ KEPT = ("MT010", "MT012", "MT013")
 
 
 def with_fixes(
-    problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
+    problems: Sequence[Problem],
+    partial: UnresolvedRun,
+    resolve: Resolve,
 ) -> list[Problem]:
     """Return `problems` with fixes that break no rule.
 
@@ -61,7 +64,7 @@ def _is_meant(problem: Problem) -> bool:
 class _Trial:
     """A trial of settings of one key against the keys that were not refused."""
 
-    def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
+    def __init__(self, partial: UnresolvedRun, resolve: Resolve) -> None:
         self.partial = partial
         self.resolve = resolve
         self.held = partial.flat()
@@ -142,7 +145,7 @@ class _Trial:
         except (ValidationError, KeyError, TypeError):
             return False
 
-    def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
+    def _said(self, run: UnresolvedRun, *, unusual: bool) -> set[tuple[str, str]]:
         """Return the findings of the rules for a run; warnings and missing inputs count only if
         nothing `unusual` may remain.
         """

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ModelSchema, TupleSchema
 
 from mtrain.config.compose.layout_string import GRAMMAR
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.messages.docs import documented
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 COMMENT = "made by `mtrain schema`; make it again after an update"
@@ -42,9 +44,9 @@ def json_schema(kind: str) -> Json:
     """
     if kind == "recipe":
         return _finished(_recipe(), "A recipe of mtrain: choices, values, and words about itself.")
-    model: Any = RunConfig if kind == "run" else RunConfig.model_fields[kind].annotation
+    model: Any = UnresolvedRun if kind == "run" else UnresolvedRun.model_fields[kind].annotation
     words = "A resolved run of mtrain: run=FILE repeats it." if kind == "run" else ""
-    return _finished(_lowered_schema(model), words)
+    return _finished(_schema_of(model), words)
 
 
 def _finished(schema: Json, words: str) -> Json:
@@ -52,51 +54,53 @@ def _finished(schema: Json, words: str) -> Json:
     return {**head, **schema, "description": words or schema.get("description", "")}
 
 
-def _lowered_schema(model: type[BaseModel]) -> Json:
-    """Return pydantic's schema (2020-12) as draft-07."""
-    documented()
-    lowered: Json = _lowered(model.model_json_schema())
-    if "$defs" in lowered:
-        lowered["definitions"] = dict(sorted(lowered.pop("$defs").items()))
-    return lowered
+class _Draft07(GenerateJsonSchema):
+    """pydantic's schema (2020-12) in the words of draft-07."""
+
+    def tuple_schema(self, schema: TupleSchema) -> Json:
+        made = super().tuple_schema(schema)
+        if "prefixItems" in made:
+            made |= {"items": made.pop("prefixItems"), "additionalItems": False}
+        return made
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        # pydantic would repeat the name of each key as its title, which editors show first.
+        return False
+
+    def model_schema(self, schema: ModelSchema) -> Json:
+        made = super().model_schema(schema)
+        del made["title"]
+        made["properties"] = {name: _described(part) for name, part in made["properties"].items()}
+        return _described(made)
 
 
-def _lowered(node: Any, *, named: bool = False) -> Any:
-    """Return a part of a schema in draft-07.
-
-    `$ref` hides its siblings there, so they wrap it; a tuple is `items`; a title that repeats the
-    key is dropped. `named` parts are mappings from names and no schemas.
+def _described(part: Json) -> Json:
+    """Return a part of a schema with its description in one line, and its reference in `allOf` if
+    it has one.
     """
-    if isinstance(node, list):
-        return [_lowered(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if named:
-        return {name: _lowered(part) for name, part in node.items()}
-    out: Json = {}
-    for key, value in node.items():
-        if key == "title":
-            continue
-        if key == "description":
-            out[key] = " ".join(value.split())
-        elif key == "prefixItems":
-            out |= {"items": [_lowered(item) for item in value], "additionalItems": False}
-        elif key == "$ref":
-            out[key] = value.replace("#/$defs/", "#/definitions/")
-        elif key in ("default", "enum", "const"):
-            out[key] = value
-        else:
-            out[key] = _lowered(value, named=key in ("properties", "$defs"))
-    if "$ref" in out and len(out) > 1:
-        out = {"allOf": [{"$ref": out.pop("$ref")}], **out}
-    return out
+    words = " ".join(part["description"].split()) if "description" in part else None
+    described = part if words is None else {**part, "description": words}
+    # Next to `$ref`, draft-07 ignores every other word, the description included.
+    if "$ref" in described and len(described) > 1:
+        return {"allOf": [{"$ref": described.pop("$ref")}], **described}
+    return described
+
+
+def _schema_of(model: type[BaseModel]) -> Json:
+    documented()
+    schema = model.model_json_schema(
+        ref_template="#/definitions/{model}", schema_generator=_Draft07
+    )
+    if "$defs" in schema:
+        schema["definitions"] = dict(sorted(schema.pop("$defs").items()))
+    return schema
 
 
 def _recipe() -> Json:
     """Return the schema of a recipe: nothing is required, and a value may be a reference to another
     key.
     """
-    whole = _lowered_schema(RunConfig)
+    whole = _schema_of(UnresolvedRun)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
     return {

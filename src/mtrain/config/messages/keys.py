@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mtrain.config.engine.fields import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
 """Keys whose values are the shipped names plus those of installed plug-ins."""
@@ -60,12 +60,6 @@ DERIVED = {
 """Names without a key here, and the reason."""
 
 
-RESOLVED = {
-    "precision.dtype": "precision.format",
-    "data.seq_length": "data.length",
-    "optim.lr": "optim.rate",
-}
-"""Keys that are null until they are resolved -> the property that always has a value."""
 MERGE = "<<"
 """YAML's merge key, which mtrain does not read."""
 
@@ -100,7 +94,7 @@ def _all_keys() -> dict[str, FieldInfo]:
             if inner is not None:
                 walk(f"{path}.", inner)
 
-    walk("", RunConfig)
+    walk("", UnresolvedRun)
     return out
 
 

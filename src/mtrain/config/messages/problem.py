@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.schema.base import Section
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem, Related, Severity
 
 
-def value_at(run: RunConfig, path: str) -> Any:
+def value_at(run: UnresolvedRun, path: str) -> Any:
     """Return the value of a dotted key; None where its section is null."""
     node: Any = run
     for name in path.split("."):
@@ -19,7 +19,7 @@ def value_at(run: RunConfig, path: str) -> Any:
 
 
 def problem_of(
-    run: RunConfig,
+    run: UnresolvedRun,
     origins: Mapping[str, str],
     code: str,
     path: str,

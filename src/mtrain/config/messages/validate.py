@@ -39,7 +39,7 @@ from mtrain.config.messages.suggestions import (
     taken,
 )
 from mtrain.config.schema.base import MOST_RANKS
-from mtrain.config.schema.run import GROUPS, RunConfig
+from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
@@ -89,7 +89,7 @@ _PATTERNS = {
 }
 
 
-def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
+def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | None, list[Problem]]:
     """Validate `values` against the schema; return the configuration or a bounded list of
     problems.
     """
@@ -101,7 +101,7 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None,
     ]
     wrong += [_open(path, known, where) for path, value in known.items() if value == MISSING]
     try:
-        run = RunConfig.model_validate(values)
+        run = UnresolvedRun.model_validate(values)
     except ValidationError as error:
         named = {problem.path for problem in wrong}
         found = [

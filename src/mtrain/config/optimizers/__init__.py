@@ -8,11 +8,11 @@ from typing import Any
 
 from mtrain.config.schema.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
 
+# Optimizers by name, which is that of the module, in alphabetical order.
 OPTIMIZERS: dict[str, Optimizer] = {
     found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER
     for found in iter_modules(__path__)
 }
-"""Optimizers by name, which is that of the module, in alphabetical order."""
 
 
 def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
@@ -25,10 +25,13 @@ def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
     def hidden(param: Any, name: str) -> bool:
         return param.ndim > 1 and not any(word in name for word in NO_MATRICES)
 
+    # The update of SGD grows with the gradient, whose size falls with width; Adam's does not, so
+    # the rate of its matrices falls instead (arXiv 2203.03466).
     if o.name == "sgd":
-        rates = {"max_lr": o.rate * m, "min_lr": (o.min_lr or 0.0) * m}
+        rates = {"max_lr": o.rate * m, "min_lr": o.min_lr * m}
         return (ParamGroup("mup, as wide as one", lambda p, name: not hidden(p, name), rates),)
-    rates = {"max_lr": o.rate / m, "min_lr": (o.min_lr or 0.0) / m}
+    rates = {"max_lr": o.rate / m, "min_lr": o.min_lr / m}
+    # Gradients of wide matrices are smaller by the same factor: eps must stay below them.
     rates |= {"eps": o.eps / m} if "eps" in OPTIMIZERS[o.name].keys else {}
     return (ParamGroup("mup, wide on both sides", hidden, rates),)
 

@@ -41,6 +41,7 @@ def _obstacle(word: str, run: Run) -> str | None:
     if word in ("torch", "te"):
         few = "keeps 32 bits of each moment and main weight, and optim requests fewer"
         return f"{word} {few}" if o.in_low_precision else None
+    # FSDP leaves DTensors, and offloading leaves tensors on the host: a kernel takes neither.
     if o.in_low_precision or (p.fsdp == "none" and not o.cpu_offload):
         return None
     what = "copies in host memory" if o.cpu_offload else f"what parallel.fsdp={p.fsdp} shards"

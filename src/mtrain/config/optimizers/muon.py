@@ -98,7 +98,7 @@ def is_matrix(param: Any, name: str) -> bool:
 
 
 def takes(name: str, axes: int) -> bool:
-    """Return the same from a name and number of axes."""
+    """Return whether Muon updates a parameter with this name and number of axes."""
     return axes == 2 and not any(word in name for word in NO_MATRICES)
 
 
@@ -138,7 +138,8 @@ def _groups(run: Run) -> tuple[ParamGroup, ...]:
         )
     if o.muon.adamw_lr in (None, o.rate):
         return groups
-    share = (o.min_lr or 0.0) / o.rate
+    # Both rates fall by the same schedule, so they keep their ratio.
+    share = o.min_lr / o.rate
     rates = {"max_lr": o.muon.adamw_lr, "min_lr": share * o.muon.adamw_lr}
     return (*groups, ParamGroup("no matrix", lambda p, name: not is_matrix(p, name), rates))
 
@@ -174,6 +175,7 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.mcore.state.muon import ParallelMuon
 
     muon = run.optim.muon
+    # The optimizer's own arguments; the excluded keys became groups of parameters.
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
     kept |= {
         "ns_dtype": torch_dtype(muon.ns_dtype),

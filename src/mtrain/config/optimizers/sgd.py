@@ -12,6 +12,7 @@ OPTIMIZER = Optimizer(
     build=None,
     obstacle=only(("torch", "te"), "sgd"),
     keys=frozenset({"momentum"}),
+    # Not the default `adam`: megatron-core builds torch's SGD itself.
     core_name="sgd",
     cannot={
         "distributed_optimizer": "megatron-core supports it only with adam",

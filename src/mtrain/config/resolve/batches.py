@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from mtrain.config.schema.run import RunConfig
 
+# The largest number of sizes of a ramp; more are surely a slip.
 MOST_STAGES = 1000
-"""The largest number of sizes of a ramp; more are surely a slip."""
 
+# Keys of `trainer` with which all steps have the same size.
 NO_RAMP = {"rampup_batch_size": None, "batch_size_schedule": None}
-"""Keys of `trainer` with which all steps have the same size."""
 
 
 class Stage(NamedTuple):
@@ -33,6 +33,7 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
     begin = 0
     for size, tokens in t.batch_size_schedule or ():
         listed.append(Stage(begin, size))
+        # Ramps are published in tokens, and a step reads whole samples: rounded up.
         begin = -(-tokens // run.data.length)
     return (*listed, Stage(begin, t.batch))
 
@@ -48,6 +49,8 @@ def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
     count, rest = divmod(last - first, increment)
     if rest or not 1 <= count <= MOST_STAGES:
         return (Stage(0, last),)
+    # A float, as in Megatron-LM; the two loops below correct it by whole samples where float
+    # division rounds across a boundary.
     each = samples / count
     out = [Stage(0, first)]
     for number in range(1, count + 1):
@@ -100,9 +103,7 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
 
 
 def asked(run: RunConfig) -> tuple[int, int, int]:
-    """Return the train, validation and test samples that Megatron-LM requests from its data for
-    such a run.
-    """
+    """Return the train, validation and test samples that Megatron-LM requests for such a run."""
     t = run.trainer
     evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1
     return (

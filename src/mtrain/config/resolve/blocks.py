@@ -7,8 +7,8 @@ from __future__ import annotations
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 
+# The letters of one layer of such a transformer: attention, then MLP or experts.
 OF_A_BLOCK = 2
-"""The letters of one layer of such a transformer: attention, then MLP or experts."""
 
 
 def pattern(model: ModelConfig) -> str:

@@ -26,6 +26,7 @@ class Term:
     def holds(self, value: Any) -> bool:
         """Return whether the term holds for a value; an undecided null counts as not true."""
         if self.above is not None:
+            # Flags are judged while they are read, when other keys may still be unknown.
             return value is not None and value > self.above
         if self.words == ("false",):
             return not value

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from mtrain.config.engine.kernels import OPERATIONS
 from mtrain.config.machine.devices import facts_of
-from mtrain.config.messages.keys import RESOLVED, key_of, schema_keys, when_of
+from mtrain.config.messages.keys import key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.condition import condition
 from mtrain.config.schema.peft import TARGETS
 from mtrain.config.schema.precision import LOW_PRECISION
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.models.hybrid.config import MAMBA
 
 
@@ -27,19 +27,19 @@ class Conditional:
     """A key that stays at its schema's default unless `active` holds."""
 
     path: str
-    active: Callable[[RunConfig], bool]
+    active: Callable[[UnresolvedRun], bool]
     needs: str
     """The condition as a user writes it."""
     default: Callable[[RunConfig], Any] = lambda run: None
     """The value of null if the key is active."""
     off: Any = None
 
-    def value(self, run: RunConfig) -> Any:
+    def value(self, run: UnresolvedRun) -> Any:
         """Return the key's value; `off` if its section is null."""
-        return _inside(run, self.path, self.off)
+        return inside(run, self.path, self.off)
 
 
-def _inside(run: RunConfig, path: str, absent: Any = None) -> Any:
+def inside(run: UnresolvedRun, path: str, absent: Any = None) -> Any:
     """Return the value at a path; `absent` if its section is null."""
     node: Any = run
     for name in _names(path):
@@ -54,17 +54,18 @@ def _names(path: str) -> tuple[str, ...]:
     return tuple(path.split("."))
 
 
-def _meant(run: RunConfig, path: str) -> Any:
+def _meant(run: UnresolvedRun, path: str) -> Any:
     """Return the value that conditions see: null replaced by its meaning, and the default of an
     inactive key.
     """
     key = _BY_PATH.get(path)
-    value = _inside(run, RESOLVED.get(path, path))
+    value = inside(run, path)
     if key is None:
         return value
     if not key.active(run):
         return key.off
-    return key.default(run) if value is None else value
+    # Only a resolved run has the keys that some defaults read; conditions on other runs need none.
+    return key.default(cast(RunConfig, run)) if value is None else value
 
 
 def _context_exchange(run: RunConfig) -> str | None:
@@ -80,6 +81,8 @@ def chunks_of_a_document(run: RunConfig) -> int:
     p = run.parallel
     if p.hybrid_context_parallel:
         return 2 * p.dp * (p.tp if p.sequence_parallel else 1)
+    # Context parallelism gives each rank one chunk from the front and one from the back, which
+    # balances causal attention.
     return 2 * p.cp if p.cp > 1 else 1
 
 
@@ -99,12 +102,13 @@ def _adapted(run: RunConfig) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target not in without)
 
 
-def _layers_may_differ(run: RunConfig) -> bool:
+def _layers_may_differ(run: UnresolvedRun) -> bool:
     return run.precision.quantized not in (None, "delayed")
 
 
 _LAYERS = (_layers_may_differ, "a precision.fp8 whose recipe is not delayed, or a precision.fp4")
-_COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+# Conditions that need code: the check, and its text for users.
+_COMPUTED: dict[str, tuple[Callable[[UnresolvedRun], bool], str]] = {
     "precision.num_layers_at_start_in_bf16": _LAYERS,
     "precision.num_layers_at_end_in_bf16": _LAYERS,
     "parallel.cp_comm_type": (
@@ -121,8 +125,8 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
 }
-"""Conditions that need code: the check, and its text for users."""
 
+# Defaults that follow from other keys.
 _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.cp_comm_type": _context_exchange,
     "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(1, r.data.length // r.parallel.dp),
@@ -141,7 +145,6 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
         r.model.moe.group_score_topk if r.model.moe else None
     ),
 }
-"""Defaults that follow from other keys."""
 
 
 def _conditionals() -> Iterator[Conditional]:
@@ -159,16 +162,15 @@ def _always(value: Any) -> Callable[[RunConfig], Any]:
     return lambda run: value
 
 
-def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[RunConfig], bool]:
+def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[UnresolvedRun], bool]:
     return lambda run: holds(lambda path: _meant(run, path))
 
 
+# All conditional keys in the order of the schema; `resolve` fills in their defaults, and a rule
+# refuses a key that is set without effect.
 CONDITIONAL = tuple(_conditionals())
-"""All conditional keys in the order of the schema; `resolve` fills in their defaults, and a rule
-refuses a key that is set without effect.
-"""
 _BY_PATH = {key.path: key for key in CONDITIONAL}
+# The conditional keys of low-precision GEMMs.
 QUANTIZED = tuple(
     key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION)
 )
-"""The conditional keys of low-precision GEMMs."""

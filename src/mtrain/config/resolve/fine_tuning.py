@@ -18,23 +18,22 @@ from mtrain.config.disk.files import records_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 
+# Kinds of data that the chat template of a tokenizer formats.
 CHATS = ("sft", "preference")
-"""Kinds of data that the chat template of a tokenizer formats."""
+# Epochs of Tulu 3.
 EPOCHS = 2
-"""Epochs of Tulu 3."""
+# Tokens of a chat if chats are packed but batches count chats: the mean of Tulu 3.
 CHAT_TOKENS = 1024
-"""Tokens of a chat if chats are packed but batches count chats: the mean of Tulu 3."""
+# Bytes per token of a file of chats.
 LETTERS = 4
-"""Bytes per token of a file of chats."""
+# The least steps of an epoch, as in LIMA (arXiv 2305.11206), below which the batch is halved, and
+# the smallest batch.
 FEWEST_STEPS = 30
 SMALLEST_BATCH = 8
-"""The least steps of an epoch, as in LIMA (arXiv 2305.11206), below which the batch is halved, and
-the smallest batch.
-"""
+# Steps of a run whose chats cannot be counted on this machine.
 STEPS_UNSEEN = 500
-"""Steps of a run whose chats cannot be counted on this machine."""
+# Bytes of a file in which chats are counted; the rest of a larger one is assumed to be alike.
 COUNTED_BYTES = 1 << 26
-"""Bytes of a file in which chats are counted; the rest of a larger one is assumed to be alike."""
 
 
 class Tuned(NamedTuple):
@@ -49,19 +48,19 @@ class Tuned(NamedTuple):
 
 TULU_3 = "Tulu 3 (arXiv 2411.15124)"
 QLORA = "QLoRA (arXiv 2305.14314)"
+# Rate and chats per step for training all weights.
 ALL_WEIGHTS = (
     Tuned("3B", 3.1e9, 2e-5, 128, "SmolLM3 (Hugging Face's alignment-handbook)"),
     Tuned("8B", 8e9, 5e-6, 128, TULU_3),
     Tuned("70B", 70.6e9, 2e-6, 128, TULU_3),
 )
-"""Rate and chats per step for training all weights."""
+# The same for low-rank adapters.
 ADAPTERS = (
     Tuned("7B", 6.7e9, 2e-4, 16, QLORA),
     Tuned("13B", 13e9, 2e-4, 16, QLORA),
     Tuned("33B", 32.5e9, 1e-4, 16, QLORA),
     Tuned("65B", 65.2e9, 1e-4, 16, QLORA),
 )
-"""The same for low-rank adapters."""
 
 
 def published(run: RunConfig) -> Tuned:
@@ -114,6 +113,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     d = run.data
     if d.kind not in CHATS or d.path is None:
         return None
+    # Why there is none is for the rules to report.
     file, _ = records_of(user_path(d.path), "what the chats are")
     if file is None:
         return None
@@ -126,6 +126,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
         return None
     samples = chats * d.split[0] / (sum(d.split) or 1)
     if d.packed:
+        # Packed chats share windows: estimate the tokens of a chat from its bytes.
         samples *= min(1.0, facts.st_size / chats / LETTERS / d.length)
     return max(1, round(samples))
 
@@ -171,6 +172,7 @@ def visited_parameters(model: ModelConfig) -> int:
     m = model
     width = m.ffn_hidden_size
     if m.moe is not None:
+        # Of the experts, a token visits only some.
         width = m.moe.router_topk * m.moe.ffn_hidden_size + (
             m.moe.shared_expert_intermediate_size or 0
         )

@@ -12,9 +12,10 @@ from typing import Any
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
 
+# The file in such a folder, and the folder of a run with the files of its imported weights.
 TOKENIZER = "tokenizer.json"
 KEPT = "hf"
-"""The file in such a folder, and the folder of a run with the files of its imported weights."""
+# Tokenizer files in formats that mtrain does not read as a model's tokenizer.
 OTHERS = (
     "tokenizer.model",
     "vocab.json",
@@ -25,7 +26,6 @@ OTHERS = (
     "tiktoken.model",
     "qwen.tiktoken",
 )
-"""Tokenizer files in formats that mtrain does not read as a model's tokenizer."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
@@ -57,8 +57,8 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a tokenizer file in a folder, or in what a run kept of one, whose format mtrain does
-    not read.
+    """Return a tokenizer file of a run or Hugging Face folder in a format that mtrain cannot
+    read.
     """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
@@ -77,6 +77,8 @@ def sha256_of(file: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
+    # Size, time and inode: a file that is replaced by another of the same size in the same tick
+    # still has another inode.
     stamp = file.stat()
     return _sha256(file, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ino))
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from mtrain.config.engine.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.machine import hardware, nvml
@@ -20,19 +22,21 @@ from mtrain.config.machine.known_gpus import known
 from mtrain.config.machine.nvml import Driver
 from mtrain.config.machine.visible import Seen
 from mtrain.config.messages.problem import problem_of
-from mtrain.config.resolve.conditional import CONDITIONAL, Conditional
-from mtrain.config.resolve.defaults import STEPS, Filled, Step
+from mtrain.config.resolve.conditional import CONDITIONAL, Conditional, inside
+from mtrain.config.resolve.defaults import STEPS, Derived, Step
 from mtrain.config.resolve.watch import watched
+from mtrain.config.schema.base import Section
 from mtrain.config.schema.cluster import ClusterConfig
-from mtrain.config.schema.parallel import ParallelConfig
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.parallel import UnresolvedParallel
+from mtrain.config.schema.run import DERIVED_SECTIONS, RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 from mtrain.units import GIB
 
+# The prefix of reasons that depend only on the machine.
 HERE = "on this machine"
-"""The prefix of reasons that depend only on the machine."""
+# The cluster that stands for this machine.
 LOCAL = ClusterConfig.model_fields["name"].default
-"""The cluster that stands for this machine."""
+# Keys of a cluster that follow from the kind of its devices.
 OF_A_DEVICE = {
     "sm",
     "device_memory_gib",
@@ -48,12 +52,13 @@ OF_A_DEVICE = {
     "reached",
     "software",
 }
-"""Keys of a cluster that follow from the kind of its devices."""
+# The number of processes on a machine without GPUs.
 MAX_CPU_RANKS = 64
-"""The number of processes on a machine without GPUs."""
 
 
 NO_GPU = Seen()
+# Dotted key -> its value, and the reason.
+Filled = Mapping[str, Derived]
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Machine:
             driver = nvml.driver()
         seen = hardware.nvidia_gpus(environment, root, driver)
         amd = hardware.amd_gpus(environment, root)
+        # SLURM may show each task one GPU: the machine then has as many as tasks.
         gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
@@ -122,7 +128,7 @@ def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def resolve(
-    run: RunConfig,
+    run: UnresolvedRun,
     machine: Machine,
     world_size: int | None = None,
     made_from: dict[str, frozenset[str]] | None = None,
@@ -133,29 +139,68 @@ def resolve(
 
     Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node
     stays null: a layout has as many processes as it needs, and so has a run that goes on with
-    another layout. `world_size` is what a launcher started; it decides `parallel.ranks` where that
-    is null. For each key that is filled in, `made_from`, where it is given, gets the keys that were
-    looked at for it, and `why` the reason in words.
+    another layout.
+
+    Args:
+        run: the configuration as composed.
+        machine: the machine that it may derive values from.
+        world_size: the number of processes that a launcher started; it decides `parallel.ranks`
+            where that is null.
+        made_from: gets, for each key that is filled in, the keys that decided its value.
+        why: gets the reason in words.
+
+    Raises:
+        ValidationError: a value that a resolved run always has is still null, which is a bug here.
     """
-    steps: tuple[Step, ...] = (
+    draft = _with_sections(run, lambda kind, section: kind.model_construct(**dict(section)))
+    steps: tuple[Callable[[RunConfig], Filled], ...] = (
         lambda r: _device(r, machine, world_size),
         lambda r: _described(r, machine),
         lambda r: _ranks(r, machine, world_size),
-        *STEPS,
+        *(partial(_default, key, step) for key, step in STEPS.items()),
         *(partial(_kernel, op, machine) for op in OPERATIONS),
         *(partial(_conditional, key) for key in CONDITIONAL),
     )
+    # The order matters: a step reads what earlier ones filled in.
     for step in steps:
         reads: set[str] = set()
-        filled = step(run if made_from is None else watched(run, reads))
+        filled = step(draft if made_from is None else watched(draft, reads))
         for path, (value, reason) in filled.items():
-            run = _with(run, path.split("."), value)
+            draft = _with(draft, path.split("."), value)
             if made_from is not None:
                 _read_before(path, made_from)
                 made_from[path] = frozenset(reads - {path})
             if why is not None:
                 why[path] = f"resolved {'' if reason.startswith(HERE) else 'from '}{reason}"
-    return run
+    return _checked(draft)
+
+
+def as_resolved(run: UnresolvedRun) -> RunConfig:
+    """Return the run of a file that a resolved run was written to.
+
+    A file of an earlier release may lack keys that are derived since: they are derived here.
+    """
+    try:
+        return _checked(run)
+    except ValidationError:
+        return resolve(run, Machine.here())
+
+
+def _checked(run: UnresolvedRun) -> RunConfig:
+    return _with_sections(run, lambda kind, section: kind.model_validate(dict(section)))
+
+
+def _with_sections(
+    run: UnresolvedRun, convert: Callable[[type[Section], Section], Section]
+) -> RunConfig:
+    """Return a run whose sections of derived keys are converted to those of a resolved run.
+
+    The draft that the steps read is not validated: keys that later steps derive are still null.
+    """
+    sections: dict[str, Any] = dict(run)
+    for name, kind in DERIVED_SECTIONS.items():
+        sections[name] = convert(kind, sections[name])
+    return RunConfig.model_construct(**sections)
 
 
 def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
@@ -219,8 +264,9 @@ def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     ranks = p.ranks or world_size
     per_node = cluster.devices_per_node
     here = machine.gpus if facts_of(cluster.device).counted else 0
-    filled: dict[str, tuple[Any, str]] = {}
+    filled: dict[str, Derived] = {}
     if per_node is None and here:
+        # A launcher may start fewer processes than the machine has GPUs.
         per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
         filled["cluster.devices_per_node"] = (
             per_node,
@@ -240,6 +286,11 @@ def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
             f"{degrees or 'tp 1 pp 1'}: the fewest ranks",
         )
     return filled
+
+
+def _default(key: str, derive: Step, run: RunConfig) -> Filled:
+    derived = derive(run) if inside(run, key) is None else None
+    return {} if derived is None else {key: derived}
 
 
 def _kernel(op: Operation, machine: Machine, run: RunConfig) -> Filled:
@@ -262,7 +313,7 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
     return node.model_copy(update={path[0]: inner})
 
 
-def smallest_world(parallel: ParallelConfig) -> int:
+def smallest_world(parallel: UnresolvedParallel) -> int:
     """Return the smallest number of ranks whose dense grid (tp pp cp) and expert grid (etp ep pp)
     are whole.
 
@@ -280,7 +331,7 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 
 def machine_problems(
-    run: RunConfig,
+    run: UnresolvedRun,
     resolved: RunConfig,
     machine: Machine,
     world_size: int | None,
@@ -291,17 +342,13 @@ def machine_problems(
     got = resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:
         rule = (
-            f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for"
+            f"the launcher started {world_size} processes (WORLD_SIZE), and the configuration needs"
             f" {asked}"
         )
         yield problem_of(
             run, origins, "MT110", "parallel.ranks", rule, f"parallel.ranks={world_size}"
         )
-    if (
-        facts_of(resolved.cluster.device).on_host
-        and got is not None
-        and got > 4 * machine.cpu_cores
-    ):
+    if facts_of(resolved.cluster.device).on_host and got > 4 * machine.cpu_cores:
         rule = (
             f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in"
             " memory"

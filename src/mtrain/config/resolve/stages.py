@@ -62,9 +62,7 @@ def parse_pipeline_layout(text: str) -> list[Stage]:
     if not words[0].startswith("E") or not words[-1].endswith("L"):
         raise ValueError("E must be the first of the first stage and L the last of the last")
     if "t" in whole[whole.find("m") :] and "m" in whole:
-        raise ValueError(
-            "a layer t stands behind an m: multi-token prediction follows the last layer"
-        )
+        raise ValueError("a layer t follows an m: multi-token prediction follows the last layer")
     if sum("m" in word for word in words) > 1:
         raise ValueError("all m must be in one stage")
     ends = list(accumulate(word.count("t") for word in words))
@@ -80,6 +78,7 @@ def _unrolled(text: str) -> str:
         raise ValueError(f"{len(text)} letters; at most {MAX_TEXT} are read")
     text = "".join(text.split()).replace(",", "")
     for pattern in _REPEATED:
+        # The length is bounded before anything is repeated: (t|)*9999 twice would fill the memory.
         size = len(pattern.sub("", text)) + sum(
             len(m[1]) * int(m[2]) for m in pattern.finditer(text)
         )

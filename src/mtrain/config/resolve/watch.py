@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from mtrain.config.schema.base import Section
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
+
+Run = TypeVar("Run", bound=UnresolvedRun)
 
 
-def watched(run: RunConfig, reads: set[str]) -> RunConfig:
+def watched(run: Run, reads: set[str]) -> Run:
     """Return `run` for a function that only reads keys; each key that it reads is added to `reads`.
 
     Keys are dotted; a section that is read itself, as in `model.moe is None`, ends in a dot.
     """
-    return cast("RunConfig", _Watched(run, "", reads))
+    return cast("Run", _Watched(run, "", reads))
 
 
 class _Watched:
@@ -33,6 +35,7 @@ class _Watched:
         if name not in kind.model_fields:
             made = getattr(kind, name, None)
             if isinstance(made, property) and made.fget is not None:
+                # A property runs on the proxy, so that the keys it reads are recorded, too.
                 return made.fget(self)
             return getattr(self._section, name)
         value = getattr(self._section, name)

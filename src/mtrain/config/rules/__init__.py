@@ -15,7 +15,7 @@ from mtrain.config.compose.dump import override
 from mtrain.config.compose.provided import discards, forgets, lost
 from mtrain.config.messages.problem import plain, problem_of, value_at
 from mtrain.config.messages.suggestions import NOTHING, with_choices
-from mtrain.config.resolve.watch import watched
+from mtrain.config.resolve.watch import Run, watched
 from mtrain.config.rules import (
     batch,
     chats,
@@ -48,7 +48,7 @@ from mtrain.config.rules.families import rules_of_families
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.related import related
 from mtrain.config.rules.rule import Rule
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
 _MODULES = (
@@ -120,8 +120,8 @@ def check(
     run: RunConfig,
     origins: Mapping[str, str] | None = None,
     *,
-    raw: RunConfig | None = None,
-    resolve: Callable[[RunConfig], RunConfig] = lambda run: run,
+    raw: UnresolvedRun | None = None,
+    resolve: Callable[[UnresolvedRun], RunConfig] | None = None,
     hidden: Callable[[AbstractSet[str]], bool] = lambda reads: False,
     to_run: bool = True,
 ) -> list[Problem]:
@@ -132,10 +132,14 @@ def check(
     the keys that the rule read, are left out. If the configuration is not `to_run` on this machine,
     inputs that it lacks are warnings.
     """
-    raw = raw if raw is not None else run
     answers = Answers()
     found = list(findings_and_reads(run, answers))
-    trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
+    broken = [finding for finding, _ in found]
+    if raw is None or resolve is None:
+        raw = run
+        trial = _Trial(run, lambda changed: changed, broken, answers)
+    else:
+        trial = _Trial(raw, resolve, broken, answers)
     said = [
         (_softened(finding, raw, to_run=to_run), reads)
         for finding, reads in found
@@ -145,7 +149,7 @@ def check(
     return sorted(problems, key=lambda p: p.severity)
 
 
-def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
+def _softened(finding: Finding, raw: UnresolvedRun, *, to_run: bool) -> Finding:
     """Return a warning in place of an error, for inputs that a run elsewhere may have."""
     if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
         return finding
@@ -181,7 +185,7 @@ def _said(rule: Rule, run: RunConfig) -> Iterator[tuple[Finding, frozenset[str]]
         yield found, frozenset(reads)
 
 
-def apply(run: RunConfig, change: Change) -> RunConfig:
+def apply(run: Run, change: Change) -> Run:
     """Return `run` with new values for dotted keys.
 
     Raises:
@@ -195,7 +199,7 @@ def apply(run: RunConfig, change: Change) -> RunConfig:
         for name in parents:
             node = node[name]
         node[last] = value
-    return RunConfig.model_validate(values)
+    return type(run).model_validate(values)
 
 
 class _Trial:
@@ -203,8 +207,8 @@ class _Trial:
 
     def __init__(
         self,
-        raw: RunConfig,
-        resolve: Callable[[RunConfig], RunConfig],
+        raw: UnresolvedRun,
+        resolve: Callable[[Any], RunConfig],
         found: Iterable[Finding],
         answers: Answers,
     ) -> None:

@@ -159,7 +159,7 @@ def profile_range(run: RunConfig) -> Iterator[Finding]:
     if t.profile_step is not None and t.profile_step > t.steps:
         rule = f"step {t.profile_step} never comes: the run has {t.steps} steps"
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.steps},))
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.ranks
     last = max(t.profile_ranks, default=0)
     if t.profile_step is not None and last >= ranks:
         rule = f"there is no rank {last}: the run has {ranks}, from 0 on"

@@ -101,7 +101,7 @@ def expert_grid(run: RunConfig) -> Iterator[Finding]:
     p = run.parallel
     etp = p.etp or p.tp
     inner = p.dp * p.cp * p.tp
-    ranks = p.ranks or 0
+    ranks = p.ranks
     if run.model.moe is None or ranks % p.model_ranks or inner % (p.ep * etp) == 0:
         return
     ranks_of_stage = f"dp {p.dp} * cp {p.cp} * tp {p.tp} = {inner} ranks of a stage"

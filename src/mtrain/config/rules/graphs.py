@@ -326,7 +326,7 @@ def replay_invariants(run: RunConfig) -> Iterator[Finding]:
         "parallel.fsdp": run.parallel.fsdp,
         "trainer.rampup_batch_size": t.rampup_batch_size,
         "trainer.batch_size_schedule": t.batch_size_schedule,
-        "trainer.sample_tokens": t.sample_tokens or 0,
+        "trainer.sample_tokens": t.sample_tokens,
         "peft.kind": run.peft.kind,
     }
     for key, goes, why in _ALONE:

@@ -27,8 +27,7 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
         if tp == 1 and p.sequence_parallel:
             change = {**change, "parallel.sequence_parallel": None}
             out.append(change)
-        if p.ranks is not None:
-            out.append({**change, "parallel.ranks": None})
+        out.append({**change, "parallel.ranks": None})
     return tuple(out)
 
 
@@ -151,7 +150,7 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
 def grid_size(run: RunConfig) -> Iterator[Finding]:
     """The grid uses every rank once."""
     p = run.parallel
-    ranks = p.ranks or 0
+    ranks = p.ranks
     few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
     if ranks > MOST_RANKS:
         yield Finding(
@@ -167,13 +166,11 @@ def grid_size(run: RunConfig) -> Iterator[Finding]:
 def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
     p = run.parallel
     fixes: list[Change] = [{"parallel.ranks": None}]
-    fixes += [
-        {"parallel.ranks": n} for n in multiples(p.ranks or step, math.lcm(step, smallest_world(p)))
-    ]
+    fixes += [{"parallel.ranks": n} for n in multiples(p.ranks, math.lcm(step, smallest_world(p)))]
     for tp in (d for d in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True)):
         for pp in (d for d in sorted(divisors(run.model.num_layers, p.pp), reverse=True)):
             for cp in sorted({p.cp, 1}, reverse=True):
-                if (p.ranks or 0) % (tp * pp * cp) == 0:
+                if p.ranks % (tp * pp * cp) == 0:
                     change: dict[str, object] = {
                         "parallel.tp": tp,
                         "parallel.pp": pp,
@@ -210,13 +207,13 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
     c = run.cluster
     p = run.parallel
     if c.devices_per_node is None and facts_of(c.device).on_host:
-        if (p.ranks or 0) % c.nodes:
+        if p.ranks % c.nodes:
             rule = f"{p.ranks} processes do not divide evenly over {c.nodes} machines"
             yield Finding("MT114", "parallel.ranks", rule, ({"cluster.nodes": 1},))
         return
     if c.devices_per_node is None:
         rule = f"no {c.device} device is here and cluster.devices_per_node is not set"
-        fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-(p.ranks or 1) // c.nodes)},)
+        fixes: tuple[Change, ...] = ({"cluster.devices_per_node": -(-p.ranks // c.nodes)},)
         if facts_of(c.device).counted:
             fixes = ({"cluster.device": CPU.name}, *fixes)
         yield Finding("MT113", "cluster.device", rule, fixes)
@@ -228,7 +225,7 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
             " used whole"
         )
         own: list[Change] = [{"parallel.ranks": None}]
-        if p.ranks is not None and p.ranks % c.devices_per_node == 0:
+        if p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
         yield Finding(

@@ -17,7 +17,7 @@ from mtrain.config.schema.run import RunConfig
 def rate_order(run: RunConfig) -> Iterator[Finding]:
     """The schedule falls from lr to min_lr."""
     o = run.optim
-    if (o.min_lr or 0.0) > o.rate:
+    if o.min_lr > o.rate:
         rule = f"min_lr {o.min_lr:g} is above lr {o.rate:g}"
         fixes: tuple[Change, ...] = ({"optim.min_lr": tenth(o.rate)}, {"optim.min_lr": 0.0})
         yield Finding("MT421", "optim.min_lr", rule, fixes)
@@ -31,7 +31,7 @@ def warmup_length(run: RunConfig) -> Iterator[Finding]:
     """The warmup ends before the decay."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
-    warmup = o.warmup_iters or 0
+    warmup = o.warmup_iters
     if warmup >= decay:
         key = "optim.decay_iters" if o.decay_iters else "trainer.train_iters"
         rule = f"{warmup} steps of warmup do not end before the decay does at step {decay} ({key})"
@@ -60,7 +60,7 @@ def wsd_decay(run: RunConfig) -> Iterator[Finding]:
     """Only warmup-stable-decay reads the length of the decay, and it needs one."""
     o = run.optim
     decay = o.decay_iters or run.trainer.steps
-    warmup = o.warmup_iters or 0
+    warmup = o.warmup_iters
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:
             rule = f"has no effect: the schedule is {o.schedule}"

@@ -7,8 +7,8 @@ from pkgutil import iter_modules
 
 from mtrain.config.schema.schedule import Schedule
 
+# By name, which is that of the module, in alphabetical order.
 SCHEDULES: dict[str, Schedule] = {
     found.name: import_module(f"{__name__}.{found.name}").SCHEDULE
     for found in iter_modules(__path__)
 }
-"""By name, which is that of the module, in alphabetical order."""

@@ -11,6 +11,7 @@ from mtrain.config.schema.schedule import Run, Schedule, warmup_of
 
 def factor(step: int, run: Run) -> float:
     """Return the square root of warmup / step, which is 1 at the end of the warmup."""
+    # A run without warmup starts at the full rate.
     return math.sqrt(max(warmup_of(run), 1) / max(step, 1))
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from mtrain.config.schema.schedule import Run, Schedule, end_of_decay, warmup_of
 
+# Style of the final decay -> the factor at the share of it that is over.
 STYLES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1.0 - t,
     "cosine": lambda t: 0.5 * (math.cos(math.pi * t) + 1.0),
+    # As megatron-core has it: from 1 to 0, not towards 0.
     "exponential": lambda t: 2.0 * math.pow(0.5, t) - 1.0,
     "minus_sqrt": lambda t: 1.0 - math.sqrt(t),
 }
-"""Style of the final decay -> the factor at the share of it that is over."""
 
 
 def factor(step: int, run: Run) -> float:

@@ -32,8 +32,8 @@ class Effect(StrEnum):
     """Speed, output and storage: no effect on the weights."""
 
 
+# Marks a flag whose absence means the schema's default.
 SCHEMA_DEFAULT: Any = object()
-"""Marks a flag whose absence means the schema's default."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,27 +98,24 @@ class Section(BaseModel):
     )
 
 
+# A name that becomes part of a path or of a line.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-"""A name that becomes part of a path or of a line."""
+# A bound that no run exceeds: a trillion steps, tokens of a sample or samples of a step.
 MOST = 1 << 40
-"""A bound that no run exceeds: a trillion steps, tokens of a sample or samples of a step."""
+# A bound that no cluster exceeds.
 MOST_RANKS = 1 << 20
-"""A bound that no cluster exceeds."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+# A number of ranks that share something, of machines or of devices.
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-"""A number of ranks that share something, of machines or of devices."""
+# A number of channels, heads, layers, experts or table rows: no weight matrix has a larger side.
 Width = Annotated[int, Field(ge=1, le=1 << 27)]
-"""A number of channels, heads, layers, experts or table rows: no weight matrix has a
-larger side.
-"""
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+# The weight of a loss of squares; usual ones are 1e-4 to 1e-2, and some thousands underflow in
+# fp16.
 SquareWeight = Annotated[float, Field(ge=0, le=1000)]
-"""The weight of a loss of squares; usual ones are 1e-4 to 1e-2, and some thousands underflow in
-fp16.
-"""
+# The share of an average that remains after each step.
 Beta = Annotated[float, Field(ge=0, lt=1)]
-"""The share of an average that remains after each step."""
 Probability = Annotated[float, Field(ge=0, lt=1)]

@@ -13,7 +13,7 @@ from mtrain.config.schema.base import (
 )
 
 
-class CheckpointConfig(Section):
+class UnresolvedCheckpoint(Section):
     """`checkpoint`: when state is saved, and what a run starts from."""
 
     save_interval: Annotated[NonNegativeInt | None, Key(aka="save_steps", unit="steps")] = None
@@ -51,3 +51,9 @@ class CheckpointConfig(Section):
     def saves(self) -> bool:
         """Return whether a run that ends by itself leaves a checkpoint."""
         return bool(self.save_interval) or self.save_minutes is not None or self.save_final
+
+
+class CheckpointConfig(UnresolvedCheckpoint):
+    """`checkpoint` of a resolved run: the keys below are never null."""
+
+    save_interval: int

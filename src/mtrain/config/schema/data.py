@@ -1,6 +1,6 @@
 """The section `data`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -15,12 +15,12 @@ from mtrain.config.schema.base import (
     Section,
 )
 
+# Key of the corpora of a blend -> key of their shares.
 WEIGHTS_OF = {
     "blend": "blend_weights",
     "validation_blend": "validation_weights",
     "test_blend": "test_weights",
 }
-"""Key of the corpora of a blend -> key of their shares."""
 
 
 def read_corpora(
@@ -53,10 +53,13 @@ class FimConfig(Section):
     """The ids of the tokens that mark prefix, suffix and middle."""
 
 
-class DataConfig(Section):
+DataKind = Literal["text", "indexed", "image_text", "sft", "preference", "mock"]
+
+
+class UnresolvedData(Section):
     """`data`: the source of the samples, and how they are made."""
 
-    kind: Literal["text", "indexed", "image_text", "sft", "preference", "mock"] | None = None
+    kind: DataKind | None = None
     """text: files, tokenized once, with a BPE trained on them if there is no tokenizer; indexed:
     Megatron .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the
     family llava; sft: chats of a JSON Lines file, formatted by the chat template of a tokenizer;
@@ -285,7 +288,7 @@ class DataConfig(Section):
     last day.
     """
 
-    def without_excluded(self) -> "DataConfig":
+    def without_excluded(self) -> Self:
         """Return the same without corpora of weight 0: no order includes them, and none
         is opened.
         """
@@ -302,14 +305,22 @@ class DataConfig(Section):
             ):
                 continue
             update |= {names: _where(shares, corpora), weights: _where(shares, shares)}
+            # Limits are listed in the order of the corpora.
             if names == "blend" and self.blend_max_epochs is not None:
                 update["blend_max_epochs"] = _where(shares, self.blend_max_epochs)
         return self.model_copy(update=update) if update else self
 
+
+class DataConfig(UnresolvedData):
+    """`data` of a resolved run: the keys below are never null."""
+
+    kind: DataKind
+    seq_length: int
+
     @property
     def length(self) -> int:
-        """Return the tokens per sample of a resolved run."""
-        return self.seq_length or 256
+        """Return the tokens per sample."""
+        return self.seq_length
 
     @property
     def seen_tokens(self) -> int:
@@ -330,6 +341,7 @@ class DataConfig(Section):
     @property
     def least_tokens(self) -> int:
         """Return the number of tokens that a corpus needs for one sample."""
+        # A sample of n tokens needs one more, which its last token predicts.
         return 2 if self.whole_documents else self.length + 1
 
     @property

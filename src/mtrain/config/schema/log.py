@@ -32,7 +32,8 @@ class LogConfig(Section):
     hooks: tuple[Annotated[str, Field(pattern=NAME, max_length=200)], ...] = Field(
         default=(), strict=False
     )
-    """Hooks that run around steps, by name: `garbage`, which collects Python's garbage at the same
-    steps on every rank, and those that installed packages publish under the entry point group
-    `mtrain.hooks`.
+    """Hooks that run around steps, by name. Among those that ship, `garbage` collects Python's
+    garbage at the same steps on every rank, `tensorboard` writes metrics as event files, and
+    `loss_spikes` stops a run whose loss stays high. Installed packages publish others under the
+    entry point group `mtrain.hooks`.
     """

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from mtrain.models.t5.config import T5Config
 
 VOCAB_MULTIPLE = 128
+# The condition of keys that only a gated MLP reads.
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
-"""The condition of keys that only a gated MLP reads."""
 
 
 class PublishedConfig(Section):
@@ -462,6 +462,7 @@ class ModelConfig(Section):
         positional part.
         """
         width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
+        # megatron-core's yarn ignores model.rotary_percent.
         if self.mla is not None and self.mla.rope_type == "yarn":
             return width
         return int(width * self.rotary_percent)
@@ -486,6 +487,7 @@ class ModelConfig(Section):
 
     def softmax_among(self, first: int) -> int:
         """Return the number of layers with softmax attention among the first so many."""
+        # Every freq-th layer has softmax attention, the others are gated delta nets.
         return first if self.linear_attention is None else first // self.linear_attention.freq
 
     def is_linear(self, index: int) -> bool:

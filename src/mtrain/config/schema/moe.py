@@ -266,6 +266,7 @@ class MoEConfig(Section):
         """
         if self.router_num_groups is None:
             return None
+        # DeepSeek-V3 scores a group by its two best experts; a group of one has no second.
         return self.router_group_score_topk or min(
             2, max(1, self.num_experts // self.router_num_groups)
         )
@@ -278,5 +279,6 @@ def room_of(tokens: int, topk: int, local: int, ranks: int, factor: float | None
     `tokens` of the sender visit `topk` experts each, of which a rank holds `local`; `factor` is
     relative to the even share.
     """
+    # A token sends at most one row to each expert of a rank.
     most = tokens * min(topk, local)
     return most if factor is None else min(most, math.ceil(factor * tokens * topk / ranks))

@@ -170,11 +170,6 @@ class _OptimKeys(Section):
     """
 
     @property
-    def rate(self) -> float:
-        """Return the largest learning rate of a resolved run."""
-        return self.lr or 1e-3
-
-    @property
     def holds_main_weights(self) -> bool:
         """Return whether Adam itself keeps the bits that a bf16 weight lacks, and megatron-core's
         optimizer no main weights.
@@ -197,6 +192,8 @@ def _optim_config() -> type[_OptimKeys]:
     """Return `_OptimKeys` with the names of all optimizers and the sections of those that
     have one.
     """
+    # Modules of optimizers and curves add themselves, so their names and sections are not written
+    # here.
     fields: dict[str, Any] = {
         "name": (Literal[tuple(OPTIMIZERS)], _OptimKeys.model_fields["name"]),
         "schedule": (Literal[tuple(SCHEDULES)], _OptimKeys.model_fields["schedule"]),
@@ -207,7 +204,7 @@ def _optim_config() -> type[_OptimKeys]:
             field.metadata.append(Key(when=f"optim.name={name}"))
             fields[name] = (optimizer.section, field)
     made = create_model(
-        "OptimConfig",
+        "UnresolvedOptim",
         __base__=_OptimKeys,
         __doc__=_OptimKeys.__doc__,
         __module__=__name__,
@@ -217,6 +214,19 @@ def _optim_config() -> type[_OptimKeys]:
 
 
 if TYPE_CHECKING:
-    OptimConfig = _OptimKeys
+    UnresolvedOptim = _OptimKeys
 else:
-    OptimConfig = _optim_config()
+    UnresolvedOptim = _optim_config()
+
+
+class OptimConfig(UnresolvedOptim):
+    """`optim` of a resolved run: the keys below are never null."""
+
+    lr: float
+    min_lr: float
+    warmup_iters: int
+
+    @property
+    def rate(self) -> float:
+        """Return the largest learning rate."""
+        return self.lr

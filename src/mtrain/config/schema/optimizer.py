@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from mtrain.config.schema.base import Section
 
+# A RunConfig. Its `optim` is built from specifications, so this module cannot import it.
 Run = Any
-"""A RunConfig. Its `optim` is built from specifications, so this module cannot import it."""
 Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offload", "adapters"]
 
 
+# Parts of names of embedding tables and output layers, which do not map from width to width.
 NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
-"""Parts of names of embedding tables and output layers, which do not map from width to width."""
 
 
 @dataclass(frozen=True)

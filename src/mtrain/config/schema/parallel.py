@@ -58,7 +58,7 @@ class RecomputeConfig(Section):
     """full, tp without sequence_parallel: shard the kept inputs over the tp ranks."""
 
 
-class ParallelConfig(Section):
+class UnresolvedParallel(Section):
     """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
 
     auto: bool | None = False
@@ -263,19 +263,24 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.cp
 
     @property
-    def world(self) -> int:
-        """Return the number of ranks, once it is resolved."""
-        return self.ranks or 1
-
-    @property
-    def dp(self) -> int:
-        """Return the data-parallel size of a resolved run, at least 1 so that rules can continue if
-        the layout is broken.
-        """
-        return max(1, (self.ranks or 1) // self.model_ranks)
-
-    @property
     def frees_weights(self) -> bool:
         """Return whether the weights of a layer are freed between its forward and its backward."""
         whole = self.fsdp == "megatron" and self.fsdp_sharding in ("optim", "optim_grads")
         return self.fsdp != "none" and not whole
+
+
+class ParallelConfig(UnresolvedParallel):
+    """`parallel` of a resolved run: the keys below are never null."""
+
+    sequence_parallel: bool
+    ranks: int
+    distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+    @property
+    def dp(self) -> int:
+        """Return the data-parallel size, at least 1 so that rules can continue if the layout is
+        broken.
+        """
+        return max(1, self.ranks // self.model_ranks)

@@ -8,8 +8,8 @@ from mtrain.config.schema.base import Effect, Key, PositiveFloat, Probability, S
 
 Target = Literal["qkv", "proj", "fc1", "fc2", "in_proj", "out_proj", "experts"]
 TARGETS: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2", "in_proj", "out_proj", "experts")
+# The layers of Mamba-2 mixers.
 MIXERS: tuple[Target, ...] = ("in_proj", "out_proj")
-"""The layers of Mamba-2 mixers."""
 
 
 class PeftConfig(Section):

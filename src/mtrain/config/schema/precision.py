@@ -7,13 +7,13 @@ from pydantic import Field
 from mtrain.config.engine.formats import ProductFormat, WeightFormat
 from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeInt, PositiveInt, Section
 
+# A positive number that fp32 holds.
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
-"""A positive number that fp32 holds."""
+# The prefixes of the keys of low-precision GEMMs.
 LOW_PRECISION = ("fp8", "fp4", "tp_only_amax_red", "num_layers_at_")
-"""The prefixes of the keys of low-precision GEMMs."""
 
 
-class PrecisionConfig(Section):
+class UnresolvedPrecision(Section):
     """`precision`: number formats."""
 
     dtype: Annotated[
@@ -188,23 +188,11 @@ class PrecisionConfig(Section):
     """fp8 except delayed, fp4: the number of last layers that keep `dtype`."""
 
     @property
-    def format(self) -> WeightFormat:
-        """Return the format of weights and activations of a resolved run."""
-        return self.dtype or "fp32"
-
-    @property
     def quantized(self) -> str | None:
         """Return the recipe of linear layers that do not multiply in `dtype`, else None."""
         if self.fp8 is not None:
             return self.fp8_recipe or "tensorwise"
         return (self.fp4_recipe or "nvfp4") if self.fp4 is not None else None
-
-    @property
-    def multiplies_in(self) -> ProductFormat:
-        """Return the format whose peak bounds the linear layers."""
-        if self.fp8 is not None:
-            return "fp8"
-        return self.format if self.fp4 is None else "fp4"
 
     def leaves(self, index: int, layers: int) -> bool:
         """Return whether layer `index` of so many, counted from 0, is one of the first or last that
@@ -214,14 +202,30 @@ class PrecisionConfig(Section):
             not self.num_layers_at_start_in_bf16 <= index < layers - self.num_layers_at_end_in_bf16
         )
 
+
+class PrecisionConfig(UnresolvedPrecision):
+    """`precision` of a resolved run: the keys below are never null."""
+
+    dtype: WeightFormat
+
+    @property
+    def format(self) -> WeightFormat:
+        """Return the format of weights and activations."""
+        return self.dtype
+
+    @property
+    def multiplies_in(self) -> ProductFormat:
+        """Return the format whose peak bounds the linear layers."""
+        if self.fp8 is not None:
+            return "fp8"
+        return self.dtype if self.fp4 is None else "fp4"
+
     @property
     def words(self) -> str:
         """Return the format of weights, and that of GEMMs if linear layers have another."""
         if self.quantized is None:
-            low = ""
-        else:
-            low = f" with products in {self.multiplies_in} ({self.quantized})"
-        return f"{self.format}{low}"
+            return self.dtype
+        return f"{self.dtype} with products in {self.multiplies_in} ({self.quantized})"
 
     def unquantized(self, dtype: str) -> "PrecisionConfig":
         """Return the same with every GEMM in `dtype`, for machines without TransformerEngine."""

@@ -10,10 +10,9 @@ from mtrain.config.schema.base import Key, PositiveFloat, Section
 _YARN = "model.rope_scaling.rope_type=yarn"
 _LLAMA3 = "model.rope_scaling.rope_type=llama3"
 _LONGROPE = "model.rope_scaling.rope_type=longrope"
+# A factor on cosines and sines; attention scores grow with its square, and published ones are about
+# 1.
 Temperature = Annotated[float, Field(gt=0, le=100)]
-"""A factor on cosines and sines; attention scores grow with its square, and published ones are
-about 1.
-"""
 
 
 class RopeScalingConfig(Section):

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.base import Effect, Key, Section
-from mtrain.config.schema.checkpoint import CheckpointConfig
+from mtrain.config.schema.checkpoint import CheckpointConfig, UnresolvedCheckpoint
 from mtrain.config.schema.cluster import ClusterConfig
-from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.data import DataConfig, UnresolvedData
 from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
-from mtrain.config.schema.optim import OptimConfig
-from mtrain.config.schema.parallel import ParallelConfig
+from mtrain.config.schema.optim import OptimConfig, UnresolvedOptim
+from mtrain.config.schema.parallel import ParallelConfig, UnresolvedParallel
 from mtrain.config.schema.peft import PeftConfig
-from mtrain.config.schema.precision import PrecisionConfig
-from mtrain.config.schema.trainer import TrainerConfig
+from mtrain.config.schema.precision import PrecisionConfig, UnresolvedPrecision
+from mtrain.config.schema.trainer import TrainerConfig, UnresolvedTrainer
 
 GROUPS = (
     "model",
@@ -52,27 +52,31 @@ class RecipeConfig(Section):
     """How it was verified, or that it was not."""
 
 
-class RunConfig(Section):
-    """Everything that decides a run. The file `run.yaml` in a run folder is exactly this."""
+class UnresolvedRun(Section):
+    """Everything that decides a run, as composed: null stands for values that `resolve` decides."""
 
     model: Annotated[ModelConfig, Key(effect=Effect.ARCHITECTURE)]
     peft: Annotated[PeftConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PeftConfig)
-    parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(
-        default_factory=ParallelConfig
+    parallel: Annotated[UnresolvedParallel, Key(effect=Effect.PARALLELISM)] = Field(
+        default_factory=UnresolvedParallel
     )
-    precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(
-        default_factory=PrecisionConfig
+    precision: Annotated[UnresolvedPrecision, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=UnresolvedPrecision
     )
-    data: Annotated[DataConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=DataConfig)
-    optim: Annotated[OptimConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=OptimConfig)
-    trainer: Annotated[TrainerConfig, Key(effect=Effect.NUMERICS)] = Field(
-        default_factory=TrainerConfig
+    data: Annotated[UnresolvedData, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=UnresolvedData
+    )
+    optim: Annotated[UnresolvedOptim, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=UnresolvedOptim
+    )
+    trainer: Annotated[UnresolvedTrainer, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=UnresolvedTrainer
     )
     kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
         default_factory=KernelsConfig
     )
-    checkpoint: Annotated[CheckpointConfig, Key(effect=Effect.RUNTIME)] = Field(
-        default_factory=CheckpointConfig
+    checkpoint: Annotated[UnresolvedCheckpoint, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=UnresolvedCheckpoint
     )
     log: Annotated[LogConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=LogConfig)
     cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(
@@ -80,7 +84,7 @@ class RunConfig(Section):
     )
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
-    def on_any_device(self) -> RunConfig:
+    def on_any_device(self) -> Self:
         """Return the run without features that only a GPU has and that change no number: graphs,
         copies to host memory.
         """
@@ -115,8 +119,9 @@ class RunConfig(Section):
         walk("", {k: v for k, v in self.to_dict().items() if k != "recipe"})
         return out
 
-    def recorded(self) -> RunConfig:
+    def recorded(self) -> Self:
         """Return the run as recorded: without the words that chose what to resume."""
+        # A resumed run is the same run: otherwise its digest would differ from the checkpoint's.
         choice = {"resume": None, "accept_changes": False}
         return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
 
@@ -124,5 +129,30 @@ class RunConfig(Section):
         """Return the sha256 of the canonical JSON of all keys, without resumption and the recipe's
         metadata.
         """
+        # Sorted: the digest must not change when keys of the schema change places.
         text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+class RunConfig(UnresolvedRun):
+    """A resolved run, which only `resolve` makes: no derived value is null. The file `run.yaml` in
+    a run folder is exactly this.
+    """
+
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    checkpoint: CheckpointConfig
+
+
+# Sections with derived keys -> their class in a resolved run.
+DERIVED_SECTIONS: dict[str, type[Section]] = {
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "trainer": TrainerConfig,
+    "checkpoint": CheckpointConfig,
+}

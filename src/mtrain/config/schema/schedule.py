@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# A RunConfig: its `optim.schedule` lists the curves, so this module cannot import it.
 Run = Any
-"""A RunConfig: its `optim.schedule` lists the curves, so this module cannot import it."""
 
 
 def end_of_decay(run: Run) -> int:
@@ -17,7 +17,7 @@ def end_of_decay(run: Run) -> int:
 
 def warmup_of(run: Run) -> int:
     """Return the steps of linear warmup of a resolved run."""
-    return int(run.optim.warmup_iters or 0)
+    return int(run.optim.warmup_iters)
 
 
 def progress(step: int, run: Run) -> float:

@@ -22,12 +22,13 @@ StopSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXC
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
-class TrainerConfig(Section):
+class UnresolvedTrainer(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
     objective: str = "next_token"
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
-    the model's family masks or writes. Installed packages publish others under the entry point
+    the model's family masks or writes. Among others that ship, label_smoothing gives every token of
+    the vocabulary a share of each label. Installed packages publish others under the entry point
     group `mtrain.objectives`.
     """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
@@ -192,17 +193,29 @@ class TrainerConfig(Section):
     ] = 600.0
     """Seconds without progress of any rank after which the run ends."""
 
+
+class TrainerConfig(UnresolvedTrainer):
+    """`trainer` of a resolved run: the keys below are never null."""
+
+    fine_tuning: bool
+    train_iters: int
+    global_batch_size: int
+    micro_batch_size: int
+    eval_interval: int
+    sample_tokens: int
+    join_timeout_s: float
+
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of a resolved run."""
-        return self.train_iters or 1
+        """Return the optimizer steps."""
+        return self.train_iters
 
     @property
     def batch(self) -> int:
-        """Return the samples per optimizer step of a resolved run."""
-        return self.global_batch_size or 1
+        """Return the samples per optimizer step."""
+        return self.global_batch_size
 
     @property
     def micro(self) -> int:
-        """Return the samples per forward and backward of a resolved run."""
-        return self.micro_batch_size or 1
+        """Return the samples per forward and backward."""
+        return self.micro_batch_size

@@ -61,6 +61,7 @@ class BertConfig(FamilySection):
 
     def added(self) -> int:
         """Return the number of special tokens in a sample."""
+        # [CLS] stands once, [SEP] after each sentence.
         sentences = 2 if self.next_sentence else 1
         return (self.cls_token_id is not None) + sentences * (self.sep_token_id is not None)
 

@@ -43,6 +43,7 @@ class Draws:
 
     def uniform(self, what: int, samples: np.ndarray, positions: int) -> np.ndarray:
         """Return the same as float64 in [0, 1)."""
+        # A double holds 53 bits.
         return (self.words(what, samples, positions) >> np.uint64(11)) * 2.0**-53
 
 
@@ -95,8 +96,10 @@ def masked(
     are where fewer are not in `never`. A chosen token is replaced by [MASK] in 80% of cases, by any
     of `vocab_size` tokens in 10%.
     """
+    # A sample without a prediction would have no loss.
     count = max(1, round(bert.masked_share * tokens.shape[1]))
     order = draws.uniform(_CHOICE, numbers, tokens.shape[1])
+    # A random order with special tokens last: the first `count` of it are chosen.
     free = ~np.isin(tokens, never)
     ranks = np.where(free, order, 2.0).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     chosen = free & (ranks < count)
@@ -129,8 +132,10 @@ def _pairs(
     second = slice(room - room // 2, room)
     apart = draws.uniform(_NEXT, numbers, 1)[:, 0] < 0.5
     if len(source) > 1 and apart.any():
+        # At least one sample further and less than a round, so never the same one.
         many = np.uint64(len(source) - 1)
         steps = (draws.words(_OTHER, numbers[apart], 1)[:, 0] % many).astype(np.int64) + 1
+        # The windows are the loader's, and may be views of the data.
         text = text.copy()
         # in one epoch, two numbers are two samples
         epochs, places = np.divmod(numbers[apart], len(source))

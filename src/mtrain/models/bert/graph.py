@@ -32,6 +32,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 def _embedding(g: Graph, r: Rank) -> None:
     h = r.model.hidden_size
     rows = r.split_tokens
+    # Of tokens, positions and kinds.
     ids = [Tensor(r.tokens * INDEX) for _ in range(3)]
     outside = [Tensor(r.tokens)] if r.layout.tp > 1 else []
     pads = [Tensor(r.tokens)] if r.model.bert and r.model.bert.pad_token_id is not None else []
@@ -50,6 +51,7 @@ def _heads(g: Graph, r: Rank, x: Tensor) -> None:
     said = norm(g, r, "head.norm", given, rows, m.hidden_size)
     loss(g, r, said, columns=BIAS_COLUMNS)
     if m.bert and m.bert.next_sentence:
+        # The pooler reads first tokens, which only one rank of a sequence has, so all are gathered.
         seen = Tensor(r.tokens * m.hidden_size * r.element) if r.layout.sequence_parallel else x
         g.add(
             "pooler",

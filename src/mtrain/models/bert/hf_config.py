@@ -55,6 +55,7 @@ def _encoder(f: ConfigFile) -> None:
 def _heads(f: ConfigFile) -> None:
     begin = CLASSES[f.given["model_type"]]
     classes = {f"{begin}{end}": pooled for end, pooled in HEADS.items()}
+    # A file that names no class is read as the BERT of the paper, with both heads.
     names = f.get("architectures") or [f"{begin}ForPreTraining"]
     known = [name for name in names if name in classes] if isinstance(names, list) else []
     if len(known) != 1 or len(names) > 1:
@@ -74,6 +75,7 @@ def _special_tokens(f: ConfigFile) -> None:
     if published:
         mask = MASK
     else:
+        # A small vocabulary of its own: the last token that is not the padding.
         mask = vocab - (2 if pad == vocab - 1 else 1)
     cls, sep = (CLS, SEP) if published else (None, None)
     f.out |= {

@@ -27,12 +27,14 @@ def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) 
 def windowed(r: Rank, layer: int) -> bool:
     """Return whether layer `layer` (from 0) has the sliding window."""
     every = r.model.window_attn_skip_freq
+    # megatron-core's frequency n: every n-th layer has no window, as in Gemma 3.
     return r.model.window_size is not None and (every is None or (layer + 1) % every != 0)
 
 
 def rotates(r: Rank, layer: int) -> bool:
     """Return whether layer `layer` has rotary positions."""
     every = r.model.no_rope_freq
+    # Every n-th layer has no positions, as in Llama 4 and SmolLM3.
     return r.model.position_embedding_type == "rope" and (every is None or (layer + 1) % every != 0)
 
 

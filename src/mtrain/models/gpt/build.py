@@ -22,6 +22,7 @@ from mtrain.mcore.models.language_model import LanguageModel
 
 def embedding_scale(model: ModelConfig) -> float | None:
     """Return the factor on the embeddings of tokens; None: no factor."""
+    # Gemma multiplies its embeddings with the root of their width.
     by_width = model.hidden_size**0.5 if model.scale_embedding else None
     if model.mup is None or model.mup.embedding_mult == 1:
         return by_width
@@ -60,6 +61,7 @@ def chunk(
     """
     ps = mcore.parallel_state
     m = run.model
+    # Rotary positions of packed documents start again with each of them.
     packed = run.kernels.rope if positions_apart(run) is None else None
     made: dict[str, Any] = {
         "norms_add": sums_apart(run) is None,
@@ -91,6 +93,7 @@ def chunk(
         **values(GPT_FIELDS, run),
     }
     if m.builder == "hybrid":
+        # Virtual stages take turns: stage v of pipeline rank p is number v * pp + p of all.
         held = [letters(each.layers) for each in stages(run)]
         here = held[(stage or 0) * run.parallel.pp + ps.get_pipeline_model_parallel_rank()]
         spec = block_spec(config, provider, pattern(m), here, vp_stage=stage)

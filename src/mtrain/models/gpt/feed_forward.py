@@ -133,6 +133,7 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
     if moe.expert_capacity_factor is None:
+        # A rank cannot get more than all copies, which is ep times its share.
         return round(rows * min(r.layout.expert_imbalance, r.layout.ep))
     factor = moe.expert_capacity_factor
     return round(rows * (factor if moe.pad_expert_input_to_capacity else min(1.0, factor)))
@@ -145,6 +146,7 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
     gathered = moe.token_dispatcher_type == "allgather"
     if ep == 1 or not r.by_lists or not (moe.padded or gathered):
         return rows
+    # An all-gather brings all tokens, so there is room for all of them.
     factor = None if gathered else moe.alltoall_capacity_factor
     return etp * ep * room_of(r.split_tokens, moe.router_topk, moe.num_experts // ep, ep, factor)
 
@@ -208,6 +210,7 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
     etp = r.layout.etp or r.layout.tp
     found = list[Exchange]()
     if r.layout.ep > 1:
+        # To the experts and back.
         found += [Exchange("ep", "all_to_all", size // etp, moe.router_topk)] * 2
     if etp > 1:
         found += [Exchange("etp", "gather", size), Exchange("etp", "scatter", size)]

@@ -69,6 +69,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     full = r.layout.recompute.granularity == "full"
     m = r.model
     if full and held.layers and m.mla is None and m.position_embedding_type == "rope":
+        # Angles are an input of recomputed layers, so autograd keeps them.
         angles = r.positions * m.rotary_dim * (2 if m.rotary_base_local else 1)
         first.add("rotary_pos_emb", [Tensor(angles * FP32, shared=not r.run.data.packed)])
     graphs = stack(r, held.layers, add_layer, lambda index: kind(r, index))
@@ -78,6 +79,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     predictions = [Graph() for _ in range(held.mtp)]
     for g in predictions:
         x = _prediction(g, r, x)
+    # Each layer of multi-token prediction has a loss of its own.
     for _ in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
         loss(last, r, x)
     return [first, *graphs, *([end] if held.mtp else []), *predictions, last]
@@ -107,6 +109,8 @@ def stack(
         group = layers[start : start + groups]
         redone = full and (again.method != "block" or start < size)
         key = redone, *((wide(index), kind(index)) for index in group)
+        # Layers that compute the same share a graph, so that a plan of 126 layers takes the time of
+        # one.
         if key not in made:
             made[key] = _group(r, group, add, redone)
         graphs.append(made[key])
@@ -116,6 +120,7 @@ def stack(
 def _group(r: Rank, layers: Sequence[int], add: AddLayer, redone: bool) -> Graph:
     g = Graph()
     x = stream(r)
+    # megatron-core then saves a part of the stream on each tensor-parallel rank.
     spread = r.layout.recompute.distribute_saved_activations and not r.layout.sequence_parallel
     with g.recomputed("layers", Tensor(x.bytes // r.layout.tp) if spread else x, when=redone):
         for index in layers:

@@ -69,16 +69,19 @@ _EXPERTS = (
     Entry(f"{_MLP}experts.linear_fc2.weight{{e}}", (f"{_THEIR_MLP}experts.down_proj",), EXPERTS),
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_experts.", "weight"),
 )
+# MiniMax M2 has the bias next to the gate, not inside of it.
 _BIAS_BESIDE = (
     _EXPERTS[0],
     Entry(f"{_MLP}router.expert_bias", (f"{_THEIR_MLP}e_score_correction_bias",)),
     *_EXPERTS[2:4],
 )
+# Qwen2-MoE has one shared expert, and a sigmoid gates its output.
 _GATED_SHARED = (
     *_EXPERTS[:-2],
     *_gated(f"{_MLP}shared_experts.", f"{_THEIR_MLP}shared_expert.", "weight"),
     Entry(f"{_MLP}shared_experts.gate_weight", (f"{_THEIR_MLP}shared_expert_gate.weight",)),
 )
+# GPT-OSS has biases on experts, [inputs, outputs] weights, and gates at even places.
 _BIASED_EXPERTS = (
     Entry(f"{_MLP}router.weight", (f"{_THEIR_MLP}router.weight",)),
     Entry(f"{_MLP}router.bias", (f"{_THEIR_MLP}router.bias",)),
@@ -92,6 +95,8 @@ _BIASED_EXPERTS = (
         )
     ),
 )
+# A model without a low rank for queries has q_proj, the others have q_a_proj and q_b_proj; entries
+# of absent tensors are passed over.
 _LATENT = tuple(
     Entry(f"{_ATTENTION}{ours}.weight", (f"{_THEIR_ATTENTION}{theirs}.weight",))
     for ours, theirs in (
@@ -106,6 +111,7 @@ _LATENT = tuple(
     )
 )
 
+# Biases and norms of queries and keys are Qwen's; entries of absent tensors are passed over.
 LLAMA = Table(
     _ENDS,
     (*_NORMS, *_grouped_query("weight"), *_grouped_query("bias"), *_QK_NORMS),
@@ -119,7 +125,9 @@ _NORMS_BEHIND = tuple(
     )
     for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
 )
+# OLMo 2 has its norms on what a layer adds, and none in front.
 OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
+# Gemma has norms in front and on what a layer adds.
 GEMMA = replace(
     OLMO2,
     layer=(
@@ -132,6 +140,7 @@ GEMMA = replace(
     ),
 )
 MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
+# Phi-3's files have queries, keys and values in one tensor, and gate over up as ours.
 PHI3 = Table(
     _ENDS,
     (
@@ -161,6 +170,7 @@ _LINEAR_ATTENTION = (
     ),
 )
 QWEN2_MOE = replace(LLAMA, experts=_GATED_SHARED)
+# Queries of Qwen3-Next come with the gates of attention's output.
 QWEN3_NEXT = replace(
     QWEN2_MOE,
     layer=(
@@ -232,6 +242,7 @@ GPT2 = Table(
         *_with_bias(f"{_MLP}linear_fc2", "transformer.h.{i}.mlp.c_proj", TRANSPOSED),
     ),
 )
+# GPT-NeoX interleaves queries, keys and values by head, as megatron-core does.
 NEOX = Table(
     (
         Entry("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",), VOCABULARY),
@@ -249,6 +260,7 @@ NEOX = Table(
         *_with_bias(f"{_MLP}linear_fc2", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
     ),
 )
+# Nemotron has LayerNorms with biases, and MLPs without a gate.
 NEMOTRON = Table(
     (*_ENDS, Entry("decoder.final_layernorm.bias", ("model.norm.bias",))),
     (

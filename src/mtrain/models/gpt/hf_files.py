@@ -129,6 +129,7 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     written.
     """
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
+    # Files keep the names of the models' authors; transformers renames them as it loads.
     if kind in ("mixtral", "minimax_m2"):
         return _renamed(_apart(table), _of_mixtral), table
     if kind == "gpt_neox":
@@ -139,13 +140,16 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
         ), table
     if kind == "gpt2":
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
+        # Published files of GPT-2 lack the prefix that transformers writes.
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))
         return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
     if kind in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
         return (_with_mtp(_apart(table)),)
+    # Its weights are also published inside of models that read images.
     if kind == "gemma3_text":
         return (table, *map(partial(_within, table), ("language_model.", "model.language_model.")))
     if kind == "qwen3_next":
         table = replace(table, ignored=(*table.ignored, *UNREAD))
+    # Files have experts one by one; transformers 5 fuses them in memory. A file may follow either.
     apart = _apart(table)
     return (table,) if apart == table else (apart, table)

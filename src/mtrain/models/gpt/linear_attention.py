@@ -53,6 +53,7 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
     if not plain:
         g.add(name, [x], moved=2 * out.bytes, reads=[x], gives=[out])
         return out
+    # Zeros stand for the times before a sample.
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
     # widened for each tap
@@ -88,6 +89,7 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     size = r.tokens * heads
     a = r.element
     name = "self_attention.rule"
+    # The last chunk of a sample is filled up.
     each = r.samples * -(-r.length // CHUNK) * heads  # chunks
     inputs = [mixed, Tensor(size * FP32), Tensor(size * a)]
     if r.run.data.packed:

@@ -34,6 +34,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
     positions, windows, sinks, tying, routing.
     """
+    # Groups that several ranks share stay shared.
     groups = p.tp if model.query_groups >= p.tp else model.query_groups
     ratio = min(2, model.num_attention_heads // model.query_groups)
     heads = groups * ratio
@@ -44,6 +45,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         groups = heads = p.tp * exchange
     update: dict[str, Any] = {
         "num_layers": layers,
+        # At least 16 channels for each tensor-parallel rank.
         "hidden_size": HIDDEN * max(1, p.tp // 4),
         "ffn_hidden_size": FFN * max(1, p.tp // 4),
         "num_attention_heads": heads,
@@ -55,6 +57,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     if model.num_query_groups is None:
         update["num_attention_heads"] = max(groups, 2)
     if model.window_size is not None:
+        # Narrow enough that a window hides something in so short a sequence.
         update["window_size"] = min(model.window_size, seq_length // 4)
     if (
         model.window_attn_skip_freq is not None

@@ -71,6 +71,7 @@ def one_name(name: str, numbers: Sequence[int] = ()) -> str:
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
     for number in numbers:
+        # Layers come before experts in a name, so the numbers fill it from the left.
         name = _UNCOUNTED.sub(rf"\g<1>.{number}.", name, count=1)
     for pattern, ours in _ONE_BY_ONE:
         name = pattern.sub(ours, name)
@@ -121,6 +122,7 @@ def modules_with_state(name: str) -> tuple[str, ...]:
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
         return ()
+    # TransformerEngine's core attention has a state, and no weight that would name it.
     attention, linear, _ = module.rpartition("linear_proj")
     return (module, f"{attention}core_attention") if linear else (module,)
 
@@ -148,5 +150,6 @@ def layers_are_alike(model: ModelConfig) -> bool:
     """Return whether every layer of the decoder has the same weights, so that one tensor can hold
     those of all.
     """
+    # Dense and sparse layers have other weights, and so do softmax and linear attention.
     dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
     return dense and model.linear_attention is None

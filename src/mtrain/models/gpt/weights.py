@@ -19,6 +19,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
     if held.embedding or held.mtp:
+        # The stages of embedding, MTP and loss each hold the table, and add up its gradient.
         again = apart or (bool(m.mtp_num_layers) and not (held.embedding and held.mtp))
         yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=again)
         if m.position_embedding_type == "learned_absolute":
@@ -29,7 +30,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     if ends(m, held):
         yield from norm(m, "decoder.final_layernorm", h)
     for number in range(min(held.mtp, m.mtp_held)):
-        yield from _prediction(m, p, f"mtp.layers.{number}")
+        yield from prediction(m, p, f"mtp.layers.{number}")
     if held.loss and not (m.tie_word_embeddings and (held.embedding or held.mtp)):
         yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
 
@@ -42,6 +43,24 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
     layers += [f"mtp.layers.{number}.transformer_layer" for number in range(m.mtp_held)]
     for name in layers:
         yield Weight(f"{name}.mlp.router.expert_bias", (m.moe.num_experts,), "router", whole=True)
+
+
+def alike(m: ModelConfig) -> dict[int, int]:
+    """Return a layer of each kind, and how many have its weights: dense or sparse, with softmax or
+    linear attention.
+    """
+    last = m.num_layers - 1
+    dense = last if m.moe is None else min(m.moe.first_dense_layers, last)
+    # With multi-token prediction the final norm comes with the last layer (`ends`).
+    found = {last: 1}
+    for first, end in ((0, dense), (dense, last)):
+        softmax = m.softmax_among(end) - m.softmax_among(first)
+        for linear, number in ((False, softmax), (True, end - first - softmax)):
+            if number:
+                of_kind = (i for i in range(first, end) if m.is_linear(i) == linear)
+                # A model with a section of another family, which a rule refuses, may have none.
+                found[next(of_kind, first)] = number
+    return found
 
 
 def ends(m: ModelConfig, held: Stage) -> bool:
@@ -121,7 +140,7 @@ def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     low = mla.kv_lora_rank
     yield from _sinks(m, p, name)
-    yield from _indexer(m, f"{name}.core_attention.indexer")
+    yield from indexer(m, f"{name}.core_attention.indexer")
     yield from row(
         f"{name}.linear_proj", "attention", h, n * mla.v_head_dim, p.tp, bias=m.add_bias_linear
     )
@@ -146,7 +165,8 @@ def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
         yield from norm(m, f"{name}.kv_layernorm", low)
 
 
-def _indexer(m: ModelConfig, name: str) -> Iterator[Weight]:
+def indexer(m: ModelConfig, name: str) -> Iterator[Weight]:
+    """Yield the weights of the indexer of sparse attention."""
     if m.dsa is None or m.mla is None:
         return
     width = m.dsa.indexer_head_dim
@@ -191,6 +211,7 @@ def mixture(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Ite
 def _experts(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Iterator[Weight]:
     width = moe.ffn_hidden_size // expert_tensors(p)
     h = m.hidden_size
+    # Otherwise experts are reduced over the same ranks as all other weights.
     apart = p.ep > 1 or expert_tensors(p) != p.tp
     up = (2 if m.gated else 1) * width
     for part, shape in (("linear_fc1", (up, h)), ("linear_fc2", (h, width))):
@@ -200,10 +221,12 @@ def _experts(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> It
                 yield Weight(f"{name}.{part}.bias{number}", shape[:1], "experts", expert=apart)
 
 
-def _prediction(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+def prediction(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
+    """Yield the weights of one layer of multi-token prediction."""
     h = m.hidden_size
     yield from norm(m, f"{name}.enorm", h)
     yield from norm(m, f"{name}.hnorm", h)
     yield from column(f"{name}.eh_proj", "mlp", h, 2 * h, p.tp)
+    # megatron-core builds it like the last layer of the model.
     yield from layer(m, p, f"{name}.transformer_layer", m.num_layers - 1)
     yield from norm(m, f"{name}.final_layernorm", h)

@@ -30,6 +30,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     made: dict[str, Any] = {"fp8": recipe(run), "operands": operands_apart(run) is None}
     provider = backend.provider(run.kernels, backend.Parts.of(m), **made)
     shared = arguments(run, stage)
+    # Virtual stages take turns: stage v of pipeline rank p is number v * pp + p of all.
     held = [each.layers for each in stages(run)]
     here = held[(stage or 0) * run.parallel.pp + ps.get_pipeline_model_parallel_rank()]
     own = {name: value for name, value in values(GPT_FIELDS, run).items() if name not in _NOT_ASKED}

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from mtrain.config.families import FamilyConfig, FamilySection, Limit, absent
-from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Width
+from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
 MAMBA = "M"
 ATTENTION = "*"
@@ -95,6 +95,18 @@ class HybridConfig(FamilySection):
     Granite 4 H Micro).
     """
 
+    @property
+    def channels(self) -> int:
+        """Return the channels of all heads of a Mamba-2 mixer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def states(self) -> int:
+        """Return the numbers that a token writes into the states of a Mamba-2 mixer; it reads as
+        many.
+        """
+        return self.num_groups * self.state_dim
+
     def is_delta(self, index: int) -> bool:
         """Return whether layer `index` (from 0) is a gated delta net."""
         return self.kind(index) == DELTA
@@ -104,6 +116,15 @@ class HybridConfig(FamilySection):
         short.
         """
         return self.pattern[index : index + 1]
+
+
+def is_described(model: Section, kind: str) -> bool:
+    """Return whether the model has the sections that describe a layer of this kind; a rule refuses
+    others.
+    """
+    return kind in KINDS and all(
+        getattr(model, section) is not None for section in DESCRIBED.get(kind, ())
+    )
 
 
 _NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"

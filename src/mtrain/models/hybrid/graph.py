@@ -11,8 +11,15 @@ from mtrain.models.gpt.attention import attention
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.hybrid.config import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX, HybridConfig
-from mtrain.models.hybrid.count import channels, is_described, states
+from mtrain.models.hybrid.config import (
+    DELTA,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    SOFTMAX,
+    HybridConfig,
+    is_described,
+)
 from mtrain.models.parts import column, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
 
@@ -65,14 +72,16 @@ def _mixer(g: Graph, r: Rank, x: Tensor) -> Tensor:
     tp = r.layout.tp
     cp = r.layout.cp
     m = r.model
-    width = channels(h) // tp
+    width = h.channels // tp
     heads = h.num_heads // tp
-    mixed = width + 2 * states(h) // tp
+    mixed = width + 2 * h.states // tp
     fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
     if cp == 1:
         y = _scanned(g, r, fused, width, mixed, heads)
     else:  # some heads of all tokens
+        # A scan goes through a whole sequence, so ranks exchange tokens for heads and back.
         inside = replace(r, length=r.whole)
+        # With fewer groups than context-parallel ranks, each has one, and several have the same.
         shared = lcm(h.num_groups // tp, cp) // cp
         part = width // cp + 2 * shared * h.state_dim
         sent = Tensor(inside.tokens * (part + heads // cp) * r.element)

@@ -44,6 +44,7 @@ class ByKind(Table):
             yield from entry.steps(model)
         for i, kind in enumerate(model.hybrid.pattern):
             for entry in self.kinds[kind]:
+                # A layer of Granite 4 is a mixer and an MLP, which are two layers here.
                 yield from entry.steps(model, i=i, p=i // 2)
 
 

@@ -69,6 +69,7 @@ def _mamba2(f: ConfigFile) -> None:
         "model.num_layers": layers,
         "model.hybrid.pattern": MAMBA * layers,
         "model.hybrid.num_heads": heads,
+        # No layer has attention, but every model has a number of heads.
         "model.num_attention_heads": f.get("num_attention_heads", heads),
         "model.ffn_hidden_size": f.get("intermediate_size", width),
         "model.max_position_embeddings": f.get("max_position_embeddings", POSITIONS),
@@ -141,6 +142,7 @@ def _pattern(f: ConfigFile) -> str:
                 f"changes the numbers: there is no layer {unknown[0]}",
             )
         return "".join(WORDS.get(word, MLP) for word in listed)
+    # A file that names no layers has transformers' own default.
     return said if isinstance(said, str) else f"{MAMBA}{EXPERTS}{ATTENTION}{MLP}"
 
 
@@ -311,6 +313,7 @@ def _writes_mamba2(m: ModelConfig) -> Json:
         raise ValueError(
             "it has other layers than Mamba-2, or heads that are no multiple of hidden_size"
         )
+    # Mamba-2's files lack these keys, so they are written only where a reader would take others.
     more: dict[str, Any] = {
         "num_attention_heads": (m.num_attention_heads, h.num_heads),
         "intermediate_size": (m.ffn_hidden_size, expand * m.hidden_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -20,8 +21,8 @@ from mtrain.models.hybrid.config import (
     MLP,
     SPARSE,
     HybridConfig,
+    is_described,
 )
-from mtrain.models.hybrid.count import channels, is_described, states
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
 FUSED = {
@@ -62,6 +63,12 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield from norm(m, "decoder.final_norm", h)
         if not (m.tie_word_embeddings and held.embedding):
             yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
+
+
+def alike(m: ModelConfig) -> dict[int, int]:
+    """Return a layer of each kind, and how many there are; none after the end of the pattern."""
+    pattern = HybridConfig.of(m).pattern[: m.num_layers]
+    return {pattern.index(kind): number for kind, number in Counter(pattern).items()}
 
 
 def buffers(m: ModelConfig) -> Iterator[Weight]:
@@ -111,7 +118,7 @@ def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
     convolution.
     """
     h = HybridConfig.of(m)
-    rows = {"z": channels(h), "x": channels(h), "B": states(h), "C": states(h), "dt": h.num_heads}
+    rows = {"z": h.channels, "x": h.channels, "B": h.states, "C": h.states, "dt": h.num_heads}
     return [rows[name] for name in names]
 
 
@@ -121,6 +128,7 @@ def part_ends(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
 
 
 def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[Weight]:
+    # Models are counted before rules refuse such a layer.
     if not is_described(m, kind):
         return
     if kind == MAMBA:
@@ -140,8 +148,8 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     h = HybridConfig.of(m)
     heads = h.num_heads // p.tp
-    width = channels(h) // p.tp
-    mixed = (channels(h) + 2 * states(h)) // p.tp
+    width = h.channels // p.tp
+    mixed = (h.channels + 2 * h.states) // p.tp
     for vector in ("dt_bias", "A_log", "D"):
         yield Weight(f"{name}.{vector}", (heads,), "mamba")
     yield from column(

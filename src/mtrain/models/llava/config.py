@@ -63,6 +63,7 @@ class LlavaConfig(FamilySection):
         """Return the layers of the vision tower up to its features."""
         if self.feature_layer >= 0:
             return self.feature_layer
+        # Hidden states are one more than layers: the first are those before any layer.
         return self.vision_layers + 1 + self.feature_layer
 
     @property

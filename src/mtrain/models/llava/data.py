@@ -57,6 +57,7 @@ def spread(
     """Return a window [s + 1] with an `IMAGE` for each patch in place of one for each image, and
     what is learned of it.
     """
+    # A record holds one mark for an image; the model reads a token for each patch.
     times = torch.where(window == IMAGE, own.image_tokens, 1)
     return (
         window.repeat_interleave(times)[: len(window)],
@@ -78,6 +79,7 @@ def _synthetic(
     images = torch.empty(len(numbers), 3, own.image_size, own.image_size)
     for row, number in enumerate(numbers):
         digest = hashlib.sha256(f"{name}/{number}".encode()).digest()
+        # Seven bytes, because seeds of torch have a sign.
         draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         images[row].normal_(generator=draw)
         begin = int(torch.randint(0, max(1, room), (), generator=draw))

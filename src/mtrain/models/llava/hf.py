@@ -80,6 +80,7 @@ def _tower(theirs: str, own: LlavaConfig) -> Iterator[Entry]:
         yield Entry(f"vision.pre_layernorm.{kind}", (f"{theirs}pre_layrnorm.{kind}",))
         yield Entry(f"vision.post_layernorm.{kind}", (f"{theirs}post_layernorm.{kind}",))
         for i in range(own.vision_layers):
+            # Layers after the features are kept for export, and computed by nothing.
             behind = i - own.used_layers
             ours = (
                 f"vision.encoder.layers.{i}." if behind < 0 else f"vision.behind.layers.{behind}."

@@ -130,6 +130,7 @@ def tower(f: ConfigFile) -> None:
 def join(f: ConfigFile) -> None:
     """Read which features are taken, how they are projected, and where they stand."""
     layer = f.get("vision_feature_layer")
+    # Newer files may list layers; one layer in a list is the usual model.
     if isinstance(layer, list) and len(layer) == 1:
         layer = layer[0]
     if isinstance(layer, list):

@@ -14,7 +14,6 @@ from mtrain.mcore.adapter.op_overrides import override_operations
 from mtrain.mcore.layers import backend
 from mtrain.mcore.models.encoder_decoder import EncoderDecoder
 from mtrain.models.t5.config import T5Config
-from mtrain.models.t5.count import decoder_layers
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
@@ -24,11 +23,12 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
     m = run.model
     t = T5Config.of(m)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
+    # T5 has no experts, so no router is replaced.
     override_operations(run.kernels, None)
     made = EncoderDecoder(
         config,
         backend.provider(run.kernels),
-        decoder_layers=decoder_layers(m),
+        decoder_layers=t.decoder_layers or m.num_layers,
         vocab_size=m.padded_vocab_size,
         max_sequence_length=m.max_position_embeddings,
         buckets=t.relative_attention_buckets,

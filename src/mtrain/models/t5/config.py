@@ -76,6 +76,7 @@ class T5Config(FamilySection):
 
 def spans(t: T5Config, tokens: int) -> tuple[int, int]:
     """Return how many of a sample's tokens, at least 2, are left out, and in how many spans."""
+    # At least one token is left out, and at least one stays.
     noise = min(max(round(tokens * t.noise_density), 1), tokens - 1)
     return noise, min(max(round(noise / t.mean_noise_span_length), 1), tokens - noise)
 
@@ -83,6 +84,7 @@ def spans(t: T5Config, tokens: int) -> tuple[int, int]:
 def lengths(t: T5Config, tokens: int) -> tuple[int, int]:
     """Return the lengths of encoder and decoder for a sample of so many tokens, without padding."""
     noise, parts = spans(t, tokens)
+    # Both have a sentinel for each span, and an end.
     return tokens - noise + parts + 1, noise + parts + 1
 
 

@@ -66,6 +66,7 @@ class Spans:
         labels = torch.from_numpy(
             np.stack([self._filled(target, self.written) for _, target in pairs])
         )
+        # All samples have as many spans, so the first row's lengths are those of all.
         there = torch.arange(self.written) < len(pairs[0][1])
         seen = torch.arange(self.read) < len(pairs[0][0])
         return SpanBatch(
@@ -99,6 +100,7 @@ class Spans:
 
     def _with_sentinels(self, window: np.ndarray, gone: np.ndarray) -> np.ndarray:
         """Return the sample with a sentinel in place of each run of `gone`, and an end."""
+        # Each run of tokens that are left out begins where the one before it is not.
         begins = gone & ~np.concatenate([[False], gone[:-1]])
         out = window.copy()
         out[begins] = self.sentinels

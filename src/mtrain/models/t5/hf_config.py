@@ -27,6 +27,7 @@ def _block(f: ConfigFile) -> None:
     f.out["model.t5.decoder_layers"] = None if decoder == layers else decoder
     dropout = float(f.get("dropout_rate", 0.0))
     f.out |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
+    # T5's decoder begins with the padding.
     start = f.get("decoder_start_token_id", f.get("pad_token_id", 0))
     end = f.get("eos_token_id", 1)
     f.read.add("pad_token_id")
@@ -37,6 +38,7 @@ def _block(f: ConfigFile) -> None:
     words = f.get("vocab_size")
     if words == _SHIPPED_VOCABULARY:
         f.out["model.t5.first_sentinel"] = _ITS_FIRST_SENTINEL
+    # The default of 100 sentinels would be most of a small vocabulary.
     if words < 2 * T5Config.model_fields["sentinels"].default:
         f.out["model.t5.sentinels"] = max(1, words // 2)
     f.out["model.t5.initializer_factor"] = float(f.get("initializer_factor"))
@@ -142,6 +144,7 @@ def _writes(m: ModelConfig) -> Json:
         raise ValueError("T5 has one rate of dropout")
     names: dict[str, Any] = {ours: theirs for theirs, ours in reversed(_UNGATED.items())}
     names |= {ours: f"gated-{theirs}" for theirs, ours in reversed(GATED_WORDS.items())}
+    # Several words mean the same function; these are those of published files.
     names |= {"relu": "relu", "geglu_tanh": "gated-gelu", "gelu_tanh": "gelu_new"}
     if m.activation == "geglu":
         raise ValueError("gated-gelu is the tanh form there")

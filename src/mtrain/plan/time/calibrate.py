@@ -156,7 +156,7 @@ def _host(
     start: ClusterConfig,
     kernels: Sequence[Rates],
 ) -> ClusterConfig:
-    ranks = max((one.run.parallel.world for one in measured), default=1)
+    ranks = max((one.run.parallel.ranks for one in measured), default=1)
     form = measured[0].run.precision.format if measured else kernels[0].format
     names = [name for name in EXPECTED if ranks > 1 or name not in LINKS]
 

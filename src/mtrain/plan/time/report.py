@@ -55,7 +55,7 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
     }
     if not step.known:
         return found
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     return found | {
         "parts_s": dict(step.parts),
         "tokens_per_s_per_device": step.tokens_per_second_per_device,
@@ -106,7 +106,7 @@ def _save(run: RunConfig, size: int) -> float | None:
 
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
     """Return the whole of it, a smaller batch in the same time for each sample."""
-    ranks = run.parallel.world
+    ranks = run.parallel.ranks
     price = run.cluster.price_per_device_hour
     samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))
     training = samples / run.trainer.batch * step.seconds

@@ -110,7 +110,7 @@ def unknown(run: RunConfig) -> tuple[str, ...]:
     formats: list[str] = [p.format, p.multiplies_in]
     matrices = OPTIMIZERS[run.optim.name].whole_matrices
     formats += [matrices(run).format] if matrices else []
-    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.world)
+    found = missing(cluster, tuple(dict.fromkeys(formats)), run.parallel.ranks)
     away = run.optim.cpu_offload > 0 and not facts_of(cluster.device).on_host
     return (*found, "cluster.host_link_gbps") if away and cluster.host_link_gbps is None else found
 
@@ -197,7 +197,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
         ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
     seconds = sum(parts.values())
-    tokens = run.trainer.batch * run.data.length / (p.ranks or 1) / seconds
+    tokens = run.trainer.batch * run.data.length / p.ranks / seconds
     peak = device.peaks[run.precision.multiplies_in]
     causal, every = (flops_of_token(run, causal=c) * tokens / peak for c in (True, False))
     return StepTime(seconds, parts, tokens, causal, every)

@@ -13,10 +13,10 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.messages.problem import value_at
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
-from mtrain.plan.count import parameters
+from mtrain.plan.count import frozen_parameters, parameters
 from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
@@ -30,7 +30,9 @@ BATCH = "trainer.global_batch_size"
 MORE = (2, 4, 8, 16)
 
 
-def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:
+def said_of(
+    run: UnresolvedRun, origins: Mapping[str, str], *, command_line: bool
+) -> dict[str, Any]:
     """Return the keys of a layout that are set, only on the command line or anywhere, and not to
     null.
     """
@@ -43,11 +45,11 @@ def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -
 
 
 def search(
-    raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int
+    raw: UnresolvedRun, said: Values, machine: Machine, world_size: int | None, number: int
 ) -> tuple[Found, Task]:
     """Return the best layouts of an unresolved configuration, with its batch on all its ranks."""
 
-    def resolved(run: RunConfig) -> RunConfig:
+    def resolved(run: UnresolvedRun) -> RunConfig:
         return resolve(run, machine, world_size)
 
     raw = cleared(raw, said)
@@ -56,7 +58,7 @@ def search(
         raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks}
     )
     if lacks := unknown(run):
-        ranks = run.parallel.world
+        ranks = run.parallel.ranks
         name = run.cluster.name
         those = f"{ranks} rank{'s' * (ranks > 1)}"
         rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "
@@ -84,7 +86,7 @@ def described(run: RunConfig) -> bool:
     return family.stage is not None and family.weights is not None
 
 
-def cleared(raw: RunConfig, said: Values) -> RunConfig:
+def cleared(raw: UnresolvedRun, said: Values) -> UnresolvedRun:
     """Return `raw` with everything that is searched at its default, except for what was set."""
     again = type(raw.parallel.recompute).model_fields
     values: dict[str, Any] = {}
@@ -97,8 +99,8 @@ def cleared(raw: RunConfig, said: Values) -> RunConfig:
 
 
 def chosen(
-    raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
-) -> tuple[RunConfig, dict[str, str]]:
+    raw: UnresolvedRun, origins: Mapping[str, str], machine: Machine, world_size: int | None
+) -> tuple[UnresolvedRun, dict[str, str]]:
     """Return `raw` with the fastest layout that fits its cluster, and a reason for every key of it.
 
     Where the rest of the configuration breaks a rule, nothing is searched, and the rule reports it.
@@ -156,7 +158,7 @@ def refuse(found: Found, task: Task, again: Any) -> None:
         kept = ""
     if near is None:
         wrong = [one for one in findings(run) if one.severity == "error"]
-        ranks = p.ranks or 1
+        ranks = p.ranks
         if found.wrong or any(one.path not in (*KEYS, *SPLIT, BATCH) for one in wrong):
             return
         rule = f"{what}: no layout{kept} keeps all rules"
@@ -175,7 +177,7 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     fix = ""
     for times in MORE:
         nodes = run.cluster.nodes * times
-        if _least(run) > times * (p.ranks or 1) * task.room():
+        if _least(run) > times * p.ranks * task.room():
             continue
         more = {"cluster.nodes": nodes, "parallel.ranks": None}
         if again(more).best:
@@ -191,7 +193,7 @@ def _least(run: RunConfig) -> int:
     weights of trained ones, each once. Only moments can be offloaded.
     """
     p = run.precision
-    all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
+    all_trained = run.peft.kind is None and not frozen_parameters(run.model)
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     each = bytes_of(p.format) + all_trained * (gradient + main_weight_bytes(run))
     return parameters(run.model) * each

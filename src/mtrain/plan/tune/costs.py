@@ -173,9 +173,7 @@ class Costs:
         """Return the seconds of a step whose pipeline never waits, without the work at its end."""
         p = run.parallel
         t = run.trainer
-        return (
-            t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
-        )
+        return t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * p.ranks)
 
     def even(self, run: RunConfig, pp: int) -> Flow:
         """Return a lower bound of the flow through any pipeline of `pp` ranks that never waits.
@@ -454,5 +452,5 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
 def _micro_batches(run: RunConfig, pp: int) -> int:
     """Return the micro-batches of a step, on a pipeline of so many ranks."""
     p = run.parallel
-    dp = (p.ranks or 1) // (p.tp * p.cp * pp)
+    dp = p.ranks // (p.tp * p.cp * pp)
     return max(1, run.trainer.batch // (run.trainer.micro * max(1, dp)))

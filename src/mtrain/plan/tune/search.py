@@ -15,7 +15,7 @@ from typing import Any
 
 from mtrain.config.messages.problem import value_at
 from mtrain.config.rules import findings
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow
@@ -33,7 +33,7 @@ SPARE = 0.04
 # The full plan of a layout may be so far below the sum of its parts, which bounds it.
 SLACK = 0.995
 STATE = tuple(AXES).index("state")
-Resolve = Callable[[RunConfig], RunConfig]
+Resolve = Callable[[UnresolvedRun], RunConfig]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Found:
 class Task:
     """The space and the goal of a search."""
 
-    raw: RunConfig
+    raw: UnresolvedRun
     """The run before it was resolved, with only those of the searched keys set that were set."""
     resolve: Resolve
     said: Mapping[str, Any]
@@ -262,10 +262,8 @@ class Search:
         memory, because it does not fit otherwise.
         """
         p = run.parallel
-        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
-            (p.etp or p.tp) * p.ep * p.pp
-        ):
-            # There is no such grid, which a rule reports.
+        # There is no such grid, which a rule reports.
+        if p.ranks % (p.tp * p.cp * p.pp) or p.ranks % ((p.etp or p.tp) * p.ep * p.pp):
             return inf
         key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
         if key not in self._standing:

@@ -16,18 +16,14 @@ from typing import Any, TypeVar
 
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.batches import stages as batch_stages
-from mtrain.config.resolve.defaults import (
-    distributed_optimizer,
-    on_a_cpu,
-    overlap_grad_reduce,
-    overlap_param_gather,
-)
+from mtrain.config.resolve.defaults import STEPS, on_a_cpu
+from mtrain.config.resolve.watch import Run
 from mtrain.config.rules import all_rules
 from mtrain.config.rules.rule import Rule
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.registry import family_of
+from mtrain.models.count import active_parameters
 
 Sizes = tuple[int, ...]
 
@@ -71,9 +67,7 @@ def ends_of(model: ModelConfig) -> tuple[float, float]:
     """Return the cost of embedding and loss in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
-    layer = max(
-        1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers
-    )
+    layer = max(1.0, (active_parameters(model) - tables * table) / model.num_layers)
     again = model.mtp_num_layers or 0
     return 0.0, table / layer * (1 + again) + again
 
@@ -116,7 +110,7 @@ HALVED = 16
 LEAST_LENGTH = 1024
 
 
-def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
+def changed(run: Run, change: Mapping[str, Any]) -> Run:
     """`run` with keys set to values of their types; none of them is validated."""
     sections: dict[str, Change] = {}
     for key, value in change.items():
@@ -226,7 +220,7 @@ class Space:
         return [self.said[key]] if key in self.said else values
 
     def _shards(self, run: RunConfig) -> Iterator[Change]:
-        ranks = run.parallel.world
+        ranks = run.parallel.ranks
         moe = run.model.moe
         cluster = run.cluster
         fast = cluster.fast_link_devices or cluster.devices_per_node or ranks
@@ -248,7 +242,7 @@ class Space:
     def _context(self, run: RunConfig) -> Iterator[Change]:
         p = run.parallel
         most = max(1, run.data.length // LEAST_LENGTH)
-        for cp in self._of("parallel.cp", divisors((p.ranks or 1) // p.tp, most)):
+        for cp in self._of("parallel.cp", divisors(p.ranks // p.tp, most)):
             change: Change = {"parallel.cp": cp}
             if "trainer.sample_tokens" not in self.said and run.trainer.sample_tokens and cp > 1:
                 change["trainer.sample_tokens"] = 0
@@ -267,7 +261,7 @@ class Space:
         """Yield ranks of a pipeline, with the virtual stages that each may have."""
         p = run.parallel
         layers = run.model.num_layers
-        for pp in self._of("parallel.pp", divisors((p.ranks or 1) // (p.tp * p.cp), layers)):
+        for pp in self._of("parallel.pp", divisors(p.ranks // (p.tp * p.cp), layers)):
             yield pp, self._of("parallel.vpp", chunks(layers, pp))
 
     def _pipeline(self, run: RunConfig) -> Iterator[Change]:
@@ -322,13 +316,13 @@ class Space:
 
     def _overlapped(self, run: RunConfig, kind: Change) -> Change:
         keys = ("parallel.overlap_grad_reduce", "parallel.overlap_param_gather")
-        unsaid = {key: self.said.get(key) for key in keys}
+        given = {**kind, **{key: self.said.get(key) for key in keys}}
         found = dict(kind)
-        run = changed(run, {**kind, **unsaid})
-        for step in (distributed_optimizer, overlap_grad_reduce, overlap_param_gather):
-            filled = {key: value for key, (value, _) in step(run).items()}
-            found = {**found, **filled}
-            run = changed(run, filled)
+        run = changed(run, given)
+        for key in ("parallel.distributed_optimizer", *keys):
+            if key in given and given[key] is None and (derived := STEPS[key](run)) is not None:
+                found[key] = derived[0]
+                run = changed(run, {key: derived[0]})
         return found
 
     def _recompute(self, run: RunConfig) -> Iterator[Change]:

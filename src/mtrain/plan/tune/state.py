@@ -55,7 +55,7 @@ def state_of(run: RunConfig) -> State:
 def _copies(run: RunConfig) -> tuple[int, int]:
     """Return how many ranks have the same elements of experts, and of others."""
     p = run.parallel
-    same = max(1, (p.ranks or 1) // (p.pp * p.ep * (p.etp or p.tp)))
+    same = max(1, p.ranks // (p.pp * p.ep * (p.etp or p.tp)))
     return same, p.dp * p.cp
 
 

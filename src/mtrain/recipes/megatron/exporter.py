@@ -21,7 +21,7 @@ from mtrain.recipes.megatron.table import table
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
     """Return the world of a resolved configuration, and its flags with their values."""
     values = run.flat()
-    ranks = run.parallel.ranks or 1
+    ranks = run.parallel.ranks
     nodes = run.cluster.nodes
     words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
     for entry in table():

@@ -16,7 +16,7 @@ from mtrain.config.machine.devices import AUTO
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.resolve.watch import read_from, touches
 from mtrain.config.schema.model import VOCAB_MULTIPLE
-from mtrain.config.schema.run import RunConfig
+from mtrain.config.schema.run import UnresolvedRun
 from mtrain.recipes.delta import section
 from mtrain.recipes.imported import (
     WHOLE,
@@ -263,7 +263,7 @@ def _vocabulary(draft: Draft, notes: list[str], extra: Sequence[str], left: dict
     )
 
 
-def _padding(run: RunConfig, exported: Draft, notes: list[str]) -> RunConfig:
+def _padding(run: UnresolvedRun, exported: Draft, notes: list[str]) -> UnresolvedRun:
     """Set the mask of padded ids: Megatron-LM's softmax is over the padded vocabulary, so it
     matters only with padding.
     """
@@ -279,7 +279,7 @@ def _padding(run: RunConfig, exported: Draft, notes: list[str]) -> RunConfig:
 
 
 def _unset_keys(
-    draft: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]
+    draft: Draft, run: UnresolvedRun, extra: Sequence[str], left: Sequence[str]
 ) -> list[str]:
     """Return notes on keys that Megatron-LM requires and the script does not set: their values, and
     why.
@@ -308,7 +308,7 @@ def _unset_keys(
     return [f"{key} is not set; it is {becomes(key)}" for key in missing]
 
 
-def _too_few(run: RunConfig) -> list[str]:
+def _too_few(run: UnresolvedRun) -> list[str]:
     """Return a note if the script starts fewer processes than its layout has."""
     p = run.parallel
     per_node = run.cluster.devices_per_node

@@ -76,7 +76,7 @@ class Evaluation(Hook):
     def _is_due(self, context: TrainContext) -> bool:
         interval = context.run.trainer.eval_interval
         step = context.state.step
-        return bool(interval) and step > 0 and step % (interval or 1) == 0
+        return interval > 0 and step > 0 and step % interval == 0
 
     def _evaluate(self, context: TrainContext) -> None:
         """Evaluate, unless a rank gets a request to stop before it is done; a resumed run makes up

@@ -114,7 +114,7 @@ class Sample(Hook):
             if problem:
                 return None, problem
             stop = partial(getattr, context, "stop_requested")
-            tokens = run.trainer.sample_tokens or 0
+            tokens = run.trainer.sample_tokens
             return sampler.generate(prompt, tokens, temperature=0.8, stop=stop), ""
 
     def _show(

@@ -109,7 +109,7 @@ def _forward(objective: Objective, share: Share, model: Any) -> tuple[torch.Tens
         local_cp_size=share.ranks,
         cp_group=group,
     )
-    labels = document["labels"]
+    labels = None if objective.reads_logits else document["labels"]
     mask = document["loss_mask"]
     places = document["position_ids"]
     more = {key: document[key] for key in (FURTHER,) if key in document}

@@ -328,7 +328,7 @@ def forward_step(
             tokens,
             places,
             None,
-            labels=labels,
+            labels=None if objective.reads_logits else labels,
             loss_mask=mask,
             packed_seq_params=packed_documents,
             **own,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mtrain.config.machine import installed
 from mtrain.config.schema.run import RunConfig
+from mtrain.errors import ConfigError
+from mtrain.models.registry import family_of
 
 SUM = "sum"
 Batch = Mapping[str, Any]
@@ -45,6 +47,12 @@ class Objective:
     counts, so no layout weighs a sample differently.
     """
 
+    reads_logits = False
+    """Whether `loss` computes its losses from logits, instead of taking those of the model.
+
+    This rank's columns of all logits then exist at once, as with `kernels.loss=megatron`.
+    """
+
     def __init__(self, run: RunConfig) -> None:
         self.run = run
 
@@ -60,7 +68,8 @@ class Objective:
         """Return the sum of losses of a micro-batch, the count that divides it, and its metrics.
 
         Args:
-            output: what the last stage of the model returned.
+            output: the sum of losses that the last stage of the model returned; with
+                `reads_logits`, its logits [b, s, v / tp].
             batch: the micro-batch that it was computed from.
         """
         raise NotImplementedError
@@ -71,6 +80,7 @@ def objective_of(run: RunConfig) -> Objective:
 
     Raises:
         BadEnvironment: a plug-in does not load, or is no `Objective`.
+        ConfigError: the objective reads logits that this run does not have.
     """
     name = run.trainer.objective
     # A name that ships wins: a plug-in cannot replace the loss of existing runs.
@@ -79,5 +89,34 @@ def objective_of(run: RunConfig) -> Objective:
     else:
         entry = installed.found(installed.OBJECTIVES)[name]
         kind = installed.load_class(entry, f"objective {name!r}", Objective)
+    if kind.reads_logits:
+        _require_logits(run)
     objective: Objective = kind(run)
     return objective
+
+
+def _require_logits(run: RunConfig) -> None:
+    """Raise ConfigError for a run whose model does not return logits, or whose other terms of the
+    loss would silently be left out.
+    """
+    family = family_of(run.model)
+    refusals = {
+        "the plan counts logits only with kernels.loss=megatron. Set that": (
+            run.kernels.loss != "megatron"
+        ),
+        f"a model of the family {run.model.family} has other losses too. Use next_token": not (
+            family.writes and family.tokens_alone(run.model)
+        ),
+        "losses of multi-token prediction need the model's own. Use model.mtp_num_layers=null": (
+            bool(run.model.mtp_num_layers)
+        ),
+        "z-loss is computed by the model. Use trainer.z_loss_coeff=null": (
+            bool(run.trainer.z_loss_coeff)
+        ),
+        "the model counts accurate tokens. Use log.token_accuracy=false": run.log.token_accuracy,
+    }
+    for reason, applies in refusals.items():
+        if applies:
+            raise ConfigError(
+                f"trainer.objective={run.trainer.objective}: cannot read logits because {reason}"
+            )

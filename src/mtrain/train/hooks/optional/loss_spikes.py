@@ -1,0 +1,65 @@
+"""A stop for runs whose loss has risen and stays high.
+
+A loss that is not finite ends every run; one that jumps to twice its course and stays there wastes
+the rest of the run just as well, and a night of it where nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from mtrain.errors import TrainingError
+from mtrain.train.hooks.base import Hook
+from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.result import StepResult
+
+WINDOW = 100
+"""Steps whose median loss later ones are compared with; before so many, nothing is."""
+FACTOR = 2.0
+"""Times that median: noise between batches stays far below."""
+PATIENCE = 10
+"""Steps in a row above it that end the run: one bad batch does not."""
+
+
+class LossSpikes(Hook):
+    """Ends a run whose loss was above `FACTOR` times its running median for `PATIENCE` steps."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.above = 0
+
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
+        """Compare the loss, which is the same on every rank: all of them stop here.
+
+        Raises:
+            TrainingError: the loss stayed high. The steps since the last checkpoint are not saved.
+        """
+        usual = median(self.losses) if len(self.losses) == WINDOW else float("inf")
+        if result.loss <= FACTOR * usual:
+            self.above = 0
+            # High losses stay out of the median, which would otherwise rise with them.
+            self.losses.append(result.loss)
+            return
+        self.above += 1
+        if self.above >= PATIENCE:
+            raise TrainingError(
+                f"log.hooks=[loss_spikes]: step {result.step}: cannot go on because the loss"
+                f" {result.loss:.4f} is above {FACTOR:g} times its median {usual:.4f} for"
+                f" {PATIENCE} steps. Use a checkpoint before step {result.step - PATIENCE + 1} with"
+                " a lower optim.lr or with optim.skip_above_grad_norm"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of the window and the steps above their median."""
+        return {"losses": list(self.losses), "above": self.above}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the window of the run that is resumed."""
+        self.losses.extend(state["losses"])
+        self.above = state["above"]
+
+
+HOOK = LossSpikes
