@@ -42,6 +42,7 @@ def import_megatron(argv: list[str]) -> int:
         rule = f"which model it is, {source} does not say as data; the command line has to"
         raise refusal(rule, f"{program()} convert {IMPORT}", "MT002", "model")
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
+    # Weights do not depend on a layout: a bare model is taken on one rank.
     run = load(extra if whole else beneath(["parallel=single"], extra), to_run=False).run
     _require_names(run)
     if run.peft.init_from is not None:

@@ -36,7 +36,7 @@ def _facts_of_fixes() -> list[dict[str, Any]]:
 
 
 def _facts() -> dict[str, Any]:
-    # A launcher must not load torch: devices and patches are asked for here only.
+    # A launcher must not load torch, which devices and patches know: they are imported here only.
     from mtrain.devices import registry
     from mtrain.mcore.patches.apply import standing
 

@@ -107,6 +107,7 @@ def read_prompts(path: Path) -> list[Any]:
     """
     path = path.expanduser()
     try:
+        # A pipe or a device would be read without an end.
         kind = kind_of(path) or ("too large" if path.stat().st_size > MAX_BYTES else "")
         if kind:
             lines = []

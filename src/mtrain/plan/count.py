@@ -55,6 +55,8 @@ def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = 
     visited = (
         experts * model.moe.router_topk / model.moe.num_experts if model.moe is not None else 0.0
     )
+    # A frozen weight saves the product for its gradient, 2 of 6 FLOPs; an adapter costs all 6.
+    # Looking up a row of an untied embedding is no product, so `whole` does not have it.
     return whole - 2.0 * (active_parameters(model) - table) + 6.0 * (dense + visited)
 
 
@@ -84,6 +86,7 @@ def state_bytes(run: RunConfig) -> int:
         (experts, trained[1], (p.etp or p.tp) * p.ep * p.pp),
     ):
         replicas = max(1, p.ranks // ranks_of_a_copy)
+        # FSDP shards weights and gradients, too: together its ranks hold one copy.
         copies = replicas if p.fsdp == "none" else 1
         still = number if run.peft.kind else number - learning
         total += still * bytes_of(dtype) * copies
@@ -97,6 +100,7 @@ def _main_weight_bytes(run: RunConfig) -> int:
     """Return the bytes of a main weight, on top of its weight of 16 bits."""
     if run.optim.main_params_dtype != "fp32":
         return 0
+    # The weight itself has the upper 16 bits, so the remainder is the other half.
     return 2 if run.optim.store_param_remainders else 4
 
 

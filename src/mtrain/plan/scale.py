@@ -85,6 +85,7 @@ def misfit(raw: UnresolvedRun, devices: int) -> str:
     that are; empty if they are.
     """
     per_node = raw.cluster.devices_per_node
+    # A part of one machine is possible where all of its parts are equal.
     if per_node is None or devices % per_node == 0 or per_node % devices == 0:
         return ""
     below = devices // per_node * per_node
@@ -112,6 +113,7 @@ def point(
     if found.best:
         return Point(devices, differs, batch, found.best[0])
     try:
+        # It must not try more machines: their number is given.
         refuse(found, task, lambda more: Found((), 0, 0))
         rules = [one.rule for one in findings(task.resolve(task.raw)) if one.severity == "error"]
     except ConfigError as error:

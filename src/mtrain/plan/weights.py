@@ -58,6 +58,7 @@ def matrices(run: RunConfig, held: Stage) -> Iterator[tuple[Weight, Matrix]]:
     p = run.parallel
     if how is None or family.weights is None:
         return
+    # The shapes without tensor parallelism, to which an update of whole matrices gathers.
     alone = p.model_copy(update={"tp": 1, "etp": 1}) if how.whole else p
     for weight, whole in zip(
         stage_weights(run, held), family.weights(run.model, alone, held), strict=True
@@ -88,6 +89,7 @@ def shared_out(
     loads = [(0, rank) for rank in range(ranks)]
     owned = [Counter[Matrix]() for _ in range(ranks)]
     heapify(loads)
+    # The largest first, each to the rank with the least work so far, as in training.
     for one, number in sorted(found.items(), key=lambda item: -how.work(item[0].shape)):
         for _ in range(number):
             load, rank = loads[0]

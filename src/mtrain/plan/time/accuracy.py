@@ -52,6 +52,7 @@ def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
     """Return the error of a plan on a cluster; None where its rates are measured and no plans were
     compared.
     """
+    # The published runs say nothing about rates that are not fitted to them.
     own = (
         facts_of(cluster.device).on_host
         or cluster.reached

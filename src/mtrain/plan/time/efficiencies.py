@@ -117,6 +117,7 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
         products={**found.products, **products},
         memory=given.get("memory", found.memory),
         attention=attention,
+        # Only the forward is measured: the backward keeps its ratio to it.
         attention_backward=found.attention_backward * attention / found.attention,
         speed=given.get("speed", found.speed),
     )

@@ -67,6 +67,7 @@ class Links:
 
     def waits(self, group: Group) -> float:
         """Return the latency of a collective in seconds."""
+        # The latency is fitted for each doubling of a group.
         return self.reached.latency_us * MICRO * log2(group.size)
 
     def rate(self, group: Group) -> float:
@@ -75,6 +76,7 @@ class Links:
         d = self.device
         e = self.reached
         fast = d.fast * e.fast_link
+        # Each rank of a domain has its own card: a ring between domains uses all of them.
         return fast if inside == group.size else min(fast, inside * d.network * e.network)
 
     def _all_to_all(self, group: Group, exchange: Exchange, once: bool) -> float:
@@ -88,6 +90,7 @@ class Links:
             row = exchange.bytes / exchange.messages
             far = row * _met(domains, exchange.messages) * (1 - 1 / domains)
             near = row * _met(group.size, exchange.messages) * (1 - 1 / inside)
+        # Both kinds of messages travel at the same time.
         return max(near / (d.fast * e.fast_link), far / (d.network * e.network))
 
     def sent(self, size: float, stride: int) -> float:
