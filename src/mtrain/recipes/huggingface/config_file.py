@@ -33,6 +33,10 @@ class Family:
     """Another name of a key that transformers also reads -> the key."""
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     """Keys of this family that do not change the numbers -> why."""
+    must: Mapping[str, tuple[Sequence[Any], str]] = field(default_factory=dict)
+    """Key -> the values that mtrain builds, and a sentence for others."""
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Keys that published files have and the class does not read -> a sentence."""
 
 
 class ConfigFile:

@@ -11,7 +11,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.models.hybrid.hf_config import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
-from mtrain.recipes.huggingface.families import COMMON
+from mtrain.recipes.huggingface.families import COMMON, FAMILIES
 from mtrain.recipes.huggingface.readers import mixtral_experts
 from mtrain.recipes.huggingface.writers import mixture
 
@@ -149,6 +149,8 @@ READS = Family(
     (_granite,),
     {"layers_block_type": "layer_types"},
     irrelevant=OF_BOTH,
+    # noise before the router reaches the experts too, as in Mixtral
+    must={"router_jitter_noise": FAMILIES["mixtral"].must["router_jitter_noise"]},
 )
 
 

@@ -91,6 +91,10 @@ def _read(file: ConfigFile, family: Family) -> Draft:
         if value is not None:
             file.out[ours] = value
     file.out |= family.fixed
+    for key, (allowed, text) in family.must.items():
+        file.must(key, allowed, text)
+    for key, text in family.idle.items():
+        file.idle((key,), text)
     for more in family.more:
         more(file)
     groups = file.out.get("model.num_query_groups")
