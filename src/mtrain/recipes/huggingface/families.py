@@ -43,6 +43,8 @@ _FILE["sets"]["keys"] = {
     "gemma": [_LLAMA, _named("final_logit_softcapping")],
 }
 
+# Order matters: `two_bases` asks whether a window was read, and the rotary readers whether MLA was,
+# which the experts of DeepSeek read.
 _MORE: dict[str, tuple[Callable[[ConfigFile], None], ...]] = {
     "llama": (readers.gate, readers.llama_biases, rope.rotary),
     "mistral": (readers.gate, rope.window_everywhere, rope.rotary),

@@ -27,6 +27,7 @@ def _of_families() -> dict[str, Kind]:
     for name in families.configs():
         if families.has(name, "hf_config"):
             own = families.part(name, "hf_config", "KINDS", dict)
+            # a plug-in may add kinds, and cannot replace one that ships
             found |= {kind: own[kind] for kind in own if kind not in (*found, *DECODERS)}
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mtrain.recipes.huggingface.config_file import ConfigFile
 
+# one formula, under the names of its implementations in transformers
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 UNGATED_WORDS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
@@ -29,8 +30,9 @@ def _activation(file: ConfigFile, key: str, words: dict[str, str]) -> None:
     if isinstance(kind, str) and kind in words:
         file.out["model.activation"] = words[kind]
         return
+    # any valid value, so that one pass reports the other problems too
     file.out["model.activation"] = next(iter(words.values()))
-    file.refuse(key, "not supported", f"changes the numbers: there are {', '.join(words)}")
+    file.differs(key, f"there are {', '.join(words)}")
 
 
 def gate(file: ConfigFile) -> None:
@@ -49,6 +51,7 @@ def attention_biases(file: ConfigFile) -> None:
 
 
 def _biases(file: ConfigFile, attention: bool, mlp: bool) -> None:
+    # our key for all linear layers excludes the ones for a part of them
     both = attention and mlp
     file.out |= {
         "model.add_bias_linear": both,
@@ -62,6 +65,7 @@ def gemma_attention(file: ConfigFile) -> None:
     """Read the divisor of attention scores and the activation of Gemma 2 and 3."""
     _activation(file, "hidden_activation", GATED_WORDS)
     divisor = file.get("query_pre_attn_scalar")
+    # null spells the usual scale exactly, as a number would not
     file.out["model.softmax_scale"] = (
         None if divisor == file.get("head_dim") else float(divisor) ** -0.5
     )
@@ -91,6 +95,7 @@ def _balancing(file: ConfigFile, topk: int, dense: int = 0) -> None:
     """
     theirs = float(file.get("router_aux_loss_coef"))
     layers = max(1, file.layers - dense)
+    # six digits hide the rounding of the division, and a round number stays round
     ours = float(f"{theirs * topk / layers:.6g}")
     file.out["model.moe.aux_loss_coeff"] = ours
     if theirs:
@@ -111,21 +116,19 @@ def qwen_experts(file: ConfigFile) -> None:
     """Read the experts of Qwen3-MoE, in all layers or after dense ones."""
     topk = _experts(file, "num_local_experts", "moe_intermediate_size")
     file.out["model.moe.router_pre_softmax"] = not file.get("norm_topk_prob", False)
+    # a score that is not normalised keeps its gradient even with one expert
     if file.get("norm_topk_prob", False):
         refuse_single_expert(file)
     step = file.get("decoder_sparse_step")
     dense = set(file.get("mlp_only_layers", []))
     layers = range(file.layers)
+    # transformers counts layers from 1 for the step, and from 0 in the list
     without = [i for i in layers if i in dense or (i + 1) % step]
     file.out["model.moe.first_dense_layers"] = len(without)
     _balancing(file, topk, len(without))
     if without != list(layers[: len(without)]):
         key = "mlp_only_layers" if dense else "decoder_sparse_step"
-        file.refuse(
-            key,
-            "not supported",
-            "changes the numbers: dense layers come first, all others have experts",
-        )
+        file.differs(key, "dense layers come first, all others have experts")
 
 
 def qwen2_experts(file: ConfigFile) -> None:
@@ -165,6 +168,7 @@ def gpt_oss_experts(file: ConfigFile) -> None:
     """Read the experts of GPT-OSS, with clamped gates and biases; its first files hold the number
     of experts twice.
     """
+    # published files hold the number twice; transformers reads only num_experts_per_tok
     if file.get("experts_per_token", file.get("num_experts_per_tok")) != file.get(
         "num_experts_per_tok"
     ):
@@ -178,6 +182,7 @@ def gpt_oss_experts(file: ConfigFile) -> None:
 
 def _experts_after_dense_layers(file: ConfigFile) -> None:
     """Read the experts of DeepSeek and its successors: with shared ones, and after dense layers."""
+    # shared experts are as wide as routed ones, and are one wide MLP here
     shared = file.number("n_shared_experts", 0) * file.number("moe_intermediate_size")
     balancing = "seq_aux_loss" if file.get("seq_aux") else "aux_loss"
     _experts(file, "n_routed_experts", "moe_intermediate_size")
@@ -188,6 +193,7 @@ def _experts_after_dense_layers(file: ConfigFile) -> None:
         "model.moe.router_load_balancing_type": balancing,
         "model.moe.aux_loss_coeff": float(file.get("aux_loss_alpha")),
     }
+    # published files may lack it, though the training had such a loss
     if "aux_loss_alpha" not in file.given:
         report = file.family.absent["aux_loss_alpha"]
         file.notes.append(
@@ -213,6 +219,7 @@ def _latent(file: ConfigFile) -> None:
     }
     heads = file.get("num_attention_heads")
     file.must("num_key_value_heads", (heads,), "changes the numbers: MLA has no groups")
+    # transformers builds the norms of latents without passing an epsilon
     if file.get("rms_norm_eps") != _LATENT_EPSILON:
         file.out["model.mla.layernorm_epsilon"] = _LATENT_EPSILON
 
@@ -245,6 +252,7 @@ def deepseek_v2_experts(file: ConfigFile) -> None:
     """Read experts whose scores are a softmax; a group's score is its best one."""
     _latent(file)
     file.out |= {"model.moe.router_score_function": "softmax", "model.moe.router_pre_softmax": True}
+    # the score of a group is that of its best expert
     if file.get("topk_method") == "group_limited_greedy":
         _groups(file, 1)
     else:
@@ -285,11 +293,7 @@ def _computed_widths(file: ConfigFile) -> None:
         "qk_head_dim": rotary + file.get("qk_nope_head_dim"),
     }.items():
         if key not in declared and file.given.get(key, width) != width:
-            file.refuse(
-                key,
-                "not supported",
-                f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim",
-            )
+            file.differs(key, f"{width} of qk_rope_head_dim and qk_nope_head_dim")
 
 
 def deepseek_v3_experts(file: ConfigFile) -> None:
@@ -309,11 +313,7 @@ def gpt2_block(file: ConfigFile) -> None:
         "model.hidden_dropout": drops["resid_pdrop"],
     }
     if drops["embd_pdrop"] != drops["resid_pdrop"]:
-        file.refuse(
-            "embd_pdrop",
-            "not supported",
-            "changes the numbers: one rate for embeddings and residuals",
-        )
+        file.differs("embd_pdrop", "one rate for embeddings and residuals")
     file.out["model.softmax_scale"] = None if file.get("scale_attn_weights", True) else 1.0
 
 
@@ -333,9 +333,7 @@ def indexed_layers(file: ConfigFile) -> None:
     mlps = ["dense"] * dense + ["sparse"] * (file.layers - dense)
     file.must("mlp_layer_types", (mlps, None), text)
     if file.get("q_lora_rank") is None:
-        file.refuse(
-            "q_lora_rank", "not supported", "changes the numbers: an indexer reads latent queries"
-        )
+        file.differs("q_lora_rank", "an indexer reads latent queries")
 
 
 LINEAR_KEYS = (
@@ -358,11 +356,12 @@ def linear_attention(file: ConfigFile) -> None:
     every = file.get("full_attention_interval")
     kinds = file.get("layer_types", linear_layers(file.layers, every))
     softmax = "full_attention"
+    # without a softmax layer, any interval beyond the last layer means the same
     every = kinds.index(softmax) + 1 if softmax in kinds else max(every, len(kinds) + 1)
     if every < 2 or kinds != linear_layers(file.layers, every):
         key = "layer_types" if file.given.get("layer_types") else "full_attention_interval"
-        text = "changes the numbers: linear attention is in all layers but every n-th here"
-        file.refuse(key, "not supported", text)
+        file.differs(key, "linear attention is in all layers but every n-th here")
+    # a smaller interval was refused above; the schema takes none
     file.out["model.linear_attention.freq"] = max(2, every)
     for key in LINEAR_KEYS:
         file.out[f"model.linear_attention.{key}"] = file.get(f"linear_{key}")
@@ -372,6 +371,7 @@ def qwen3_next_experts(file: ConfigFile) -> None:
     """Read the experts of Qwen3-MoE and a shared one, unless every layer is dense."""
     qwen_experts(file)
     shared_expert(file)
+    # a section of experts that no layer has would be refused
     if file.out["model.moe.first_dense_layers"] >= file.layers:
         file.out = {
             key: value for key, value in file.out.items() if not key.startswith("model.moe.")
@@ -386,5 +386,4 @@ def nemotron_block(file: ConfigFile) -> None:
     words = tuple(UNGATED_WORDS)
     file.must("hidden_act", words, f"changes the numbers: there are {', '.join(words)}")
     if file.given.get("partial_rotary_factor", 0) is None:
-        text = "changes the numbers: transformers takes no null here"
-        file.refuse("partial_rotary_factor", "not supported", text)
+        file.differs("partial_rotary_factor", "transformers takes no null here")
