@@ -24,6 +24,7 @@ from mtrain.plan.shrink import alone
 if TYPE_CHECKING:
     from mtrain.mcore.state.shard_specs import ShardSpec
 
+# numbers that megatron-core turns into places along an axis
 _COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
 
 
@@ -61,6 +62,7 @@ def model_boxes(run: RunConfig) -> dict[str, Box]:
 
     This imports megatron-core if the family does not declare its weights.
     """
+    # a plug-in family may leave its weights to be found in its layers
     if family_of(run.model).weights is None:
         return boxes_from_megatron(_plain(run))
     return boxes_from_family(run)
@@ -79,13 +81,16 @@ def boxes_from_family(run: RunConfig) -> dict[str, Box]:
 
     Equal layers are in one tensor, counted along its first axis, and so are the experts of a layer.
     """
+    # one rank has every tensor whole
     one = alone(_plain(run))
     family = family_of(run.model)
     assert family.weights is not None
     ((held,),) = held_stages(one)
     fused = (*family.weights(one.model, one.parallel, held), *family.buffers(one.model))
+    # a checkpoint stores the parts of fused weights by themselves
     every = [part for weight in fused for part in family.apart(one.model, weight)]
     places = {w.name: _place(one.model, family.saved_as(one.model, w.name)) for w in every}
+    # tensor -> one more than the largest number along each counted axis
     ends: dict[str, tuple[int, ...]] = {}
     for key, numbers in places.values():
         ends[key] = tuple(
@@ -109,6 +114,7 @@ def boxes_from_megatron(run: RunConfig) -> dict[str, Box]:
     # other builders have other module names
     named = one.model.model_copy(update={"builder": "gpt"})
     one = one.model_copy(update={"model": named})
+    # the real builder, with process groups that never communicate and weights without memory
     with fake_world(one, 0) as world:
         (chunk,) = blank_model(one, world)
         specs = shard_specs_of(chunk)
@@ -133,6 +139,7 @@ def boxes_of(
     for key, parts in keys.items():
         inner = shape[1:]
         first = parts[0].first
+        # the parts of a key follow each other in the fused weight
         rows = sum(part.numel for part in parts) // prod(inner)
         own = [replace(part, first=part.first - first) for part in parts]
         yield (part := f"{name}.{key.rpartition('.')[2]}"), box_of(part, (rows, *inner), own)
@@ -156,6 +163,7 @@ def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box
             first.global_shape,
             first.offset[:lead],
         )
+        # a part may cut only the first axis after the counted ones
         inside = (
             spec.offset[lead + 1 :] == first.offset[lead + 1 :]
             and spec.shape[lead + 1 :] == shape[1:]
@@ -179,6 +187,7 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
     def without(match: re.Match[str]) -> str:
         stacked = match[1] != ".layers" or not _numbered(model, name)
+        # layers that differ keep their number in the name, and their experts are counted still
         numbers.extend([int(match[2])] * stacked)
         return f"{match[1]}." if stacked else match[0]
 

@@ -41,6 +41,7 @@ class Record:
             n: (held[n].dtype, held[n].shape, sha256) for n, sha256 in reader.hashes.items()
         }
         for step in match.steps:
+            # a weight in fewer bits is first decoded, then the step runs
             words = [step.operation.name, *{reader.decoding(name) for name in step.theirs} - {""}]
             theirs = [part for name in step.theirs for part in reader.parts(name)]
             self.steps.append(
@@ -74,6 +75,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         try:
             out[name] = metadata.version(name)
+        # a conversion may run without torch and transformers
         except metadata.PackageNotFoundError:
             continue
     return out

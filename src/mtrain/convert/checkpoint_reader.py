@@ -21,9 +21,7 @@ from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 
 MAIN = "optim/main_weight/"
-"""What a checkpoint calls the weights in fp32 from which the model's own, in half precision, are
-rounded.
-"""
+"""Prefix of the fp32 weights of which a checkpoint's half-precision weights are rounded copies."""
 READ_BYTES = 16 << 20
 """The most that is read at once where a box is put together."""
 
@@ -47,6 +45,7 @@ class CheckpointReader:
             CorruptData: no manifest, one that is cut or altered, or a file that is missing or
                 altered, by name.
         """
+        # pieces are hashed as they are read: hashing first would read everything twice
         return cls(path, read_manifest(path, verify=False))
 
     def key(self, key: str, *, main: bool = False) -> str:
@@ -57,7 +56,7 @@ class CheckpointReader:
         return f"{MAIN}{key}" if main and f"{MAIN}{key}" in tensors else f"{MODEL}{key}"
 
     def dtype(self, name: str) -> str:
-        """Return number format of a tensor."""
+        """Return the number format of a tensor."""
         return IN_SAFETENSORS[self.manifest["tensors"][name]["dtype"]]
 
     def read(self, name: str, box: Box) -> tuple[RawArray, str]:
@@ -70,8 +69,9 @@ class CheckpointReader:
         """
         entry = self.manifest["tensors"].get(name)
         if entry is None or tuple(entry["shape"]) != box.global_shape:
-            said = f"no tensor {name}" if entry is None else f"{name} in shape {entry['shape']}"
-            raise CorruptData(f"{self.path} has {said}; it should be {list(box.global_shape)}")
+            held = f"no tensor {name}" if entry is None else f"{name} in shape {entry['shape']}"
+            raise CorruptData(f"{self.path} has {held}; it should be {list(box.global_shape)}")
+        # the usual case: one rank wrote the whole box, and its stored hash is that of the tensor
         for piece in entry["pieces"]:
             if (tuple(piece["offset"]), tuple(piece["shape"]), piece["flat"]) == (
                 box.offset,
@@ -97,8 +97,10 @@ class CheckpointReader:
         shard = self._files[piece["file"]]
         held = shard.entry(piece["entry"])
         width = BYTES.get(held.dtype, 0)
+        # the shard may not be the one that the manifest describes
         if not width or not start <= stop <= prod(held.shape):
             raise CorruptData(f"{shard.path}: {piece['entry']} is {held.dtype} {list(held.shape)}")
+        # only the blocks that hold these elements are read and hashed
         data = shard.read(piece["entry"], start * width, stop * width)
         return np.frombuffer(data, dtype=empty((0,), held.dtype).dtype)
 

@@ -61,7 +61,7 @@ class CheckpointWeights:
         self._made: dict[str, RawArray] = {}
 
     def dtype(self, name: str) -> str:
-        """Return number format of what `tensor` gives."""
+        """Return the number format of a tensor."""
         return self.weights.dtype_of(self._step_of[name])
 
     def tensor(self, name: str) -> RawArray:
@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
     name: str
     equal: bool
-    said: str = ""
+    text: str = ""
 
 
 def compare(
@@ -97,16 +97,17 @@ def compare(
         CorruptData: one cannot be read.
     """
     rows = list(_rows(a, b))
-    alone = []
+    unmatched = []
     for name in sorted(a.names ^ b.names):
+        # transformers' own folders may lack the copy, and files of others may have it
         of = copies.get(name)
         place = a if name in a.names else b
         if of in place.names:
             found = difference(place, name, of)
             rows.append(Row(name, not found, found))
         else:
-            alone.append(name)
-    return rows, alone
+            unmatched.append(name)
+    return rows, unmatched
 
 
 def _rows(a: NamedWeights, b: NamedWeights) -> Iterator[Row]:
@@ -117,6 +118,7 @@ def _rows(a: NamedWeights, b: NamedWeights) -> Iterator[Row]:
         of_y = b.dtype(name)
         if x.shape != y.shape:
             yield Row(name, False, f"shapes {list(x.shape)} and {list(y.shape)}")
+        # bits first: equal ones need no torch
         elif of_x == of_y and np.array_equal(x, y):
             yield Row(name, True)
         else:

@@ -22,16 +22,19 @@ _PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
 
 
 class NewFile:
-    """A file that was not there."""
+    """A new file, written from front to back."""
 
     def __init__(self, path: Path, head_bytes: int) -> None:
-        """`head_bytes`: what is left out at the front, until `finish`."""
+        """Leave `head_bytes` at the front free for `finish`."""
         self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # anonymous mappings begin at a page, as direct I/O demands of memory
         self._blocks = deque(memoryview(mmap(-1, BLOCK_BYTES)) for _ in range(BLOCKS))
         self._held = head_bytes % BLOCK_BYTES
+        # the first block begins at a multiple of its size, with room for the end of the head
         self._at = head_bytes - self._held
         self._thread = ThreadPoolExecutor(1)
         self._writing = Future[None]()
+        # nothing has to be waited for at first
         self._writing.set_result(None)
         self._past_cache(True)
 
@@ -47,6 +50,8 @@ class NewFile:
             data = data[count:]
             self._held = self._held + count
             if self._held == BLOCK_BYTES:
+                # one write at a time: the other block is filled meanwhile, and an error is raised
+                # here
                 self._writing.result()
                 self._writing = self._thread.submit(self._put, self._blocks[0], self._at)
                 self._blocks.rotate()
@@ -60,6 +65,7 @@ class NewFile:
             OSError: some of it could not be put on disk.
         """
         self._writing.result()
+        # the last block and the head are not as long as direct I/O demands
         self._past_cache(False)
         self._put(self._blocks[0][: self._held], self._at)
         self._put(memoryview(head), 0)
@@ -75,6 +81,7 @@ class NewFile:
             try:
                 count = os.pwrite(self._number, data, at)
             except OSError as error:
+                # a file system that accepts the flag may still refuse the write
                 if error.errno != errno.EINVAL or not self._past_cache(False):
                     raise
                 continue

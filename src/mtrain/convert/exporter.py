@@ -36,7 +36,7 @@ FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor of theirs that is to be written."""
+    """Name, shape and format of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class Exported:
-    """A tensor of theirs."""
+    """A tensor under its foreign name, converted."""
 
     words: RawArray
     dtype: str
@@ -83,6 +83,7 @@ class Weights:
         self.dtype = dtype
         self.found: Match = export_match(table, run.model, self.ours)
         held = checkpoint.manifest["tensors"]
+        # before anything is written
         lacks = [
             box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held
         ]
@@ -99,9 +100,11 @@ class Weights:
             return None
         from mtrain.mcore.layers.merging import Whole
 
+        # most weights have none
         names = self._adapter_names(weight)
         if not names:
             return None
+        # dora has a magnitude, lora none
         found = {
             name: self._read(name, self.adapters[name], record)
             for name in names
@@ -157,6 +160,7 @@ class Weights:
         dtype = given[0].dtype
         wanted = self.dtype_of(step)
         for name, one in zip(step.theirs, made, strict=True):
+            # the identity of the memory shows that no operation changed it
             same = next((g.sha256 for g in given if g.words is one and dtype == wanted), "")
             yield name, Exported(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
@@ -169,6 +173,7 @@ class Weights:
         from mtrain.mcore.layers.merging import merged, one_hot_of
 
         # rounded once
+        # in fp32, so that base and adapter are rounded together
         weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")
         one = merged(weight, adapter, one_hot_of(name, adapter, self.model), self.run.peft.scale)
         dtype = self.dtype or found.dtype
@@ -201,6 +206,7 @@ def export_weights(weights: Weights, out: Path) -> Record:
     record = Record(copies=weights.found.copies)
     step_of = {name: step for step in weights.found.steps for name in step.theirs}
     todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]
+    # a copy is made again rather than kept in memory
     todo += [(step_of[of], (of,), (name,)) for name, of in weights.found.copies.items()]
 
     def made_of(
@@ -220,6 +226,7 @@ def export_weights(weights: Weights, out: Path) -> Record:
             for (_, made, names), (tensors, noted) in prefetched(
                 made_of, held, lambda one: weights.nbytes(one[0])
             ):
+                # a copy is written a second time, and was recorded with its original
                 if made == names:
                     record.add(noted)
                 for key, name in zip(made, names, strict=True):
@@ -229,6 +236,7 @@ def export_weights(weights: Weights, out: Path) -> Record:
                     placed[name] = file
             writer.close({"format": "pt"})
     if many:
+        # the index as transformers writes it
         total = sum(prod(shape) * BYTES[dtype] for dtype, shape, _ in record.target.values())
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         ckpt_folder.write_json(out / INDEX, body)

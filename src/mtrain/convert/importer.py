@@ -114,11 +114,13 @@ class _Files:
                 f"{name} {list(one.shape)}"
                 for name, one in zip(step.theirs[:3], given, strict=False)
             )
-            said = f"{shapes} do not make our {step.ours[0]}: {error}"
-            raise CorruptData(f"tensors have shapes of another model: {said}") from None
+            text = f"{shapes} do not make our {step.ours[0]}: {error}"
+            raise CorruptData(f"tensors have shapes of another model: {text}") from None
+        # by identity: an operation that returns its input has not changed it
         known = {
             id(one): self.source.hash_of(name) for name, one in zip(step.theirs, given, strict=True)
         }
+        # a view, as of a transposed weight, becomes bytes in order
         whole = [(np.ascontiguousarray(one), known.get(id(one))) for one in made]
         return [(one, dtype, *_hashes(one, sha256)) for one, sha256 in whole]
 
@@ -148,6 +150,7 @@ def import_weights(
         durable.sync(draft / ckpt_folder.RUN_FILE)
         body, record = _written(draft, source, tables, run, ours, adapters)
         ckpt_folder.commit(draft, final, body)
+    # an interruption, too, leaves no half of a checkpoint
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -164,7 +167,9 @@ def _written(
 ) -> tuple[dict[str, Any], Record]:
     """Write all files into `draft`, and return their manifest and the record."""
     found = match(tables, run.model, ours, source.names)
+    # all tensors first: shapes are checked on what was made
     made = _Files(draft, source, run.model, ours).write(found.steps)
+    # a copy that differs would be lost without a word
     _check_copies(source, found.copies)
     tensors: dict[str, Any] = {}
     record = Record()
@@ -173,6 +178,7 @@ def _written(
             check_shape(step, name, made[name].shape, ours[name])
             _note(tensors, record, name, made[name], ours[name])
     if adapters is not None:
+        # numbered after the files of the model
         own = _write_adapters(draft, len({one.file for one in made.values()}), adapters)
         for name, one in own.items():
             _note(tensors, record, name, one, adapters[0][name])
@@ -182,6 +188,7 @@ def _written(
         for name in dict.fromkeys(one.file for one in made.values())
     }
     record.note_read(source, found)
+    # resuming begins at step 0, with a new optimizer
     state = {"weights_only": True}
     return {
         "step": 0,
@@ -229,6 +236,7 @@ def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, box: 
 
 def _dtype(source: Source, step: Step) -> str:
     kinds = {source.dtype(name) for name in step.theirs}
+    # one tensor of ours has one format; which one to round to is not ours to choose
     if len(kinds) > 1:
         raise CorruptData(
             f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of"
@@ -251,6 +259,7 @@ def _hashes(words: RawArray, sha256: str | None) -> tuple[str, str]:
     """Return the hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
     data = buffer_of(words)
     blocks = hashes.hash_blocks(data)
+    # of one block, both hashes are the same
     if len(data) <= hashes.BLOCK_BYTES:
         return blocks, blocks
     return sha256 or hashes.hash_bytes(data), blocks

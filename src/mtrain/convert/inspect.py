@@ -36,6 +36,7 @@ def held(path: Path) -> list[Held]:
     """
     if path.is_file():
         return [Held(t.name, t.dtype, t.shape) for _, t in sorted(read_header(path).items())]
+    # only a checkpoint of ours has a manifest
     if (path / MANIFEST).is_file():
         tensors = read_manifest(path, verify=False)["tensors"]
         found = (
@@ -63,6 +64,7 @@ def totals(tensors: Sequence[Held]) -> dict[str, Any]:
     return {
         "tensors_total": len(tensors),
         "numbers": sum(numbers for numbers, _ in sizes),
+        # as in memory: headers and padding of files do not count
         "bytes": sum(numbers * width for numbers, width in sizes),
         "formats": dict(Counter(t.dtype for t in tensors).most_common()),
     }

@@ -20,14 +20,14 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Match:
-    """The steps from one side to the other, and what of theirs has no part in them."""
+    """The steps from one side to the other, and the foreign tensors without a step."""
 
     table: Table
     steps: tuple[Step, ...]
     copies: dict[str, str]
-    """Theirs that hold what another one of theirs does -> that one."""
+    """Foreign tensor that repeats another one -> that one."""
     ignored: tuple[str, ...] = ()
-    """Theirs that hold nothing of the model."""
+    """Foreign tensors that are no part of the model."""
 
 
 def match(
@@ -39,6 +39,7 @@ def match(
         CorruptData: some of either side are left over, or used twice, by name.
     """
     found = [_match(table, model, set(ours), set(theirs)) for table in tables]
+    # the table with the fewest complaints is the one that the files follow
     best, wrong = min(found, key=lambda pair: len(pair[1]))
     if wrong:
         more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
@@ -54,6 +55,7 @@ def export_match(table: Table, model: Any, ours: Collection[str]) -> Match:
     Raises:
         CorruptData: a tensor of ours has no entry.
     """
+    # without entries of parts that this model lacks
     steps = [step for step in table.entries(model) if set(step.ours) <= set(ours)]
     used = Counter(name for step in steps for name in step.ours)
     left = [f"{name} is made {used[name]} times" for name in ours if used[name] != 1]
@@ -82,6 +84,7 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
     }
     steps = [s for s in entries if set(s.ours) & ours or set(s.theirs) & theirs - copies.keys()]
     steps, copies = _without_originals(steps, copies, theirs)
+    # twice is as wrong as never: a later step would overwrite an earlier one
     used_ours = Counter(n for step in steps for n in step.ours)
     used = Counter(n for step in steps for n in step.theirs)
     left = theirs - ignored - set(copies)
@@ -110,6 +113,7 @@ def _without_originals(
     instead: dict[str, str] = {}
     for name, of in copies.items():
         if of not in theirs:
+            # the first copy stands in for the original
             instead.setdefault(of, name)
     steps = [replace(step, theirs=tuple(instead.get(n, n) for n in step.theirs)) for step in steps]
     left = {n: instead.get(of, of) for n, of in copies.items() if n not in instead.values()}
@@ -120,6 +124,7 @@ def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[st
     """Return the shapes of the tensors that a step makes of ours."""
     import torch
 
+    # on the meta device, an operation computes shapes and no number
     blank = [torch.empty(ours[name].shape, device="meta") for name in step.ours]
     made = step.operation.apply(blank, model, inward=False)
     return {name: tuple(tensor.shape) for name, tensor in zip(step.theirs, made, strict=True)}

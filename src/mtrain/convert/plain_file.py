@@ -23,6 +23,8 @@ def open_plain(path: Path) -> BinaryIO:
         BadEnvironment: it may not be read.
     """
     try:
+        # O_NONBLOCK: opening a pipe waits for its writer; what was opened is checked, not what has
+        # the name
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
@@ -47,6 +49,7 @@ def read_plain(path: Path, limit: int) -> bytes:
                 f"{path} has {units.bytes_(size)}; at most {units.bytes_(limit)} are read"
             )
         data = bytearray()
+        # the file may grow after its size was taken
         while piece := file.read(min(1 << 20, limit + 1 - len(data))):
             data += piece
         return bytes(data)

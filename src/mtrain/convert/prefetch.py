@@ -27,6 +27,7 @@ def prefetched(
     waiting = deque[tuple[T, int, Future[R]]]()
 
     def full(need: int) -> bool:
+        # the largest result never waits for room, which may not exist
         sizes = [need, *(size for _, size, _ in waiting)]
         return sum(sizes) - max(sizes) > AHEAD_BYTES
 
@@ -40,6 +41,7 @@ def prefetched(
             while waiting:
                 yield _first(waiting)
         except BaseException:
+            # leaving the pool would otherwise run every call that still waits
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 

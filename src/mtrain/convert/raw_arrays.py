@@ -37,6 +37,7 @@ IN_TORCH = {
 """Number format as safetensors names it -> as torch and our checkpoints do."""
 IN_SAFETENSORS = {theirs: name for name, theirs in IN_TORCH.items()}
 FLOATS = frozenset(name for name, theirs in IN_TORCH.items() if "float" in theirs)
+# types that numpy and torch share: one memory is both
 _OF_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -47,12 +48,14 @@ def empty(shape: Sequence[int], dtype: str) -> RawArray:
 
 def buffer_of(words: RawArray) -> memoryview:
     """Return the bytes of words that lie behind each other, not copied."""
+    # a memoryview of no numbers cannot be cast
     flat: Any = words.reshape(-1).view(np.uint8) if words.size else b""
     return memoryview(flat)
 
 
 def converted(words: RawArray, dtype: str, to: str) -> RawArray:
     """Return numbers of a format in another one; imports torch where they differ."""
+    # most conversions move bits, and none of them waits for the import of torch
     if dtype == to:
         return words
     import torch

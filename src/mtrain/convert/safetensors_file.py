@@ -105,10 +105,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
         with path.open("rb") as file:
             first = file.read(LENGTH_BYTES)
             length = int.from_bytes(first, "little")
+            # the header may claim more bytes than the file has
             if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
                 raise CorruptData(
                     f"{path}: no safetensors file: its header is cut or has {length} bytes"
                 )
+            # readers differ in which of two equal names they take
             body = json.loads(file.read(length), object_pairs_hook=once)
     except OSError as error:
         raise not_read(path, error) from None
@@ -141,6 +143,7 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
             start, stop = entry["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise CorruptData(f"{path}: {name[:200]} lacks dtype, shape or data_offsets") from None
+        # `type`, as true is an instance of int
         numbers = [*shape, start, stop] if isinstance(shape, list) else [None]
         if (
             not all(type(n) is int and 0 <= n <= size for n in numbers)
@@ -154,9 +157,11 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
                 f"{path}: {name[:200]} of shape {shape} does not have {stop - start} bytes"
             )
         found.append((start, stop, Tensor(name, dtype, tuple(shape), path, data_at + start)))
+    # empty tensors share an offset with their successor
     found.sort(key=lambda item: item[:2])
     at = 0
     for start, stop, tensor in found:
+        # an overlap would make two names for the same bytes, a gap would hide some
         if start != at:
             raise CorruptData(
                 f"{path}: the bytes of {tensor.name[:200]} do not follow those before it"
@@ -179,6 +184,7 @@ class Writer:
         self._names = deque(names)
         self._entries: dict[str, Any] = {}
         entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
+        # shapes and offsets are at most as long as MAX_ENTRY_BYTES, so that the room suffices
         self._data_at = (
             LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
         )
@@ -218,6 +224,7 @@ class Writer:
         room = self._data_at - LENGTH_BYTES
         if len(text) > room:
             raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")
+        # spaces fill the room: JSON allows them, and the format's reference does the same
         self._file.finish(room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room))
 
     def __enter__(self) -> Writer:

@@ -61,6 +61,7 @@ def delta(
     for group in GROUPS:
         target = getattr(run, group)
         if group == "model" and brought is not None:
+            # weights bring their model: a recipe says only what differs from it
             changes = _changes(target, brought)
             if changes is not None:
                 out.values |= {group: changes} if changes else {}
@@ -95,6 +96,8 @@ def _nearest(group: str, target: Any, usual: str | None, chosen: Mapping[str, st
             continue
         cost = 2 * _size(changes, group)
         if name != usual and name in choices_of_group(group):
+            # a choice by name that fits exactly costs little, one that is changed has to save
+            # several keys
             cost += FAR if changes and group != "parallel" else 1
         choices.append(_Choice(name, changes, cost))
     if not choices:
@@ -159,6 +162,7 @@ def _section(group: str, choice: str, file: Path | None) -> Section:
         parsed = kind.model_validate(parse_layout(choice))
         return parsed
     document = load(file)
+    # Hydra composes files with directives of its own, which takes 0.2 s; others need none of it
     if "@package" in document.text or "defaults" in document.values or "${" in str(document.values):
         return _composed(group, choice)
     parsed = kind.model_validate(document.values)
@@ -182,6 +186,7 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
 def _layouts(p: UnresolvedParallel, with_ranks: bool) -> list[str]:
     """Return the layout as one word, with or without the data-parallel size."""
     axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
+    # a degree of 1 goes without saying, but for etp, whose default is tp
     word = "".join(
         f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None)
     )

@@ -58,6 +58,7 @@ def _named(word: str) -> str:
         )
     if (path / RUN_FILE).is_file():
         return f"run={path / RUN_FILE}"
+    # a run file has every group and no defaults; a recipe is a delta
     key = "run" if _is_run_file(path) else "recipe"
     if key == "recipe":
         find_recipe(word)  # raises with suggestions
@@ -86,6 +87,7 @@ def differences(left: UnresolvedRun, right: UnresolvedRun) -> list[Difference]:
         for key in keys
         if not _repeats_its_section(key, left_values, right_values)
     ]
+    # its order is that of gravity
     order = list(Effect)
     return sorted(changed, key=lambda d: order.index(d.kind))
 

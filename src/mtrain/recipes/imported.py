@@ -115,6 +115,7 @@ def _base_values(draft: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
     words = [f"{group}={choice}" for group, choice in picked.items()]
     values = compose(words).run.to_dict()
     for group in ("model", "parallel"):
+        # not the default choice, whose model and layout nobody chose here
         if group not in choices:
             values[group] = {}
     return values
@@ -128,6 +129,7 @@ def _where(path: str, arguments: Arguments, source: str) -> str:
 def _quiet(run: UnresolvedRun, arguments: Arguments) -> UnresolvedRun:
     """Return `run` with neutral values for keys without effect, as Megatron-LM ignores them."""
     values = run.to_dict()
+    # Megatron-LM ignores such flags silently, and the checks here refuse them
     for key in CONDITIONAL:
         if key.value(run) != key.off and not key.active(run):
             put(values, key.path, key.off)
@@ -174,6 +176,7 @@ def as_published(run: UnresolvedRun) -> UnresolvedRun:
     """Return the run with the published training of its model, if that ships under some name."""
     for choice in choices_of_group("model"):
         known: Any = section("model", choice)
+        # these do not change what the model computes
         here = {key: getattr(run.model, key) for key in ("name", "published", "kv_channels")}
         if known.head_dim == run.model.head_dim and known.model_copy(update=here) == run.model:
             model = run.model.model_copy(update={"published": known.published})

@@ -51,6 +51,7 @@ def versions() -> dict[str, str]:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             out[name] = NONE
+    # a copy on PYTHONPATH has no metadata
     out["megatron-core"] = release.version() or NONE
     return out
 
@@ -97,6 +98,7 @@ def mismatches(
 
     if lock.edited is not None:
         compare("file", *lock.edited)
+    # the file is as it was written, so this version reads it otherwise
     elif lock.facts["digest"] != lock.run.digest():
         here = f"{lock.run.digest()} with this version's {', '.join(lock.new_keys)}"
         compare("version", "digest", lock.facts["digest"], here)
@@ -105,6 +107,7 @@ def mismatches(
     if facts_of(lock.run.cluster.device).counted:
         needed = min(lock.run.parallel.ranks, lock.run.cluster.devices_per_node or 1)
         had = lock.facts["device"].get("gpus")
+        # a lock made on a laptop says nothing about GPUs
         if machine.gpus < needed and (not isinstance(had, int) or machine.gpus < had):
             wanted = f"{had} GPUs, of which it needs {needed}"
             compare("device", lock.run.cluster.device, wanted, f"{machine.gpus} GPUs")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "***"
+# shorter values would black out parts of ordinary words
 MIN_LENGTH = 4
 
 _SECRET = frozenset(
@@ -77,6 +78,7 @@ class Secrets:
         held = {
             value for name, values in variables.items() if names_secret(name) for value in values
         }
+        # the longest first: one secret may be a part of another
         self.values = sorted((v for v in held if len(v) >= MIN_LENGTH), key=len, reverse=True)
         self._hidden: dict[str, str] = {}
 

@@ -26,7 +26,7 @@ SWAPPED = "0.18.1"
 STRAIGHT = "0.19.1"
 """Versions of `peft` that stand for the two forms of experts' adapters."""
 PEFT_VERSIONS = {"0.19": STRAIGHT, "0.18": SWAPPED}
-"""What a user writes -> the version that is written."""
+"""Version of `peft` in a command -> the version in the written files."""
 COMPANIONS = (
     GENERATION,
     "tokenizer.json",
@@ -38,6 +38,7 @@ COMPANIONS = (
     *OTHERS,
 )
 """Files of tokenizer and generation, which are copied unchanged."""
+# an index is foreign text: no name in it leads out of the folder
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 MAX_INDEX_BYTES = 128 << 20
@@ -46,7 +47,7 @@ MAX_COMPANION_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Folder:
-    """Its tensors by name, from one file or several."""
+    """The tensors of a folder by name, from one file or several."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -77,13 +78,19 @@ def open_folder(path: Path) -> Folder:
         return Folder(path, _indexed(path, _weight_map(path / INDEX)))
     if (path / WEIGHTS).is_file():
         return Folder(path, read_header(path / WEIGHTS))
+    # the usual names, for a message that says what to do
     pickle = next((name for name in PICKLES if (path / name).exists()), None)
     if pickle is not None:
-        raise CorruptData(
-            f"{path / pickle} is a pickle, which can run code when it is read, and is never read"
-            " here: have whoever made it save safetensors (save_pretrained of transformers does)"
-        )
+        raise pickle_refused(path / pickle, "transformers")
     raise CorruptData(f"{path} has neither {INDEX} nor {WEIGHTS}")
+
+
+def pickle_refused(file: Path, library: str) -> CorruptData:
+    """Return the error of weights that `library` saved as a pickle."""
+    return CorruptData(
+        f"{file} is a pickle, which can run code when it is read, and is never read here: have"
+        f" whoever made it save safetensors (save_pretrained of {library} does)"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -109,6 +116,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _indexed(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for file in sorted(set(names.values())):
+        # each file is compared with the index in both directions
         held = read_header(path / file)
         for name, tensor in held.items():
             if names.get(name) != file:

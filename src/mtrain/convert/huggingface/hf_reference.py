@@ -30,15 +30,17 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    said = read_json(folder / CONFIG, str(folder / CONFIG))
-    kind = said.pop("model_type")
+    values = read_json(folder / CONFIG, str(folder / CONFIG))
+    kind = values.pop("model_type")
     plain: dict[str, Any] = {
+        # fused attention rounds differently
         "attn_implementation": "eager",
         "local_files_only": True,
         "trust_remote_code": False,
     }
+    # publishers name models that are another family's by their own name
     if kind in ALIASES and kind not in transformers.CONFIG_MAPPING:
-        plain["config"] = _as_known(kind, said)
+        plain["config"] = _as_known(kind, values)
     auto = getattr(transformers, family_of(model).auto_class)
     loaded = auto.from_pretrained(folder, dtype=torch.float32, **plain)
     ids, _, more = probed(model, ids)
@@ -51,13 +53,15 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
     found[0].float().numpy().tofile(out)
 
 
-def _as_known(kind: str, said: dict[str, Any]) -> Any:
+def _as_known(kind: str, values: dict[str, Any]) -> Any:
     """Return the configuration of a folder whose `model_type` transformers has no name for, as the
     family's that it is.
     """
     from transformers import AutoConfig
 
     plain = {
-        key: value for key, value in said.items() if key not in ("auto_map", "quantization_config")
+        key: value
+        for key, value in values.items()
+        if key not in ("auto_map", "quantization_config")
     }
     return AutoConfig.for_model(ALIASES[kind], **plain)

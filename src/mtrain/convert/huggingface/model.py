@@ -33,7 +33,7 @@ from mtrain.recipes.imported import Imported
 from mtrain.units import count
 
 FEW = 3
-"""Keys that differ, each of which can be said for itself."""
+"""Differing keys of which each is named with its fix."""
 KEPT = "hf"
 """Folder of a run with the companion files of imported weights."""
 TOKENIZER = "tokenizer.json"
@@ -55,11 +55,12 @@ def configuration(
     found = import_config(config, extra)
     settled = family_of(found.run.model).settled
     if settled is not None:
-        said = {word.partition("=")[0] for word in extra}
+        given = {word.partition("=")[0] for word in extra}
+        # keys that only the names of the weights show
         words = imported(settled)(
             found.run.model, open_folder(config.parent).tensors.keys(), wanted
         )
-        words = [word for word in words if word.partition("=")[0] not in said]
+        words = [word for word in words if word.partition("=")[0] not in given]
         if words:
             found = import_config(config, (*extra, *words))
             found.notes.append(
@@ -120,6 +121,7 @@ def open_matching(run: RunConfig, source: Path) -> tuple[str, Folder]:
             [Problem("MT503", "model.mtp_num_layers", run.model.mtp_num_layers, rule, fix)]
         )
     numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
+    # a small file must not make this process take memory for a giant
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"{folder.config} describes {count(parameters(run.model))} parameters"
         raise CorruptData(f"{described}, and its weights are {count(numbers)} numbers")
@@ -132,6 +134,7 @@ def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> I
     """
     mine = run.flat()
     values = there.flat()
+    # keys that differ only once they are resolved are named if there are no others
     keys = [key for key in keys if mine.get(key) != values.get(key)] or keys
     known = shipped(there.model)
     if known:
@@ -171,8 +174,10 @@ def import_model(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, R
         reader, given, run, home / CHECKPOINTS, model_boxes(run), adapters
     )
     (home / KEPT).mkdir(exist_ok=True)
+    # kept unchanged, for an export back
     for name in (CONFIG, *COMPANIONS):
         copy_if_present(source / name, home / KEPT / name)
+    # the tokenizer of the run's data takes precedence
     if not (home / TOKENIZER).exists():
         for name in (TOKENIZER, *BESIDE_TOKENIZER):
             copy_if_present(source / name, home / name)

@@ -59,7 +59,7 @@ class Reader:
         # of experts that a configuration has none of
         empty = {n for n in held if 0 in held[n].shape}
         self.names = frozenset({*held, *self._fp4} - parts - empty)
-        """Of weights that hold a number, each once."""
+        """Names of weights that hold a number, each once."""
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the tensors of the files that a weight is made of."""
@@ -108,19 +108,19 @@ class Reader:
         )[0]
 
     def hash_of(self, name: str) -> str:
-        """Return hex sha256 of a weight that `tensor` has given; empty where it was put
-        together.
-        """
+        """Return the hex sha256 of a weight that was read; empty if it was assembled."""
         return "" if self.decoding(name) else self.hashes[name]
 
     def _part(self, name: str) -> RawArray:
         tensor = load(self.folder.tensors[name])
+        # a tensor may be read twice: for its step, and as a copy
         if name not in self.hashes:
             self.hashes[name] = hash_bytes(buffer_of(tensor))
         return tensor
 
 
 def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    # blocks at the edges may be narrower
     rows, columns = (-(-size // FP8_BLOCK) for size in weight.shape) if weight.ndim == 2 else (0, 0)
     if tuple(factors.shape) != (rows, columns):
         raise CorruptData(
@@ -148,7 +148,9 @@ def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Te
         out.view(-1, *out.shape[-2:]),
     )
     for block, scale, place in zip(*each, strict=True):  # in full width one expert at a time
+        # the low half of a byte is the first number
         pairs = torch.stack([block & 0x0F, block >> 4], -1).flatten(-2)
+        # a scale is an exponent of two with a bias of 127, so that nothing is rounded
         exact = torch.ldexp(values[pairs.int()], (scale.int() - 127).unsqueeze(-1))
         place.copy_(exact.flatten(-2).mT)
     return out

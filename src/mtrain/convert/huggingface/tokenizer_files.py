@@ -26,6 +26,7 @@ def keep_tokenizer(home: Path, out: Path) -> None:
     and over it what the run was trained with. Of another tokenizer than the imported one, nothing
     of that is written.
     """
+    # the tokenizer of the data, which may be another than that of the weights
     own = home / TOKENIZER
     imported = home / KEPT
     if (
@@ -51,6 +52,7 @@ def _complete(out: Path) -> None:
     """
     settings = ChatFormat(out).settings
     more = {key: value for key, value in PLAIN.items() if key not in settings}
+    # without it, generation with transformers would not stop
     if "eos_token" not in settings and not (out / "special_tokens_map.json").is_file():
         from mtrain.data.text.tokenizer import Tokenizer
 
@@ -92,13 +94,16 @@ def also_ending(home: Path, generation: Path) -> None:
         return
     end = special_ids(home).get("eos_token_id")
     try:
-        said: Any = json.loads(generation.read_bytes())
+        settings: Any = json.loads(generation.read_bytes())
     except (OSError, ValueError, RecursionError):
         return
-    if end is None or not isinstance(said, dict):
+    if end is None or not isinstance(settings, dict):
         return
-    known = said.get("eos_token_id")
+    known = settings.get("eos_token_id")
+    # the key may hold one id or several
     ends = [one for one in (known if isinstance(known, list) else [known]) if one is not None]
     if end not in ends:
         value = [*ends, end] if ends else end
-        generation.write_text(strict_json.dumps({**said, "eos_token_id": value}, indent=2) + "\n")
+        generation.write_text(
+            strict_json.dumps({**settings, "eos_token_id": value}, indent=2) + "\n"
+        )

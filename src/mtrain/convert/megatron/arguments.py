@@ -43,7 +43,7 @@ def is_whole(kept: Mapping[str, Any]) -> bool:
 COMMON = "common.pt"
 MAX_COMMON_BYTES = 64 << 20
 MOST_ITEMS = 1 << 14
-"""Of a list among the arguments: one item for each layer."""
+"""The longest list among the arguments, with an item for each layer."""
 
 
 class _Every:
@@ -62,11 +62,13 @@ def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
         data = _saved(folder, common)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (info,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+            # torch compresses nothing, and a compressed entry could unfold without end
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
                 return {}
             top = pickled.read(archive.read(info), _Every(), str(kept_in(folder, common)))
     except Exception:  # zipfile raises errors of many types for a damaged file
         return {}
+    # an object of a checkpoint is stored in a list
     kept = _texts(top[0] if isinstance(top, list) and top else top).get("args")
     found = (
         _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
@@ -77,6 +79,7 @@ def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return len(value) <= MOST_ITEMS and all(map(_is_plain, value))
+    # enumerations and dtypes, which a pickle names, are left out
     return value is None or isinstance(value, bool | int | float | str)
 
 

@@ -38,8 +38,8 @@ it sets.
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
 """Keys of which the weights say enough, or that change no number of a token."""
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
-"""Of that group: scores are divided by the layer's number and multiplied with it again; another
-code of the same.
+"""Unmapped flags without effect on the result: scores are divided by the layer's number and
+multiplied by it again; and older code for the same network.
 """
 _BALANCE = "model.moe.router_load_balancing_type"
 _SINKHORN = "sinkhorn"
@@ -68,6 +68,7 @@ _SAME_NAME = (
 @cache
 def _entries() -> tuple[Entry, ...]:
     """Return the entries of the table for compared keys of a model."""
+    # without keys of which the weights say enough
     left = {f"{_OF}{key}" for key in _LEFT_OUT}
     return tuple(
         e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
@@ -84,6 +85,7 @@ def megatron_arguments(run: RunConfig) -> dict[str, Any]:
     given = Arguments(_words_of(run)).flags
     out: dict[str, Any] = {}
     for flag in (flag for entry in _entries() for flag in entry.flags):
+        # the argument is there in any case, so that it always has a value
         if flag in _NEGATED:
             out[argument_of(flag)] = flag not in given
         else:
@@ -167,14 +169,16 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Difference]:
     """Return the arguments of a checkpoint that differ from a run's model."""
     if not kept:
         return []
+    # both sides go through the same table, so that a default is the same on both
     theirs, there, _ = read_flags(_words_kept(as_rope(kept)), None)
     _, here, _ = read_flags(_words_of(run), None)
     ours = megatron_arguments(run)
     out = list[Difference]()
     sections = set[str]()
     for entry in _entries():
-        if not _is_said(entry, kept):
+        if not _is_stated(entry, kept):
             continue
+        # a refused flag matters only for a part that the model has
         counts = any(
             _is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys
         )
@@ -192,10 +196,10 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Difference]:
             x = _effective(there, key)
             y = _effective(here, key)
             section = key.rpartition(".")[0]
-            alone = section != "model" and (_has(there, section) != _has(here, section))
-            if _same(key, x, y) or (alone and section in sections):
+            one_sided = section != "model" and (_has(there, section) != _has(here, section))
+            if _same(key, x, y) or (one_sided and section in sections):
                 continue
-            if alone:  # a whole section that one side lacks is one difference
+            if one_sided:  # a whole section that one side lacks is one difference
                 sections.add(section)
             name = _named(entry, kept, ours)
             out.append(Difference(name, kept[name], key, y, x))
@@ -212,7 +216,7 @@ def _is_there(draft: Mapping[str, Any], key: str) -> bool:
     return section == "model" or _has(draft, section)
 
 
-def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
+def _is_stated(entry: Entry, kept: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint says what an entry reads: all of its arguments, or one that is
     set.
     """
@@ -221,6 +225,7 @@ def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
         for f in entry.flags
         if argument_of(f) in kept and (f not in _NEGATED or kept[argument_of(f)] is not None)
     ]
+    # an old file may lack one of the arguments of an entry
     is_set = any(kept[argument_of(flag)] not in (None, flag in _NEGATED) for flag in held)
     return bool(held) and (is_whole(kept) or len(held) == len(entry.flags) or is_set)
 
@@ -255,6 +260,7 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
     ):
         width = _effective(draft, "model.kv_channels")
         return width**-0.5 if width else None
+    # 1 and 1.0 are the same number in two spellings
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
         return float(value)
     return value
@@ -286,7 +292,7 @@ def _unflagged() -> dict[str, str]:
 
 
 def unflagged_arguments(run: RunConfig) -> dict[str, Any]:
-    """Return what has no flag in a run's model, each by the argument that says it in an export."""
+    """Return the keys without a flag of a run's model, each under its argument in an export."""
     values = run.flat()
     return {
         name: values[key] for key, name in _unflagged().items() if key in values
@@ -304,6 +310,7 @@ def _without_flags(
     for key, name in _unflagged().items():
         if key not in values or (name not in kept and not is_whole(kept)):
             continue
+        # an argument that did not exist yet meant the default
         usual = draft[key] if key in draft else default_of(key)
         there = kept.get(name, usual)
         x, y = (_meant({**values, key: value}, key) for value in (there, values[key]))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mtrain.convert.checkpoint_reader import CheckpointReader
 
 KIND = "torch_dist"
-"""What a certificate calls the other side."""
+"""The name of the format in a certificate."""
 LAYOUTS = ("stacked", "apart")
 """How layers lie in an export: along the first axis of one tensor of all, or each in tensors of its
 own.
@@ -46,6 +46,7 @@ def import_checkpoint(run: RunConfig, source: TorchDist, home: Path) -> tuple[Pa
     numbers = sum(
         prod(tensor.shape) for tensor in source.tensors.values() if is_weight(tensor.name)
     )
+    # before memory is taken for a model that is too large for these weights
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"the model has {count(parameters(run.model))} parameters"
         raise CorruptData(
@@ -58,6 +59,7 @@ def import_checkpoint(run: RunConfig, source: TorchDist, home: Path) -> tuple[Pa
 
     reader = TorchDistReader(source)
     ours = model_boxes(run)
+    # shapes first: to compare them is cheap, and to read numbers is not
     check_shapes(reader, ours, run.model.vocab_size)
     return import_weights(reader, (table_of(ours),), run, home / CHECKPOINTS, ours)
 

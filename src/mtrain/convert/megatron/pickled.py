@@ -110,6 +110,7 @@ class _Machine:
                 if len(self.stack) != 1:
                     raise self.refused("it is no pickle: it ends with something left over")
                 return self.stack[0]
+            # looked at once in a thousand steps, as each adds few values
             if len(self.stack) > MAX_HEIGHT:
                 raise self.refused(
                     f"it is no checkpoint's: more than {MAX_HEIGHT} values wait in it"
@@ -173,6 +174,7 @@ class _Machine:
 
     def line(self) -> str:
         """Return the text up to the next end of a line."""
+        # no admitted name is as long
         stop = self.data.find(b"\n", self.at, self.at + 2 * MAX_SHOWN)
         if stop < 0:
             raise self.refused("it is no pickle, or it is cut or altered")
@@ -238,6 +240,7 @@ class _Machine:
         """Give the record on top its state."""
         state = self.pop()
         top = self.stack[-1]
+        # a second state would hide the first
         if not isinstance(top, Record) or top.state is not None:
             raise self.refused("it gives a state to something that takes none")
         top.state = state
@@ -265,6 +268,7 @@ class _Machine:
     def recall(self, size: int) -> Any:
         """Return a value of the memo, whose number has `size` bytes."""
         place = self.number(size)
+        # a KeyError would not be taken for damage
         if place not in self.memo:
             raise self.refused("it is no pickle: it refers to what is not there")
         return self.memo[place]
@@ -332,6 +336,7 @@ _STEPS: dict[int, Step] = {
         b"B": _push(lambda m: m.take(m.number(4))),
         b"\x8e": _push(lambda m: m.take(m.number(8))),
         b"]": _push(lambda m: []),
+        # a set, whose items need not be hashed
         b"\x8f": _push(lambda m: []),
         b"}": _push(lambda m: Mapped()),
         b")": _push(lambda m: ()),
@@ -348,6 +353,7 @@ _STEPS: dict[int, Step] = {
         b"c": _push(_global),
         b"\x93": _push(_stack_global),
         b"R": _Machine.make,
+        # a class is called like a function
         b"\x81": _Machine.make,
         b"b": _Machine.build,
         b"Q": _push(lambda m: Reference(m.pop())),

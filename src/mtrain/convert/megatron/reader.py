@@ -37,7 +37,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Return the tensor's own, and the place in it."""
+        """Return the name of the tensor, and the place in it."""
         return f"{self.stored.name}{list(self.numbers)}" if self.numbers else self.stored.name
 
     @property
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        """Return as safetensors names it."""
+        """Return the number format, as safetensors names it."""
         return self.stored.dtype
 
 
@@ -72,7 +72,7 @@ class TorchDistReader:
                 self._add(stored)
         self._join_halves()
         self.names = frozenset(self._held)
-        """Of weights, each once."""
+        """Names of weights, each once."""
         parts = {part.name: part for held in self._held.values() for one in held for part in one}
         self.folder = SimpleNamespace(tensors=parts)
 
@@ -81,6 +81,7 @@ class TorchDistReader:
             raise CorruptData(
                 f"{stored.name[:200]} has numbers of kind {stored.dtype}, which is no weight's"
             )
+        # a stacked tensor counts layers, and its experts, along its first axes
         axes = counted_axes(stored.name)
         counts = stored.shape[:axes]
         self._count += prod(counts)
@@ -93,6 +94,7 @@ class TorchDistReader:
 
     def _join_halves(self) -> None:
         for gate in [name for name in self._held if name.endswith(GATE)]:
+            # megatron-core stores gate and up of SwiGLU apart, and a weight of ours has both
             whole = gate.removesuffix(GATE)
             if f"{whole}{UP}" in self._held:
                 gates = self._held.pop(gate)
@@ -110,7 +112,7 @@ class TorchDistReader:
         return tuple(part.name for one in self._held[name] for part in one)
 
     def dtype(self, name: str) -> str:
-        """Return number format of what `tensor` gives."""
+        """Return the number format of a weight."""
         return self._held[name][0][0].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -137,6 +139,7 @@ class TorchDistReader:
         Raises:
             CorruptData: it cannot be read, or what holds it twice does not hold the same.
         """
+        # stored twice, it has to be the same twice
         found, *others = (self._whole(parts) for parts in self._held[name])
         for (part, *_), other in zip(self._held[name][1:], others, strict=True):
             if part.dtype != self.dtype(name) or not np.array_equal(found, other):
@@ -146,9 +149,7 @@ class TorchDistReader:
         return found
 
     def hash_of(self, name: str) -> str:
-        """Return hex sha256 of a weight that `tensor` has given; empty where it was put
-        together.
-        """
+        """Return the hex sha256 of a weight that was read; empty if it was assembled."""
         (parts, *_) = self._held[name]
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
@@ -179,6 +180,7 @@ class TorchDistReader:
         if part.stored.name not in self._by_place:
             placed: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
             for chunk in part.stored.chunks:
+                # chunks of one layer are found by its number, instead of among those of all
                 placed[chunk.offset[:lead] if prod(chunk.shape[:lead]) == 1 else ()].append(chunk)
             self._by_place[part.stored.name] = dict(placed)
         placed = self._by_place[part.stored.name]
@@ -208,6 +210,7 @@ def _copy(stored: Stored, chunk: Chunk, box: RawArray, offset: tuple[int, ...]) 
         slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True)
     ]
     here = box[(*place, ...)]
+    # one read of the whole range: rows that are apart would need a read each
     flat = np.empty(count, box.dtype)
     with open_plain(chunk.path) as file:
         try:

@@ -99,11 +99,13 @@ def scaling_differences(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Dif
 
 
 def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Difference]:
-    said = {key: _kept(kept, *argument) for key, argument in (*_NUMBERS.items(), *_WEIGHTS.items())}
-    theirs = {key: value for key, (_, value) in said.items() if value is not None}
+    given = {
+        key: _kept(kept, *argument) for key, argument in (*_NUMBERS.items(), *_WEIGHTS.items())
+    }
+    theirs = {key: value for key, (_, value) in given.items() if value is not None}
     strange = [key for key, value in theirs.items() if not _is_number(value)]
     for key in strange:
-        yield Difference(said[key][0], theirs[key], "", None, None, "is no number")
+        yield Difference(given[key][0], theirs[key], "", None, None, "is no number")
     if strange:
         return
     ours = model.rope_scaling
@@ -120,9 +122,9 @@ def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Difference
         return
     for key, value in _numbers(ours, model).items():
         if key in theirs and theirs[key] != value:
-            yield Difference(said[key][0], theirs[key], f"{_KEY}.{key}", value, theirs[key])
+            yield Difference(given[key][0], theirs[key], f"{_KEY}.{key}", value, theirs[key])
     if theirs.keys() & _WEIGHTS.keys():
-        yield from _of_weights(kept, {key: said[key][0] for key in _WEIGHTS}, theirs, model)
+        yield from _of_weights(kept, {key: given[key][0] for key in _WEIGHTS}, theirs, model)
 
 
 def _of_weights(
@@ -145,6 +147,7 @@ def _of_weights(
 
 def _kept(kept: Mapping[str, Any], name: str, usual: Any) -> tuple[str, Any]:
     """Return the argument that says a number of yarn, and what it says; None: nothing."""
+    # the longer name is only yarn's, so that it counts first
     for given in (_PREFIXED.get(name, name), name):
         if kept.get(given) is not None:
             return given, kept[given]
@@ -161,6 +164,7 @@ def _weight(theirs: Mapping[str, Any], key: str) -> float:
 
 def _attention(theirs: Mapping[str, Any], factor: float) -> float:
     """Return the factor of cosines and sines in megatron-core."""
+    # nothing is stretched
     if factor <= 1:
         return 1.0
     above, below = (0.1 * _weight(theirs, key) * math.log(factor) + 1.0 for key in _WEIGHTS)

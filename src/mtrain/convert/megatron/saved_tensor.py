@@ -30,14 +30,16 @@ are a thousand times smaller.
 _LOCAL_HEADER = 30
 _ORDER = b"little"
 _STORAGES = {
-    **{"torch.DoubleStorage": "F64", "torch.FloatStorage": "F32", "torch.HalfStorage": "F16"},
-    **{"torch.BFloat16Storage": "BF16", "torch.LongStorage": "I64", "torch.IntStorage": "I32"},
-    **{
-        "torch.ShortStorage": "I16",
-        "torch.CharStorage": "I8",
-        "torch.ByteStorage": "U8",
-        "torch.BoolStorage": "BOOL",
-    },
+    "torch.DoubleStorage": "F64",
+    "torch.FloatStorage": "F32",
+    "torch.HalfStorage": "F16",
+    "torch.BFloat16Storage": "BF16",
+    "torch.LongStorage": "I64",
+    "torch.IntStorage": "I32",
+    "torch.ShortStorage": "I16",
+    "torch.CharStorage": "I8",
+    "torch.ByteStorage": "U8",
+    "torch.BoolStorage": "BOOL",
 }
 _UNTYPED = "torch.storage.UntypedStorage"
 _TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
@@ -45,7 +47,7 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 ADMITTED = frozenset(
     [*_STORAGES, _UNTYPED, *_TENSORS, _PARAMETER, "collections.OrderedDict", *DTYPES]
 )
-"""What the pickle of a tensor may name."""
+"""Names that the pickle of a tensor may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +103,19 @@ def _find(
     if size > MAX_PICKLE_BYTES:
         raise CorruptData(f"{where}: its data.pkl has {size} bytes")
     made = pickled.read(window.bytes_at(start, size), ADMITTED, where)
+    # a parameter is a tensor in one more call
     if isinstance(made, Record) and made.name == _PARAMETER and made.arguments:
         made = made.arguments[0]
     dtype, key, held, first, shape, strides = _described(made, where)
     if dtype != tensor.dtype or shape != chunk.shape:
-        said = f"{tensor.dtype} of shape {list(chunk.shape)}"
+        stated = f"{tensor.dtype} of shape {list(chunk.shape)}"
         raise CorruptData(
-            f"{where} is {dtype} of shape {list(shape)[:16]}, and the metadata says {said}"
+            f"{where} is {dtype} of shape {list(shape)[:16]}, and the metadata says {stated}"
         )
     if f"data/{key}" not in entries:
         raise CorruptData(f"{where} lacks its numbers")
     start, size = window.stored(entries[f"data/{key}"], where)
+    # strides of a foreign file must not lead out of its storage
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if held * BYTES[dtype] > size or last >= held or prod(shape) > held:
         raise CorruptData(f"{where} has fewer numbers than its shape {list(shape)}")
@@ -150,6 +154,7 @@ def _described(made: Any, where: str) -> Described:
     dtype = _STORAGES.get(kind.text)
     if kind.text == _UNTYPED and isinstance(made.arguments[-1], Name):
         dtype = DTYPES.get(made.arguments[-1].text)
+        # an untyped storage counts bytes
         held //= BYTES[dtype] if dtype else 1
     if dtype is None:
         raise CorruptData(f"{where} has numbers of a kind that is not read: {kind.text}")
@@ -209,10 +214,12 @@ class _Window(io.RawIOBase):
             or info.flag_bits & 1
         ):
             raise CorruptData(f"{where} is compressed, which torch does not do")
+        # the directory may point anywhere
         if not 0 <= info.header_offset <= self.chunk.length - _LOCAL_HEADER:
             raise CorruptData(f"{where} is no tensor that torch saved: an entry is outside of it")
         header = self.bytes_at(info.header_offset, _LOCAL_HEADER)
         name, extra = struct.unpack("<HH", header[26:30])
+        # lengths of the local header, which may differ from those of the directory
         start = info.header_offset + _LOCAL_HEADER + name + extra
         if header[:4] != b"PK\x03\x04" or not 0 <= info.file_size <= self.chunk.length - start:
             raise CorruptData(f"{where} is no tensor that torch saved: an entry is outside of it")

@@ -30,8 +30,10 @@ def _rows(tensors: list[Any], model: Any) -> list[Any]:
     (table,) = tensors
     ids = model.vocab_size
     rows = model.padded_vocab_size
+    # another model's: `match` reports its shape
     if not ids <= len(table) < ids + MOST_PADDING:
         return tensors
+    # theirs may be padded to less than a multiple of 128
     if len(table) < rows:
         return [with_rows(table, rows)]
     return [table[:rows]]
@@ -56,6 +58,7 @@ def table_of(ours: Mapping[str, Box]) -> Table:
     return Table(
         once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
         layer=(),
+        # a tied model may store the head as well
         copies=(Copy(VOCABULARY[1], VOCABULARY[0]),),
     )
 

@@ -48,29 +48,25 @@ _SIZE = "torch.Size"
 DTYPES = {f"torch.{theirs}": name for name, theirs in IN_TORCH.items()}
 """Number format as torch names it -> as safetensors does."""
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_OF_TORCH = """
+    metadata.TensorStorageMetadata metadata.BytesStorageMetadata metadata.MetadataIndex
+    metadata.ChunkStorageMetadata metadata.TensorProperties metadata.StorageMeta
+    metadata._MEM_FORMAT_ENCODING filesystem._StorageInfo filesystem._StoragePrefix
+    planner.SavePlan planner.WriteItem planner.WriteItemType planner.TensorWriteData
+"""
 ADMITTED = frozenset(
     [
         *_TOP,
-        *(
-            f"{_TORCH}.metadata.{name}"
-            for name in ("TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex")
-        ),
-        *(
-            f"{_TORCH}.metadata.{name}"
-            for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")
-        ),
-        f"{_TORCH}.metadata._MEM_FORMAT_ENCODING",
-        *(f"{_TORCH}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *(
-            f"{_TORCH}.planner.{name}"
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
-        ),
-        *(f"{_OLD}.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+        *(f"{_TORCH}.{name}" for name in _OF_TORCH.split()),
+        f"{_OLD}.TensorProperties",
+        f"{_OLD}.MEM_FORMAT_ENCODING",
         f"{_MEGATRON}.MCoreSavePlan",
         _SIZE,
         "torch.serialization._get_layout",
         "collections.OrderedDict",
-        *(f"{module}.PosixPath" for module in ("pathlib", "pathlib._local")),
+        # Python 3.13 moved the class
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
         *DTYPES,
     ]
 )
@@ -153,6 +149,7 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
 
 def _newest(path: Path) -> Path:
     """Return the folder of the iteration that the tracker names."""
+    # the folder of one iteration, given directly
     if (path / METADATA).exists() or (path / METADATA).is_symlink():
         return path
     if not (path / TRACKER).exists():
@@ -166,6 +163,7 @@ def _newest(path: Path) -> Path:
     if not _ITERATION.fullmatch(text) and text != RELEASE:
         raise CorruptData(f"{path / TRACKER} names no iteration: {text[:40]!r}")
     found = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    # a link may lead to files that nobody meant to convert
     if found.is_symlink():
         raise CorruptData(
             f"{path / TRACKER} says {text}, and {found} is a link, and none is followed"
@@ -199,7 +197,7 @@ def _shown(value: Any) -> str:
 
 
 class _Reading:
-    """Goes through what `.metadata` says."""
+    """A reader of `.metadata`."""
 
     def __init__(self, path: Path, top: Any) -> None:
         self.path = path
@@ -216,6 +214,7 @@ class _Reading:
             raise self.refused("it is no metadata of torch.distributed.checkpoint")
         fields = self.fields(self.top)
         places = self.places(fields.get("storage_data"))
+        # before any tensor: shared bytes would be two weights from one
         self.check_apart(places)
         out = dict[str, Stored]()
         objects = 0
@@ -340,6 +339,7 @@ class _Reading:
                 f"it does not say where the chunk of {name[:200]} at {list(offset)} is"
             )
         file, start, length = places[name, offset]
+        # once for each file, which holds many chunks
         if file not in self.sizes:
             with open_plain(self.path / file) as opened:
                 self.sizes[file] = opened.seek(0, 2)
@@ -370,6 +370,7 @@ class _Reading:
                 )
             for ends in product((0, 1), repeat=len(shape)):
                 corner = tuple(o + n * end for o, n, end in zip(offset, size, ends, strict=True))
+                # as in inclusion and exclusion
                 corners[corner] += sign * (-1) ** sum(ends)
         if any(corners.values()):
             raise self.refused(

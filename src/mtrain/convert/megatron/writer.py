@@ -47,7 +47,7 @@ from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_wri
 from mtrain.models.table import Step
 
 VERSION = 3.0
-"""Of the order of queries, keys and values: `checkpoint_version` of Megatron-LM."""
+"""`checkpoint_version` of Megatron-LM, which stands for an order of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class _Planner(SavePlanner):
         for piece in self.pieces:
             known = counts.setdefault(piece.name, [0] * len(piece.numbers))
             counts[piece.name] = [max(a, n + 1) for a, n in zip(known, piece.numbers, strict=True)]
+        # several weights of a module share one state
         states = dict.fromkeys(
             key for piece in self.pieces for key in _states(piece, counts[piece.name])
         )
@@ -105,6 +106,7 @@ class _Planner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         index = write_item.index
         if write_item.type is WriteItemType.BYTE_IO:
+            # megatron-core's loader asks for the key, and accepts None
             nothing = io.BytesIO()
             torch.save([None], nothing)
             return nothing
@@ -166,6 +168,7 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
         CorruptData: the checkpoint cannot be read.
     """
     record = Record()
+    # Megatron-LM loads it at iteration 0, and without an optimizer
     folder = out / RELEASE
     folder.mkdir()
     planner = _Planner(weights, list(_pieces(weights, run.model, stacked=stacked)), record)

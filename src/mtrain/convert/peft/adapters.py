@@ -101,6 +101,7 @@ def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
 
 def _layers_out(out: PeftAdapters, step: Step, own: Whole, model: Any) -> None:
     rank = own.b.shape[-1]
+    # several A of one weight follow each other
     parts = own.a.shape[0] // own.b.shape[-1]
     one_hot = one_hot_of(step.ours[0], own, model)
     # one layer of theirs: all A of ours, and zeros in B
@@ -111,9 +112,11 @@ def _layers_out(out: PeftAdapters, step: Step, own: Whole, model: Any) -> None:
     else:
         a = own.a.split(rank) if parts == len(b) else [own.a] * len(b)
     lengths = None if own.magnitude is None else _turned(own.magnitude.unsqueeze(-1), step, model)
+    # GPT-2's layers are [in, out], which `peft` has to know
     out.transposed |= _TRANSPOSED in step.operation.name
     for number, name in enumerate(step.theirs):
         module = name.removesuffix(".weight")
+        # named as a parameter, or `peft` would look for experts
         if model.moe is not None and module.endswith(_OF_EXPERTS):
             out.parameters.append(name)
         else:
@@ -177,8 +180,9 @@ def from_peft(
     """Return our adapters by weight from tensors of `peft`; `swapped` is its format up to 0.18.
 
     Raises:
-        Unlike: a tensor is missing, of another shape, or left over, by name.
+        AdapterMismatch: a tensor is missing, of another shape, or left over, by name.
     """
+    # what is left over at the end has no place here
     left = dict(given)
     out = dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
@@ -262,6 +266,7 @@ def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at:
     one_hot = one_hot_of(step.ours[0], Whole(a, joined[:, :rank], None), model)
     assert one_hot is not None
     b = (joined.unflatten(-1, (-1, rank)) * one_hot.unsqueeze(-1)).sum(1)
+    # rows that use several A have no place in adapters of a smaller rank
     if not torch.equal(spread(b, one_hot), joined):
         raise AdapterMismatch(
             f"{at}.lora_B.weight has rank {shapes.a[0]}, and adapters of rank {rank} are needed"

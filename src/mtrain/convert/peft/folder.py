@@ -19,7 +19,7 @@ from mtrain.convert.certificate import Record
 from mtrain.convert.exporter import Weights
 from mtrain.convert.huggingface.folder import ADAPTER_CONFIG as CONFIG
 from mtrain.convert.huggingface.folder import ADAPTERS as TENSORS
-from mtrain.convert.huggingface.folder import SWAPPED
+from mtrain.convert.huggingface.folder import SWAPPED, pickle_refused
 from mtrain.convert.huggingface.reader import load
 from mtrain.convert.peft.adapters import (
     AdapterMismatch,
@@ -70,8 +70,8 @@ def write_adapters(
             [Problem("MT521", "", None, rule, "convert export without peft=: a merged model")]
         )
     if made.parameters and (peft.kind != "lora" or peft.dropout):
-        asked = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
-        rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {asked}"
+        feature = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
+        rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {feature}"
         raise ConfigError(
             [Problem("MT521", "", None, rule, "convert export without peft=: a merged model")]
         )
@@ -92,6 +92,7 @@ def write_adapters(
 def _config(peft: PeftConfig, made: PeftAdapters, version: str, base: str | None) -> dict[str, Any]:
     assert peft.alpha is not None
     assert peft.r is not None
+    # `peft` writes whole numbers without a point
     alpha = int(peft.alpha) if peft.alpha == int(peft.alpha) else peft.alpha
     return {
         "peft_type": "LORA",
@@ -127,10 +128,7 @@ def read_adapters(
     body = read_config(folder)
     _refuse_others(folder, body, run.peft)
     if not (folder / TENSORS).is_file() and (folder / PICKLE).exists():
-        raise CorruptData(
-            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read"
-            " here: have whoever made it save safetensors (save_pretrained of peft does)"
-        )
+        raise pickle_refused(folder / PICKLE, "peft")
     held = read_header(folder / TENSORS)
     odd = next((name for name, tensor in held.items() if tensor.dtype not in FLOATS), None)
     if odd is not None:
@@ -140,10 +138,10 @@ def read_adapters(
         )
     adapters = adapter_boxes(run)
     shapes = {name: tensor.shape for name, tensor in (model_boxes(run) | adapters).items()}
-    asked = adapter_shapes(shapes)
+    wanted = adapter_shapes(shapes)
     try:
         tensors = {name: as_tensor(load(tensor), tensor.dtype) for name, tensor in held.items()}
-        found = from_peft(table, run.model, asked, tensors, swapped=_is_swapped(body))
+        found = from_peft(table, run.model, wanted, tensors, swapped=_is_swapped(body))
     except AdapterMismatch as error:
         raise CorruptData(
             f"{folder / TENSORS} does not fit the adapters of this run: {error}"
@@ -180,8 +178,10 @@ def _is_swapped(body: Mapping[str, Any]) -> bool:
     """Return whether adapters of experts are in the form until 0.18; files of before 0.18 do not
     say their version.
     """
-    said = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
-    numbers = [int(word[:6]) if word.isdecimal() else 0 for word in [*said, "0", "0"][:2]]
+    # a development version has a hash after @
+    version = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
+    # a word such as 0rc1 counts as 0
+    numbers = [int(word[:6]) if word.isdecimal() else 0 for word in [*version, "0", "0"][:2]]
     return numbers < [0, 19]
 
 
@@ -223,9 +223,11 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
     """Yield the features of adapters that mtrain does not support."""
     others = "adapters of plain LoRA or DoRA, or a model that they were merged into"
     for key, plain in _PLAIN.items():
+        # false, an empty list and null all turn a feature off
         if (body.get(key) or None) not in (None, *plain):
             yield "peft.kind", f"its {key} is {_shown(body[key])}, which is not known here", others
     start = body.get("init_lora_weights")
+    # some starts, such as pissa, subtract the adapter from the weights
     if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
         rule = (
             f"its init_lora_weights is {_shown(start)}, which has changed the model's own weights"
@@ -241,6 +243,7 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
         sizes = [
             float(n) for n in (rank, alpha) if isinstance(n, int | float) and abs(n) < MOST_RANK
         ]
+        # another rank with the same ratio of alpha has the same scale
         if len(sizes) < 2 or not isclose(sizes[1], sizes[0] * peft.scale):
             yield (
                 "peft.alpha",

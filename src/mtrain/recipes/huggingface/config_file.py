@@ -33,6 +33,10 @@ class Family:
     """Another name of a key that transformers also reads -> the key."""
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     """Keys of this family that do not change the numbers -> why."""
+    must: Mapping[str, tuple[Sequence[Any], str]] = field(default_factory=dict)
+    """Key -> the values that mtrain builds, and a sentence for others."""
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Keys that published files have and the class does not read -> a sentence."""
 
 
 class ConfigFile:
@@ -51,11 +55,13 @@ class ConfigFile:
         self.notes: list[str] = []
         self.family = family
         self.read_by = read_by
+        # keys that another kind of model reads: a file that was copied and edited often has them
         self._unread = [
             key for key in values if read_by and read_by.ignores(key) and not self._kept(key)
         ]
         self.given = {key: value for key, value in values.items() if key not in self._unread}
         for alias, key in family.aliases.items():
+            # with two different values, the alias stays and `finish` refuses it
             if alias in self.given and self.given.get(key, values[alias]) == values[alias]:
                 self.given[key] = self.given.pop(alias)
         self.original = {**values, **self.given}
@@ -104,10 +110,16 @@ class ConfigFile:
         """Note that a key could not be imported; `value` is the relevant part of its value."""
         self.read.add(key)
         shown = json.dumps(self.original.get(key, self.values.get(key)) if value is ... else value)
+        # a list with a value for each layer would fill the terminal
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        # several readers may look at the same key
         if (key, text) not in self._refused:
             self._refused.add((key, text))
             self.unplaced.append(Unplaced(key, shown, why, text))
+
+    def differs(self, key: str, text: str, value: Any = ...) -> None:
+        """Note a value that changes the numbers, and that mtrain does not build."""
+        self.refuse(key, "not supported", f"changes the numbers: {text}", value)
 
     @property
     def layers(self) -> int:
@@ -139,6 +151,7 @@ class ConfigFile:
         """Account for every key that no reader used."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
         for key in self._unread:
+            # null and false say that a feature is off, as it is
             if self.original[key] not in (None, False):
                 name = self.read_by.name.removesuffix("Config") if self.read_by else ""
                 self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
@@ -150,6 +163,8 @@ class ConfigFile:
                 self.refuse(
                     key, "not supported", f"has another value than {self.family.aliases[key]}"
                 )
+            # publishers leave auto_map in files of architectures that transformers has adopted
+            # since
             elif key == "auto_map" and self._is_of_transformers():
                 self.refuse(
                     key,
@@ -178,6 +193,7 @@ class ConfigFile:
         """Note an unknown key, in the file or in the object of another key, with a suggestion."""
         self._hints -= 1
         if self._hints >= 0:
+            # keys of a foreign file may be of any length
             suggestions = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8)
         else:
             suggestions = []

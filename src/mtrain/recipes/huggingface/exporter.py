@@ -54,16 +54,8 @@ def differing(imported: Imported) -> list[str]:
 
 def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Return the keys in which two models compute different results."""
-    left = _flat(a.model_dump(mode="json"))
-    right = _flat(b.model_dump(mode="json"))
-    left["kv_channels"] = a.head_dim
-    right["kv_channels"] = b.head_dim
-    left["num_query_groups"] = a.query_groups
-    right["num_query_groups"] = b.query_groups
-    left["window_size"] = _narrow(a)
-    right["window_size"] = _narrow(b)
-    left["bert.head_activation"] = _head(a)
-    right["bert.head_activation"] = _head(b)
+    left = _meanings(a)
+    right = _meanings(b)
     keys = {
         k
         for k in left.keys() | right.keys()
@@ -72,8 +64,19 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     return sorted(k for k in keys if left.get(k) != right.get(k))
 
 
+def _meanings(model: ModelConfig) -> dict[str, Any]:
+    # null in these keys stands for a value that other keys give
+    return _flat(model.model_dump(mode="json")) | {
+        "kv_channels": model.head_dim,
+        "num_query_groups": model.query_groups,
+        "window_size": _narrow(model),
+        "bert.head_activation": _head(model),
+    }
+
+
 def _narrow(model: ModelConfig) -> int | None:
     """Return the window if it matters: it hides some token, or has its own rotary base."""
+    # a window as wide as the longest sample hides nothing
     wide = model.window_size is None or model.window_size >= model.max_position_embeddings
     return None if wide and not model.rotary_base_local else model.window_size
 
@@ -103,6 +106,7 @@ def config_json(
     Raises:
         ConfigError: no known `model_type` computes the same; names the differences of each.
     """
+    # the first `model_type` that computes the same is the answer, so that their order matters
     of_family = [one for one, known in KINDS.items() if known.family == model.family]
     kinds: Iterable[str] = of_family if kind is None else (kind,)
     reasons = []
@@ -114,6 +118,8 @@ def config_json(
             reasons.append(f"{one}: model.family is {model.family}, and not {KINDS[one].family}")
             continue
         try:
+            # a writer may be wrong about a model; only a file that reads back as the same model
+            # counts
             body = _body(model, one)
             imported = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
         except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
@@ -161,6 +167,7 @@ def _body(model: ModelConfig, kind: str) -> Json:
     out: Json = {"model_type": kind}
     for theirs, ours in known.reads.keys.items():
         out[theirs] = attrgetter(ours.removeprefix("model."))(model)
+    # null stands for another number in some classes of transformers
     if "num_key_value_heads" in out:
         out["num_key_value_heads"] = model.query_groups
     if "head_dim" in out:

@@ -6,21 +6,22 @@ A layer of theirs is two of ours: a mixer or attention, then an MLP, or experts 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.hybrid.config import ATTENTION, EXPERTS, MAMBA, MLP
 from mtrain.models.hybrid.hf_config import BASE, NO_BOUND, OF_BOTH, WORDS, own
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
-from mtrain.recipes.huggingface.families import COMMON
+from mtrain.recipes.huggingface.families import COMMON, FAMILIES
 from mtrain.recipes.huggingface.readers import mixtral_experts
 from mtrain.recipes.huggingface.writers import mixture
-
-_WIDTH = "changes the numbers: the total width of the heads differs"
 
 
 def _granite(file: ConfigFile) -> None:
     mixers = _mixers(file)
     experts = file.get("num_local_experts") > 0
+    # a layer of theirs is two of ours
     pattern = "".join(mixer + (EXPERTS if experts else MLP) for mixer in mixers)
     heads = file.number("mamba_n_heads")
     width = int(file.number("mamba_expand") * file.number("hidden_size"))
@@ -33,10 +34,11 @@ def _granite(file: ConfigFile) -> None:
         "model.ffn_hidden_size": file.get("intermediate_size") if experts else shared,
     }
     if file.out["model.hybrid.head_dim"] * heads != width:
-        file.refuse("mamba_expand", "not supported", _WIDTH)
+        file.differs("mamba_expand", "the total width of the heads differs")
     for theirs, ours in _FACTORS.items():
         file.out[ours] = float(file.get(theirs))
     if experts:
+        # `mixtral_experts` reads the keys of routed experts, which have Mixtral's names
         file.out["model.moe.shared_expert_intermediate_size"] = shared
         mixtral_experts(file)
     else:
@@ -50,11 +52,7 @@ def _mixers(file: ConfigFile) -> str:
     listed = file.get("layer_types", ["mamba"] * file.layers)
     letters = [WORDS.get(word, "") for word in listed]
     if any(letter not in (MAMBA, ATTENTION) for letter in letters):
-        file.refuse(
-            "layer_types",
-            "not supported",
-            "changes the numbers: a layer begins with a mixer or attention",
-        )
+        file.differs("layer_types", "a layer begins with a mixer or attention")
     if len(letters) != file.layers:
         file.refuse(
             "layer_types",
@@ -65,38 +63,37 @@ def _mixers(file: ConfigFile) -> str:
 
 
 def _limits(file: ConfigFile) -> None:
-    """Refuse values that mtrain does not build."""
+    """Read the bounds of time steps: mtrain builds the lower one."""
     limits = file.get("time_step_limit")
     file.out["model.hybrid.time_step_min"] = float(limits[0])
     if len(limits) != 2 or limits[1] not in NO_BOUND:
-        file.refuse(
-            "time_step_limit",
-            "not supported",
-            "changes the numbers: time steps have only a lower bound",
-        )
-    file.must(
-        "position_embedding_type", ("nope",), "changes the numbers: attention has no positions here"
-    )
-    file.must(
-        "hidden_act",
+        file.differs("time_step_limit", "time steps have only a lower bound")
+
+
+_MUST: dict[str, tuple[Sequence[Any], str]] = {
+    "position_embedding_type": (
+        ("nope",),
+        "changes the numbers: attention has no positions here",
+    ),
+    "hidden_act": (
         ("silu", "swish"),
         "changes the numbers: MLPs and mixers of this family have a SiLU",
-    )
-    file.must(
-        "normalization_function", ("rmsnorm",), "is not read: norms of this family are RMSNorm"
-    )
-    for key in ("attention_bias", "mamba_proj_bias"):
-        file.must(
-            key, (False,), "changes the numbers: linear layers of hybrids have no biases here"
-        )
-    file.must(
-        "mamba_conv_bias", (True,), "changes the numbers: the convolution of a mixer has a bias"
-    )
-    file.idle(
-        ("rope_theta", "rope_scaling", "rope_parameters"), "is read where attention has positions"
-    )
-
-
+    ),
+    "normalization_function": (
+        ("rmsnorm",),
+        "is not read: norms of this family are RMSNorm",
+    ),
+    **dict.fromkeys(
+        ("attention_bias", "mamba_proj_bias"),
+        ((False,), "changes the numbers: linear layers of hybrids have no biases here"),
+    ),
+    "mamba_conv_bias": (
+        (True,),
+        "changes the numbers: the convolution of a mixer has a bias",
+    ),
+    # noise before the router reaches the experts too, as in Mixtral
+    "router_jitter_noise": FAMILIES["mixtral"].must["router_jitter_noise"],
+}
 _FACTORS = {
     "attention_multiplier": "model.softmax_scale",
     "embedding_multiplier": "model.hybrid.embedding_multiplier",
@@ -149,6 +146,10 @@ READS = Family(
     (_granite,),
     {"layers_block_type": "layer_types"},
     irrelevant=OF_BOTH,
+    must=_MUST,
+    idle=dict.fromkeys(
+        ("rope_theta", "rope_scaling", "rope_parameters"), "is read where attention has positions"
+    ),
 )
 
 
@@ -192,6 +193,7 @@ def _writes(model: ModelConfig) -> Json:
     if moe.shared_expert_intermediate_size is None:
         raise ValueError("it has no shared experts, which layers of theirs always have")
     return body | {
+        # their loss averages their layers, of which each has experts: half of ours
         **mixture(model, "num_local_experts", "intermediate_size", dense=model.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,
     }

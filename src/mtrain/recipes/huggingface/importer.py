@@ -39,14 +39,15 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     if known is None:
         kinds = ", ".join((*KINDS, *ALIASES, *WITH_IMAGES))
         rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
-        raise ConfigError([Problem("MT703", "", None, rule, "", source)])
+        raise _error("MT703", rule, source)
     family = known.reads
     file = ConfigFile(values, family, class_of(kind_of(values), values))
     try:
         d = _read(file, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         rule = f"a value has a wrong type or size: {error}"
-        raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
+        raise _error("MT703", rule, source) from None
+    # the text model of a model that also reads images
     if values is not given:
         file.notes.append(
             f"{given['model_type']} reads images too: only the text model is read;"
@@ -54,6 +55,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     file.finish()
+    # the recipe is left open until a person has looked at these
     doubts = numeric_changes(file.unplaced)
     left = {WHOLE: "; ".join(doubts)} if doubts else {}
     return Imported(
@@ -90,9 +92,15 @@ def _read(file: ConfigFile, family: Family) -> Draft:
         value = file.get(theirs)
         if value is not None:
             file.out[ours] = value
+    # after the copies: what a family fixes, no key of a file changes
     file.out |= family.fixed
+    for key, (allowed, text) in family.must.items():
+        file.must(key, allowed, text)
+    for key, text in family.idle.items():
+        file.idle((key,), text)
     for more in family.more:
         more(file)
+    # null spells what follows from other keys, so that a change of one leaves no contradiction
     groups = file.out.get("model.num_query_groups")
     heads = file.out.get("model.num_attention_heads")
     if groups == heads:
@@ -101,6 +109,7 @@ def _read(file: ConfigFile, family: Family) -> Draft:
     hidden = file.out.get("model.hidden_size")
     if width is not None and heads and width * heads == hidden:
         file.out["model.kv_channels"] = None
+    # a file may hold 0 or 1 for 0.0 or 1.0
     for key in ("model.layernorm_epsilon", "model.init_method_std", "model.attention_dropout"):
         if key in file.out:
             file.out[key] = float(file.out[key])
@@ -114,6 +123,7 @@ def read_json(path: Path, source: str) -> Json:
         ConfigError: the file holds anything else.
     """
     text = read_text(path, source, (".json",))
+    # characters that a terminal does not show could hide keys from a reader
     refuse_hidden(text, source, UNSHOWN)
 
     def pairs(items: list[tuple[str, Any]]) -> Json:
@@ -122,28 +132,17 @@ def read_json(path: Path, source: str) -> Json:
             refuse_hidden(key, source, UNSHOWN)
         if len(out) < len(items):
             twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
-            raise ConfigError(
-                [
-                    Problem(
-                        "MT004",
-                        twice,
-                        None,
-                        "written twice in one object",
-                        "keep one of them",
-                        source,
-                    )
-                ]
-            )
+            rule = "written twice in one object"
+            raise ConfigError([Problem("MT004", twice, None, rule, "keep one of them", source)])
         return out
 
     try:
         values = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
+        raise _error("MT003", f"not JSON: {error}", source) from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            [Problem("MT003", "", None, "the top level must be an object", "", source)]
-        )
+        raise _error("MT003", "the top level must be an object", source)
+    # level by level and not recursive: the nesting of a foreign file is not bounded
     depth = 0
     nodes = 0
     layer = [values]
@@ -152,9 +151,13 @@ def read_json(path: Path, source: str) -> Json:
         nodes = nodes + len(layer)
         if depth > MAX_DEPTH or nodes > MAX_NODES:
             rule = f"nested deeper than {MAX_DEPTH} levels, or more than {MAX_NODES} values"
-            raise ConfigError([Problem("MT005", "", None, rule, "", source)])
+            raise _error("MT005", rule, source)
         layer = [inner for value in layer for inner in _inside(value)]
     return values
+
+
+def _error(code: str, rule: str, source: str) -> ConfigError:
+    return ConfigError([Problem(code, "", None, rule, "", source)])
 
 
 def _inside(value: Any) -> list[Any]:

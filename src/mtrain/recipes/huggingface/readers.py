@@ -1,11 +1,14 @@
 """Readers of a Hugging Face `config.json` for keys that are more than a copy: activations, biases,
 experts, attention.
+
+Values that a family cannot have otherwise are in `families.json`.
 """
 
 from __future__ import annotations
 
 from mtrain.recipes.huggingface.config_file import ConfigFile
 
+# one formula, under the names of its implementations in transformers
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 UNGATED_WORDS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
@@ -27,8 +30,9 @@ def _activation(file: ConfigFile, key: str, words: dict[str, str]) -> None:
     if isinstance(kind, str) and kind in words:
         file.out["model.activation"] = words[kind]
         return
+    # any valid value, so that one pass reports the other problems too
     file.out["model.activation"] = next(iter(words.values()))
-    file.refuse(key, "not supported", f"changes the numbers: there are {', '.join(words)}")
+    file.differs(key, f"there are {', '.join(words)}")
 
 
 def gate(file: ConfigFile) -> None:
@@ -38,9 +42,7 @@ def gate(file: ConfigFile) -> None:
 
 def llama_biases(file: ConfigFile) -> None:
     """Read biases in attention, in the MLP or in both; both are one key here."""
-    attention = bool(file.get("attention_bias", False))
-    mlp = bool(file.get("mlp_bias", False))
-    _biases(file, attention, mlp)
+    _biases(file, bool(file.get("attention_bias", False)), bool(file.get("mlp_bias", False)))
 
 
 def attention_biases(file: ConfigFile) -> None:
@@ -49,6 +51,7 @@ def attention_biases(file: ConfigFile) -> None:
 
 
 def _biases(file: ConfigFile, attention: bool, mlp: bool) -> None:
+    # our key for all linear layers excludes the ones for a part of them
     both = attention and mlp
     file.out |= {
         "model.add_bias_linear": both,
@@ -58,36 +61,19 @@ def _biases(file: ConfigFile, attention: bool, mlp: bool) -> None:
     }
 
 
-def no_attention_bias(file: ConfigFile) -> None:
-    """Refuse biases, which OLMo 2 and Gemma do not have."""
-    file.must(
-        "attention_bias",
-        (False,),
-        "changes the numbers: biases only in query, key and value, or everywhere",
-    )
-
-
 def gemma_attention(file: ConfigFile) -> None:
     """Read the divisor of attention scores and the activation of Gemma 2 and 3."""
     _activation(file, "hidden_activation", GATED_WORDS)
     divisor = file.get("query_pre_attn_scalar")
+    # null spells the usual scale exactly, as a number would not
     file.out["model.softmax_scale"] = (
         None if divisor == file.get("head_dim") else float(divisor) ** -0.5
-    )
-    file.must(
-        "use_bidirectional_attention", (False,), "changes the numbers: a token sees those before it"
     )
     file.must(
         "sliding_window_size",
         (file.get("sliding_window"),),
         "changes the numbers: sliding_window is another width",
     )
-    no_attention_bias(file)
-
-
-def uncapped_scores(file: ConfigFile) -> None:
-    """Note the cap of Gemma 2, a key that Gemma 3's class has and does not use."""
-    file.idle(("attn_logit_softcapping",), "scores of this family are not capped")
 
 
 def _experts(file: ConfigFile, count: str, width: str) -> int:
@@ -109,6 +95,7 @@ def _balancing(file: ConfigFile, topk: int, dense: int = 0) -> None:
     """
     theirs = float(file.get("router_aux_loss_coef"))
     layers = max(1, file.layers - dense)
+    # six digits hide the rounding of the division, and a round number stays round
     ours = float(f"{theirs * topk / layers:.6g}")
     file.out["model.moe.aux_loss_coeff"] = ours
     if theirs:
@@ -122,11 +109,6 @@ def _balancing(file: ConfigFile, topk: int, dense: int = 0) -> None:
 def mixtral_experts(file: ConfigFile) -> None:
     """Read the experts of Mixtral, as wide as a dense MLP."""
     _balancing(file, _experts(file, "num_local_experts", "intermediate_size"))
-    text = (
-        "changes the numbers: model.moe.input_jitter_eps reaches only the router, and theirs also"
-        " the experts"
-    )
-    file.must("router_jitter_noise", (0,), text)
     refuse_single_expert(file)
 
 
@@ -134,21 +116,19 @@ def qwen_experts(file: ConfigFile) -> None:
     """Read the experts of Qwen3-MoE, in all layers or after dense ones."""
     topk = _experts(file, "num_local_experts", "moe_intermediate_size")
     file.out["model.moe.router_pre_softmax"] = not file.get("norm_topk_prob", False)
+    # a score that is not normalised keeps its gradient even with one expert
     if file.get("norm_topk_prob", False):
         refuse_single_expert(file)
     step = file.get("decoder_sparse_step")
     dense = set(file.get("mlp_only_layers", []))
     layers = range(file.layers)
+    # transformers counts layers from 1 for the step, and from 0 in the list
     without = [i for i in layers if i in dense or (i + 1) % step]
     file.out["model.moe.first_dense_layers"] = len(without)
     _balancing(file, topk, len(without))
     if without != list(layers[: len(without)]):
         key = "mlp_only_layers" if dense else "decoder_sparse_step"
-        file.refuse(
-            key,
-            "not supported",
-            "changes the numbers: dense layers come first, all others have experts",
-        )
+        file.differs(key, "dense layers come first, all others have experts")
 
 
 def qwen2_experts(file: ConfigFile) -> None:
@@ -176,55 +156,25 @@ def minimax_experts(file: ConfigFile) -> None:
         "model.moe.router_load_balancing_type": "none",
         "model.moe.aux_loss_coeff": 0.0,
     }
-    for key, (allowed, text) in {
-        "scoring_func": ("sigmoid", "scores of this family are a sigmoid"),
-        "use_routing_bias": (True, "experts of this family are chosen with a bias"),
-        "use_qk_norm": (True, "queries and keys of this family have norms"),
-        "qk_norm_type": ("per_layer", "these norms are over all heads of a layer"),
-        "shared_intermediate_size": (0, "this family has no shared experts"),
-        "attn_type_list": ([1] * file.layers, "every layer has softmax attention"),
-        "sliding_window": (None, "no layer has a window"),
-        "router_jitter_noise": (
-            0,
-            "model.moe.input_jitter_eps reaches only the router, and theirs also the experts",
-        ),
-        "output_router_logits": (False, "only the bias balances experts here"),
-    }.items():
-        file.must(key, (allowed,), f"changes the numbers: {text}")
+    file.must(
+        "attn_type_list",
+        ([1] * file.layers,),
+        "changes the numbers: every layer has softmax attention",
+    )
     refuse_single_expert(file)
-    file.idle(
-        ("router_aux_loss_coef",),
-        "is read only with output_router_logits; the bias balances experts",
-    )
-    file.idle(
-        ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
-        "is of layers that transformers does not build",
-    )
 
 
 def gpt_oss_experts(file: ConfigFile) -> None:
     """Read the experts of GPT-OSS, with clamped gates and biases; its first files hold the number
     of experts twice.
     """
+    # published files hold the number twice; transformers reads only num_experts_per_tok
     if file.get("experts_per_token", file.get("num_experts_per_tok")) != file.get(
         "num_experts_per_tok"
     ):
         file.refuse(
             "experts_per_token", "no effect", "is read by no layer of GptOss in transformers"
         )
-    file.must(
-        "hidden_act",
-        ("silu", "swish"),
-        "changes the numbers: the gate of this family is x sigmoid(1.702 x)",
-    )
-    file.must(
-        "swiglu_alpha",
-        (1.702,),
-        "changes the numbers: the gate of this family is x sigmoid(1.702 x)",
-    )
-    file.must(
-        "attention_bias", (True,), "changes the numbers: biases in all linear layers of this family"
-    )
     file.out["model.activation_func_clamp_value"] = float(file.get("swiglu_limit"))
     _balancing(file, _experts(file, "num_local_experts", "intermediate_size"))
     refuse_single_expert(file)
@@ -232,6 +182,7 @@ def gpt_oss_experts(file: ConfigFile) -> None:
 
 def _experts_after_dense_layers(file: ConfigFile) -> None:
     """Read the experts of DeepSeek and its successors: with shared ones, and after dense layers."""
+    # shared experts are as wide as routed ones, and are one wide MLP here
     shared = file.number("n_shared_experts", 0) * file.number("moe_intermediate_size")
     balancing = "seq_aux_loss" if file.get("seq_aux") else "aux_loss"
     _experts(file, "n_routed_experts", "moe_intermediate_size")
@@ -242,15 +193,13 @@ def _experts_after_dense_layers(file: ConfigFile) -> None:
         "model.moe.router_load_balancing_type": balancing,
         "model.moe.aux_loss_coeff": float(file.get("aux_loss_alpha")),
     }
+    # published files may lack it, though the training had such a loss
     if "aux_loss_alpha" not in file.given:
         report = file.family.absent["aux_loss_alpha"]
         file.notes.append(
             f"aux_loss_alpha is not set; model.moe.aux_loss_coeff is {report}, of the model's"
             " report"
         )
-    file.must(
-        "moe_layer_freq", (1,), "changes the numbers: every layer after the dense ones has experts"
-    )
 
 
 _LATENT_EPSILON = 1e-6
@@ -270,8 +219,7 @@ def _latent(file: ConfigFile) -> None:
     }
     heads = file.get("num_attention_heads")
     file.must("num_key_value_heads", (heads,), "changes the numbers: MLA has no groups")
-    file.must("attention_bias", (False,), "changes the numbers: MLA has no biases here")
-    file.must("mlp_bias", (False,), "changes the numbers: biases in all linear layers or in none")
+    # transformers builds the norms of latents without passing an epsilon
     if file.get("rms_norm_eps") != _LATENT_EPSILON:
         file.out["model.mla.layernorm_epsilon"] = _LATENT_EPSILON
 
@@ -304,19 +252,7 @@ def deepseek_v2_experts(file: ConfigFile) -> None:
     """Read experts whose scores are a softmax; a group's score is its best one."""
     _latent(file)
     file.out |= {"model.moe.router_score_function": "softmax", "model.moe.router_pre_softmax": True}
-    file.must(
-        "scoring_func", ("softmax",), "changes the numbers: scores of this family are a softmax"
-    )
-    file.must(
-        "norm_topk_prob",
-        (False,),
-        "changes the numbers: chosen scores of this family are not normalised",
-    )
-    file.must(
-        "topk_method",
-        ("greedy", "group_limited_greedy"),
-        "changes the numbers: experts of this family are chosen by greedy or group_limited_greedy",
-    )
+    # the score of a group is that of its best expert
     if file.get("topk_method") == "group_limited_greedy":
         _groups(file, 1)
     else:
@@ -335,11 +271,6 @@ def _balanced_by_bias(file: ConfigFile) -> None:
         "model.moe.router_enable_expert_bias": True,
         "model.mtp_num_layers": file.get("num_nextn_predict_layers", 0) or None,
     }
-    file.must(
-        "norm_topk_prob",
-        (True,),
-        "changes the numbers: chosen scores of this family are normalised",
-    )
     refuse_single_expert(file)
 
 
@@ -353,15 +284,6 @@ def glm4_experts(file: ConfigFile) -> None:
     }
 
 
-def phi3_block(file: ConfigFile) -> None:
-    """Refuse the dropout of Phi-3, which applies only to residuals."""
-    text = (
-        "changes the numbers: model.hidden_dropout applies to the embeddings too, and Phi-3's has"
-        " no dropout there"
-    )
-    file.must("resid_pdrop", (0,), text)
-
-
 def _computed_widths(file: ConfigFile) -> None:
     """Refuse a value, or null, that transformers puts in the place of one that it computed."""
     rotary = file.get("qk_rope_head_dim")
@@ -371,29 +293,14 @@ def _computed_widths(file: ConfigFile) -> None:
         "qk_head_dim": rotary + file.get("qk_nope_head_dim"),
     }.items():
         if key not in declared and file.given.get(key, width) != width:
-            file.refuse(
-                key,
-                "not supported",
-                f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim",
-            )
+            file.differs(key, f"{width} of qk_rope_head_dim and qk_nope_head_dim")
 
 
 def deepseek_v3_experts(file: ConfigFile) -> None:
     """Read MLA, and experts that a bias balances."""
     _latent(file)
     _balanced_by_bias(file)
-    file.must(
-        "scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid"
-    )
-    file.must(
-        "topk_method",
-        ("noaux_tc",),
-        "changes the numbers: experts of this family are chosen with a bias",
-    )
     _computed_widths(file)
-    file.must(
-        "rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here"
-    )
 
 
 def gpt2_block(file: ConfigFile) -> None:
@@ -406,22 +313,8 @@ def gpt2_block(file: ConfigFile) -> None:
         "model.hidden_dropout": drops["resid_pdrop"],
     }
     if drops["embd_pdrop"] != drops["resid_pdrop"]:
-        file.refuse(
-            "embd_pdrop",
-            "not supported",
-            "changes the numbers: one rate for embeddings and residuals",
-        )
+        file.differs("embd_pdrop", "one rate for embeddings and residuals")
     file.out["model.softmax_scale"] = None if file.get("scale_attn_weights", True) else 1.0
-    file.must(
-        "scale_attn_by_inverse_layer_idx",
-        (False,),
-        "changes the numbers: scores are not scaled by the layer",
-    )
-    file.must(
-        "reorder_and_upcast_attn",
-        (False,),
-        "changes the rounding: scores are not multiplied in fp32",
-    )
 
 
 def neox_block(file: ConfigFile) -> None:
@@ -430,3 +323,67 @@ def neox_block(file: ConfigFile) -> None:
     file.out["model.parallel_residual"] = file.get("use_parallel_residual")
     file.out["model.hidden_dropout"] = float(file.get("hidden_dropout"))
     _biases(file, bool(file.get("attention_bias", True)), mlp=True)
+
+
+def indexed_layers(file: ConfigFile) -> None:
+    """Refuse layers of DeepSeek-V3.2 without an indexer, and dense MLPs that do not come first."""
+    dense = min(int(file.get("first_k_dense_replace")), file.layers)
+    text = "changes the numbers: every layer has an indexer, and dense MLPs come first"
+    file.must("layer_types", (["indexed_attention"] * file.layers, None), text)
+    mlps = ["dense"] * dense + ["sparse"] * (file.layers - dense)
+    file.must("mlp_layer_types", (mlps, None), text)
+    if file.get("q_lora_rank") is None:
+        file.differs("q_lora_rank", "an indexer reads latent queries")
+
+
+LINEAR_KEYS = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "conv_kernel_dim",
+)
+"""Keys of `model.linear_attention`; Hugging Face's have the prefix `linear_`."""
+
+
+def linear_layers(count: int, every: int) -> list[str]:
+    """Return Qwen3-Next's kind of each layer: softmax attention in every n-th one."""
+    return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+
+
+def linear_attention(file: ConfigFile) -> None:
+    """Read the pattern of Qwen3-Next's layers, and the sizes of those with linear attention."""
+    every = file.get("full_attention_interval")
+    kinds = file.get("layer_types", linear_layers(file.layers, every))
+    softmax = "full_attention"
+    # without a softmax layer, any interval beyond the last layer means the same
+    every = kinds.index(softmax) + 1 if softmax in kinds else max(every, len(kinds) + 1)
+    if every < 2 or kinds != linear_layers(file.layers, every):
+        key = "layer_types" if file.given.get("layer_types") else "full_attention_interval"
+        file.differs(key, "linear attention is in all layers but every n-th here")
+    # a smaller interval was refused above; the schema takes none
+    file.out["model.linear_attention.freq"] = max(2, every)
+    for key in LINEAR_KEYS:
+        file.out[f"model.linear_attention.{key}"] = file.get(f"linear_{key}")
+
+
+def qwen3_next_experts(file: ConfigFile) -> None:
+    """Read the experts of Qwen3-MoE and a shared one, unless every layer is dense."""
+    qwen_experts(file)
+    shared_expert(file)
+    # a section of experts that no layer has would be refused
+    if file.out["model.moe.first_dense_layers"] >= file.layers:
+        file.out = {
+            key: value for key, value in file.out.items() if not key.startswith("model.moe.")
+        }
+
+
+def nemotron_block(file: ConfigFile) -> None:
+    """Read the activation of Nemotron-3 and -4."""
+    word = file.get("hidden_act")
+    known = isinstance(word, str) and word in UNGATED_WORDS
+    file.out["model.activation"] = UNGATED_WORDS[word] if known else "squared_relu"
+    words = tuple(UNGATED_WORDS)
+    file.must("hidden_act", words, f"changes the numbers: there are {', '.join(words)}")
+    if file.given.get("partial_rotary_factor", 0) is None:
+        file.differs("partial_rotary_factor", "transformers takes no null here")

@@ -10,39 +10,25 @@ from typing import Any
 from mtrain.recipes.huggingface.config_file import ConfigFile, Json
 
 _BASE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-READ_BY: dict[str, frozenset[str]] = {
-    "default": _BASE,
-    "linear": _BASE | {"factor"},
-    "dynamic": _BASE | {"factor"},
-    "llama3": (
-        _BASE
-        | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-    "yarn": (
-        _BASE
-        | {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-        }
-        | {"mscale", "mscale_all_dim", "truncate"}
-    ),
-    "longrope": (
-        _BASE
-        | {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "short_factor",
-            "long_factor",
-        }
-    ),
+_READ_BY = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": """
+        factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale
+        mscale_all_dim truncate
+    """,
+    "longrope": """
+        factor original_max_position_embeddings attention_factor short_factor long_factor
+    """,
 }
+READ_BY = {kind: _BASE | set(keys.split()) for kind, keys in _READ_BY.items()}
 """Kind of rotary positions -> the keys that it reads."""
 KNOWN = frozenset().union(*READ_BY.values())
+# a truth value picks one: layers without a window are the first, false
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Megatron-LM's --use-rope-scaling fixes these numbers and takes only the factor
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -103,11 +89,8 @@ def two_bases(file: ConfigFile) -> None:
             key: value for key, value in parameters.items() if key != "sliding_attention"
         }
         if file.given.get("rope_scaling") or not parameters.keys() <= set(LAYER_TYPES):
-            text = (
-                "changes the numbers: here it holds only full_attention and sliding_attention,"
-                " without rope_scaling"
-            )
-            file.refuse("rope_parameters", "not supported", text, parameters)
+            text = "here it holds only full_attention and sliding_attention, without rope_scaling"
+            file.differs("rope_parameters", text, parameters)
     base = local.get("rope_theta", file.get("rope_local_base_freq"))
     if file.given.get("rope_local_base_freq", base) != base:
         file.refuse(
@@ -117,8 +100,8 @@ def two_bases(file: ConfigFile) -> None:
         local.get("rope_type", local.get("type", "default")) != "default"
         or not local.keys() <= _BASE
     ):
-        text = "changes the numbers: positions of layers with a window have only a base here"
-        file.refuse("rope_parameters", "not supported", text, {"sliding_attention": local})
+        text = "positions of layers with a window have only a base here"
+        file.differs("rope_parameters", text, {"sliding_attention": local})
     rotary(file)
     file.out["model.rotary_base_local"] = float(base) if file.out.get("model.window_size") else None
 
@@ -137,6 +120,7 @@ def _rotary(
     """
     name, inner = _parameters(file)
     for outer, key in ((base_key, "rope_theta"), (share_key, "partial_rotary_factor")):
+        # transformers 5 writes the keys into the parameters; where both are present, those are read
         file.read.add(outer)
         if None not in (file.given.get(outer), inner.get(key)) and file.given[outer] != inner[key]:
             file.refuse(outer, "no effect", f"{key} in {name} has another value")
@@ -151,8 +135,10 @@ def _rotary(
         else:
             file.refuse(share_key, "not supported", text)
     kind = str(inner.get("rope_type", inner.get("type", "default")))
+    # the first files of some families have another word for the same computation
     kind = words.get(kind, kind)
     _length_before(file, kind, inner)
+    # MLA has keys of its own for its scaling
     latent = "model.mla.kv_lora_rank" in file.out
     for key, value in inner.items():
         if key not in KNOWN:
@@ -166,18 +152,10 @@ def _rotary(
     if latent and kind == "yarn":
         _yarn(file, name, inner)
     elif latent and kind != "default":
-        file.refuse(
-            name,
-            "not supported",
-            f"changes the numbers: rotary positions of kind {kind}; MLA has yarn",
-        )
+        file.differs(name, f"rotary positions of kind {kind}; MLA has yarn")
     elif kind not in READ_BY:
         others = ", ".join(READ_BY)
-        file.refuse(
-            name,
-            "not supported",
-            f"changes the numbers: rotary positions of kind {kind}; there are {others}",
-        )
+        file.differs(name, f"rotary positions of kind {kind}; there are {others}")
     elif kind != "default":
         _scaling(file, kind, name, inner)
 
@@ -186,6 +164,7 @@ def _scaling(file: ConfigFile, kind: str, name: str, inner: Json) -> None:
     """Set `model.rope_scaling`, or one of the keys for linear scaling and for Llama 3.1's."""
     before = inner.get("original_max_position_embeddings", file.get("max_position_embeddings"))
     factor: Any = inner.get("factor")
+    # these two derive the factor from the lengths before and after
     if factor is None and kind in ("yarn", "longrope"):
         factor = file.get("max_position_embeddings") / before
     needed = {
@@ -201,12 +180,14 @@ def _scaling(file: ConfigFile, kind: str, name: str, inner: Json) -> None:
     elif kind == "linear":
         file.out["model.rotary_seq_len_interpolation_factor"] = float(factor)
     elif (
+        # the flag of Megatron-LM, which our short key follows, fixes the other numbers
         kind == "llama3"
         and {**inner, "original_max_position_embeddings": before}.items() >= LLAMA3.items()
     ):
         file.out["model.rope_scaling_factor"] = float(factor)
     else:
         out = _read_by(file, kind, name, inner) | {"rope_type": kind, "factor": float(factor)}
+        # dynamic scaling starts at max_position_embeddings itself
         if kind != "dynamic":
             out["original_max_position_embeddings"] = before
         file.out |= {f"model.rope_scaling.{key}": value for key, value in out.items()}
@@ -232,6 +213,7 @@ def _read_by(file: ConfigFile, kind: str, name: str, inner: Json) -> Json:
 def _floats(value: Any) -> Any:
     if isinstance(value, list):
         return [float(each) for each in value]
+    # `truncate` is a switch among the numbers
     return value if isinstance(value, bool) else float(value)
 
 
@@ -253,6 +235,7 @@ def _parameters(file: ConfigFile) -> tuple[str, Json]:
     parameters = file.values.get(name) or {}
     if not isinstance(parameters, dict):
         raise TypeError(f"{name} is no object")
+    # transformers 5 may list the parameters by kind of layer
     layers = {
         key: value
         for key, value in parameters.items()
@@ -261,11 +244,7 @@ def _parameters(file: ConfigFile) -> tuple[str, Json]:
     inner = {key: value for key, value in parameters.items() if key not in layers}
     for value in layers.values():
         if value != next(iter(layers.values())):
-            file.refuse(
-                name,
-                "not supported",
-                "changes the numbers: all layers rotate by the same angles here",
-            )
+            file.differs(name, "all layers rotate by the same angles here")
         inner = {**inner, **next(iter(layers.values()))}
     return name, {key: value for key, value in inner.items() if value is not None}
 
@@ -306,6 +285,7 @@ def _yarn(file: ConfigFile, name: str, inner: Json) -> None:
     for key in ("beta_fast", "beta_slow"):
         if inner.get(key):
             file.out[f"model.mla.{key}"] = float(inner[key])
+    # megatron-core computes this factor itself, so a stored one has to agree
     ours = _temperature(factor, mscale or 1.0) / _temperature(factor, of_all)
     given = inner.get("attention_factor", ours)
     if not math.isclose(given, ours, rel_tol=1e-6):
@@ -317,6 +297,7 @@ def _yarn(file: ConfigFile, name: str, inner: Json) -> None:
 
 
 def _temperature(factor: float, mscale: float) -> float:
+    # as in the paper of yarn, arXiv 2309.00071
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -390,6 +371,7 @@ def _windows(file: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
     """Set our keys: a window in all layers but every n-th."""
     kinds = file.get("layer_types", list(usual))
     full = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    # an interval beyond the last layer leaves a window in all
     every = full[0] if full else len(kinds) + 1
     fits = len(kinds) == len(usual) and set(kinds) <= set(LAYER_TYPES)
     if fits and len(full) == len(kinds):
@@ -397,17 +379,9 @@ def _windows(file: ConfigFile, width: int | None, usual: Sequence[str]) -> None:
         return
     if not fits or every < 2 or full != list(range(every, len(kinds) + 1, every)):
         key = "layer_types" if file.given.get("layer_types") else "max_window_layers"
-        file.refuse(
-            key,
-            "not supported",
-            "changes the numbers: a window is in all layers but every n-th here",
-        )
+        file.differs(key, "a window is in all layers but every n-th here")
     elif width is None:
-        file.refuse(
-            "layer_types",
-            "not supported",
-            "changes the numbers: layers have a window, and no width is set",
-        )
+        file.differs("layer_types", "layers have a window, and no width is set")
     else:
         file.out["model.window_size"] = width
         file.out["model.window_attn_skip_freq"] = every if full else None

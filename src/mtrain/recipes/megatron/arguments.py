@@ -47,6 +47,7 @@ class Arguments:
         current = self.stray
         for word in words:
             start = word if isinstance(word, str) else word.start
+            # `--flag$X` may be any flag: only up to an `=` is its name known
             if (
                 start.startswith("--")
                 and len(start) > 2
@@ -76,6 +77,7 @@ class Arguments:
         ):
             self.loose.append(word)
             if name and not word.absent:
+                # it may also be a further value of the flag before it
                 self._uncertain.setdefault(name, word)
         for inner in words:
             text = inner if isinstance(inner, str) else inner.start
@@ -84,6 +86,7 @@ class Arguments:
 
     def refuse(self, flag: str, why: Why, text: str) -> None:
         """Note that `flag` was not imported; the first reason counts."""
+        # the keys that the entry sets depend on a value that nobody knows
         if why == "unreadable" and (flag in self.flags or flag in self.maybe):
             self.doubts.setdefault(flag, f"{flag} {text}")
         if flag in self.flags and flag not in self.unplaced:
@@ -133,6 +136,7 @@ class Arguments:
             return None
         try:
             return convert(text)
+        # `int` of an infinite float overflows
         except (ValueError, OverflowError):
             self.refuse(
                 flag, "unreadable", f"{text[:40]!r} is not a {_NAMES.get(convert, 'valid value')}"
@@ -199,7 +203,9 @@ class _DraftReader(dict[str, Any]):
 
     def read(self, entry: Entry) -> None:
         for key in entry.keys:
+            # first of all: an entry that consulted its own key would be read without end
             self._waiting.pop(key, None)
+        # entries are read within others; each collects its own doubts
         before = self._arguments.doubts
         self._arguments.doubts = {}
         self.update(entry.read(self._arguments, self))

@@ -15,6 +15,7 @@ from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.shell.gaps import Unread, Word, shown, words_in
 from mtrain.recipes.shell.reader import Call, Script
 
+# fewer may be a coincidence: --load or --seed are flags of many programs
 FEW_FLAGS = 3
 """Known flags that mark a training command whose program is unknown."""
 FLAGS_FIX = "the file of a training script, or of nothing but its flags"
@@ -96,8 +97,10 @@ def training_command(script: Script, source: str) -> TrainingCommand:
     for call in script.commands:
         launcher, program, words = _parted(call.words)
         arguments = Arguments(words)
+        # words that may hold flags count, too: whole commands stand in variables
         count = len((arguments.flags.keys() | arguments.maybe.keys()) & known_flags())
         does = other_than_gpt(program, arguments.flags, source) if count or program else ""
+        # other families are refused only if nothing else trains: a script may also evaluate
         family = family_of(does)
         if family is None and program is not None:
             refused.append((count, f"{program} {does}", call.where))
@@ -129,8 +132,10 @@ def _with_rivals(
 ) -> TrainingCommand:
     """Return the chosen command with notes on the commands that were not chosen."""
     training = best.training
+    # the same command in two branches is one command
     rest = [c for c in others if c is not best.call and c.words != best.call.words]
     training.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
+    # the commands of several machines are one training
     words = _without_places(best.call.words)
     different = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != words)
     if different:
@@ -199,6 +204,7 @@ def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
     """Return the words of the launcher, the training program, and its words."""
     texts = list(map(shown, words))
     for index, text in enumerate(texts):
+        # torch.distributed.run starts the program, which comes later
         module = (
             text == "-m" and index + 1 < len(words) and not texts[index + 1].startswith(_LAUNCHERS)
         )
@@ -207,6 +213,7 @@ def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
         if text.endswith(".py"):
             return list(words[: index + 1]), text, list(words[index + 1 :])
     first = next((i for i, text in enumerate(texts) if text.startswith("--")), len(words))
+    # without a program, the flags of a launcher end where the first of Megatron-LM stands
     own = next(
         (i for i, text in enumerate(texts) if text.partition("=")[0] in known_flags()), len(words)
     )

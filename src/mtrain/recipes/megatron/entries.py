@@ -44,6 +44,7 @@ def types_of(key: str) -> set[Any]:
 
 def spelled(value: Any) -> str:
     """Return a value as a word of a command line; integral floats become integers."""
+    # below it, floats hold every integer exactly
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return repr(value) if isinstance(value, float) else str(value)
@@ -67,9 +68,11 @@ def one(
     """
     means: Absent = absent if callable(absent) else lambda values: absent
     kind = kind_of(key)
+    # read from the flag's words to ours, and written the other way
     translations = dict(words or {})
 
     def read(arguments: Arguments, draft: Draft) -> Draft:
+        # an older spelling counts where the usual one is missing
         for name in (flag, *also):
             value = arguments.converted(name, whole if kind is int else kind)
             choices = choices_of(key)
@@ -85,6 +88,7 @@ def one(
 
     def write(values: Values) -> list[str]:
         value = values.get(key)
+        # null means something else than leaving the flag out
         if value is None and none and key in values and means(values) is not None:
             return [flag, spelled(none[0])]
         if value is None or (not always and value == means(values)):
@@ -93,6 +97,29 @@ def one(
         return [flag, back.get(value, str(value)) if kind is str else spelled(value)]
 
     return Entry((flag, *also), (key,), read, write)
+
+
+def words_of(flag: str, key: str) -> Callable[[Values], Sequence[str]]:
+    """Return the writer of a flag with the value of a key; a key that is null has no words."""
+
+    def write(values: Values) -> list[str]:
+        value = values.get(key)
+        return [] if value is None else [flag, spelled(value)]
+
+    return write
+
+
+def section(flag: str, key: str, inner: str) -> Entry:
+    """Return a switch that adds a section, which always has the key `inner`."""
+
+    def read(arguments: Arguments, draft: Draft) -> Draft:
+        # an empty mapping marks the section as present: its keys have entries of their own
+        return {key: {} if arguments.has(flag) else None}
+
+    def write(values: Values) -> list[str]:
+        return [flag] if f"{key}.{inner}" in values else []
+
+    return Entry((flag,), (key,), read, write, switches=(flag,))
 
 
 def on(flag: str, key: str) -> Entry:
@@ -119,6 +146,7 @@ def conditional(
     def read(arguments: Arguments, draft: Draft) -> Draft:
         if active(draft):
             return plain.read(arguments, draft)
+        # consulted, so that it does not count as an unknown flag
         arguments.words(flag)
         arguments.refuse(flag, "no effect", why)
         return {key: None}
@@ -190,6 +218,7 @@ def numbers(flag: str, key: str) -> Entry:
         words = arguments.words(flag)
         if words is None:
             return {key: None}
+        # no size has as many digits, and Python is slow with thousands of them
         if not words or not all(word.isdigit() and len(word) < 10 for word in words):
             arguments.refuse(flag, "unreadable", "takes whole numbers")
             return {key: None}

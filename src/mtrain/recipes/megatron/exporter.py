@@ -23,6 +23,7 @@ def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
     values = run.flat()
     ranks = run.parallel.ranks
     nodes = run.cluster.nodes
+    # on CPUs, Megatron-LM has no other backend
     words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
     for entry in table():
         words += entry.write(values)
@@ -96,6 +97,7 @@ def leftover_keys(run: RunConfig, text: str) -> list[str]:
     """Return the keys, with values, that complete the flags in `text` to the configuration they
     were written from.
     """
+    # what reading gives back is what a user gets
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node
     derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node
@@ -105,11 +107,13 @@ def leftover_keys(run: RunConfig, text: str) -> list[str]:
     wanted = run.flat()
     out = list[str]()
     for key in unequal(back, run):
+        # one line for a section that is null instead of one for each of its keys
         above = next((p for p in _above(key) if wanted.get(p, ...) is None), None)
         if above is not None:
             out.append(f"{above}=null")
         elif key in wanted:
             out.append(f"{key}={spell(wanted[key])}")
+    # a line replaces a mapping as a whole
     for key, value in {"cluster.peak_tflops": run.to_dict()["cluster"]["peak_tflops"]}.items():
         if any(word.startswith(f"{key}.") for word in out):
             out = [word for word in out if not word.startswith(f"{key}.")]

@@ -16,6 +16,7 @@ SPECIAL = {
     "model.bert.mask_token_id": 103,
 }
 """Special tokens of BERT's vocab.txt, cased or not."""
+# flags that the program for GPTs accepts, and ignores
 NO_HEAD = "--bert-no-binary-head"
 SHARE = "--mask-prob"
 SHORT = "--short-seq-prob"
@@ -68,6 +69,7 @@ def bert_words(run: RunConfig) -> list[list[str]]:
     bert: Any = run.model.bert
     if not is_megatrons(run):
         return []
+    # written even if it is the default, so that the share is visible
     words = [[SHARE, spelled(bert.masked_share)]]
     return words if bert.next_sentence else [[NO_HEAD], *words]
 

@@ -19,6 +19,7 @@ FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+# megatron-core's word -> ours
 COMM = {"allgather": "all_gather"}
 
 
@@ -64,6 +65,7 @@ def _stages(arguments: Arguments, draft: Draft) -> Draft:
         return out
     pp = draft["parallel.pp"]
     layers = draft.get("model.num_layers") or 0
+    # with these two, Megatron-LM counts embedding and loss as layers of the pipeline
     counted = layers + bool(arguments.has("--account-for-embedding-in-pipeline-split"))
     counted += bool(arguments.has("--account-for-loss-in-pipeline-split"))
     if virtual is None and size and size > 0 and counted % (pp * size) == 0:
@@ -98,6 +100,7 @@ def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -
     ]
     if any(n % vpp for n in ranks):
         return None
+    # each virtual stage of a rank has as many layers
     return [n // vpp for n in ranks] * vpp
 
 
@@ -110,9 +113,11 @@ def _stages_words(values: Values) -> list[str]:
     sizes = values["parallel.layers_per_stage"]
     if sizes is None:
         return words
+    # Megatron-LM has flags for the first and last ranks; other splits need a layout string
     ends = (sizes[0] * vpp, sizes[-1] * vpp)
     if _ends(sum(sizes), pp, vpp, *ends) == list(sizes):
         return [*words, FIRST, str(ends[0]), LAST, str(ends[1])]
+    # E: embedding, t: a layer, m: an MTP layer, L: loss
     stages = ["t" * n for n in sizes]
     stages[0] = f"E{stages[0]}"
     stages[-1] += "m" * (values["model.mtp_num_layers"] or 0) + "L"
@@ -125,6 +130,7 @@ def _context(arguments: Arguments, draft: Draft) -> Draft:
     if words is None:
         return {key: None}
     word = COMM.get(words[0], words[0]) if words else ""
+    # megatron-core takes one word for each layer
     if len(set(words)) != 1 or word not in choices_of(key):
         arguments.refuse(
             "--cp-comm-type",
@@ -190,6 +196,7 @@ def _recompute(arguments: Arguments, draft: Draft) -> Draft:
         modules = None
     else:
         modules = [w for word in listed for w in word.strip("[]").replace(",", " ").split()]
+    # short for --recompute-granularity selective
     if arguments.has("--recompute-activations"):
         kind = "selective"
     if arguments.has("--moe-layer-recompute") and kind == "full":
@@ -200,6 +207,7 @@ def _recompute(arguments: Arguments, draft: Draft) -> Draft:
         # It adds to the modules, whose default is core_attn.
         kind = "selective"
         modules = list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
+    # a module without a key would be recomputed there, and kept here
     known = list_choices("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtrain.config.messages.keys import choices_of
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import conditional_switch, one, spelled
+from mtrain.recipes.megatron.entries import conditional_switch, one, section, spelled, words_of
 from mtrain.recipes.shell.arithmetic import pattern_of
 
 ACTIVATIONS = {
@@ -24,7 +24,6 @@ VARIANTS = {
     "dsa": ("model.dsa", "indexer_topk"),
 }
 """Word of --experimental-attention-variant -> its section, and a key of the section."""
-NEAREST = {"quick_geglu": "geglu"}
 _SIDES = re.compile(r"[(\[]?\s*(-1|\d{1,9})\s*,\s*(?:-1|\d{1,9})\s*[)\]]?\Z")
 """The value of --window-size."""
 
@@ -39,15 +38,7 @@ def _activation(arguments: Arguments, draft: Draft) -> Draft:
     else:  # the fused gelu, which takes a bias, is the tanh form; without the fusion it is exact
         exact = (unfused or arguments.has("--disable-bias-linear")) and not openai
         return {"model.activation": "gelu" if exact else "gelu_tanh"}
-    flag, word = given[0]
-    if word not in choices_of("model.activation"):
-        word = NEAREST[word]
-        arguments.refuse(
-            flag,
-            "not supported",
-            f"changes the numbers: model.activation={word} is the nearest activation",
-        )
-    return {"model.activation": word}
+    return {"model.activation": given[0][1]}
 
 
 def _activation_words(values: Values) -> list[str]:
@@ -62,6 +53,7 @@ def _ffn(values: Values) -> int | None:
     if hidden is None:
         return None
     return (
+        # two thirds, as a gated MLP has three matrices for two
         int(4 * hidden * 2 / 3 / 64) * 64 if values["model.activation"] == "swiglu" else 4 * hidden
     )
 
@@ -71,6 +63,7 @@ def _groups(arguments: Arguments, draft: Draft) -> Draft:
     flag = "--num-query-groups"
     groups = arguments.converted(flag, whole)
     if arguments.has("--group-query-attention") and draft["model.mla"] is None:
+        # Megatron-LM's default is one group
         return {key: groups if groups is not None else 1}
     why = "MLA has no groups" if draft["model.mla"] else "read only with --group-query-attention"
     arguments.refuse(flag, "no effect", why)
@@ -92,12 +85,8 @@ def _head(arguments: Arguments, draft: Draft) -> Draft:
     return {"model.kv_channels": width}
 
 
-def _head_words(values: Values) -> list[str]:
-    width = values["model.kv_channels"]
-    return [] if width is None else ["--kv-channels", str(width)]
-
-
 def _positions(arguments: Arguments, draft: Draft) -> Draft:
+    # Megatron-LM's default
     kind = arguments.word("--position-embedding-type") or "learned_absolute"
     if arguments.has("--use-rotary-position-embeddings"):
         kind = "rope"
@@ -125,6 +114,7 @@ def _scaling(arguments: Arguments, draft: Draft) -> Draft:
     if not arguments.has("--use-rope-scaling"):
         arguments.refuse("--rope-scaling-factor", "no effect", "read only with --use-rope-scaling")
         return {"model.rope_scaling_factor": None}
+    # 8 is Megatron-LM's default, of Llama 3.1
     return {"model.rope_scaling_factor": factor or 8.0}
 
 
@@ -164,14 +154,6 @@ def _window_words(values: Values) -> list[str]:
     return ["--window-size", f"{values['model.window_size'] - 1},0"]
 
 
-def _latent(arguments: Arguments, draft: Draft) -> Draft:
-    return {"model.mla": {} if arguments.has("--multi-latent-attention") else None}
-
-
-def _latent_words(values: Values) -> list[str]:
-    return ["--multi-latent-attention"] if "model.mla.kv_lora_rank" in values else []
-
-
 def _variant(arguments: Arguments, draft: Draft) -> Draft:
     flag = "--experimental-attention-variant"
     word = arguments.word(flag) if arguments.has(flag) else None
@@ -208,6 +190,7 @@ def _layers_with_experts(arguments: Arguments, draft: Draft) -> Draft:
     if text is None or text.strip() == "1":
         return {key: 0}
     pattern = pattern_of(text)
+    # the first layer with experts
     dense = pattern.index(1) if pattern and 1 in pattern else 0
     layers = draft.get("model.num_layers")
     if pattern is None or pattern != [0] * dense + [1] * (len(pattern) - dense):
@@ -256,6 +239,7 @@ def _group_score(arguments: Arguments, draft: Draft) -> Draft:
 
 
 def _gated(values: Values) -> bool:
+    # swiglu, geglu, quick_geglu: every gated activation is called so
     return "glu" in values["model.activation"]
 
 
@@ -280,6 +264,7 @@ def _is_rotary(values: Values) -> bool:
 def _without_rotary(arguments: Arguments, draft: Draft) -> Draft:
     flag = "--no-rope-freq"
     text = arguments.word("--no-rope-freq")
+    # scripts write both for no such layers
     if text is None or text in ("0", "None"):
         return {"model.no_rope_freq": None}
     if not _is_rotary(draft):
@@ -291,11 +276,6 @@ def _without_rotary(arguments: Arguments, draft: Draft) -> Draft:
     else:
         return {"model.no_rope_freq": int(text)}
     return {"model.no_rope_freq": None}
-
-
-def _without_rotary_words(values: Values) -> list[str]:
-    every = values["model.no_rope_freq"]
-    return [] if every is None else ["--no-rope-freq", str(every)]
 
 
 def _flex(arguments: Arguments, draft: Draft) -> Draft:
@@ -310,26 +290,9 @@ def _flex(arguments: Arguments, draft: Draft) -> Draft:
     return {key: backend if backend in choices_of(key) else "deepep"}
 
 
-def _flex_words(values: Values) -> list[str]:
-    backend = values.get("model.moe.flex_dispatcher_backend")
-    return [] if backend is None else ["--moe-flex-dispatcher-backend", backend]
-
-
 MODEL: tuple[Entry, ...] = (
-    Entry(
-        ("--multi-latent-attention",),
-        ("model.mla",),
-        _latent,
-        _latent_words,
-        switches=("--multi-latent-attention",),
-    ),
-    Entry(
-        ("--use-mup",),
-        ("model.mup",),
-        lambda arguments, draft: {"model.mup": {} if arguments.has("--use-mup") else None},
-        lambda values: ["--use-mup"] if "model.mup.embedding_mult" in values else [],
-        switches=("--use-mup",),
-    ),
+    section("--multi-latent-attention", "model.mla", "kv_lora_rank"),
+    section("--use-mup", "model.mup", "embedding_mult"),
     Entry(
         ("--experimental-attention-variant",),
         tuple(key for key, _ in VARIANTS.values()),
@@ -351,7 +314,12 @@ MODEL: tuple[Entry, ...] = (
         _groups_words,
         switches=("--group-query-attention",),
     ),
-    Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
+    Entry(
+        ("--kv-channels",),
+        ("model.kv_channels",),
+        _head,
+        words_of("--kv-channels", "model.kv_channels"),
+    ),
     conditional_switch(
         "--qk-l2-norm",
         "model.qk_l2_norm",
@@ -377,7 +345,12 @@ MODEL: tuple[Entry, ...] = (
         _scaling_words,
         switches=("--use-rope-scaling",),
     ),
-    Entry(("--no-rope-freq",), ("model.no_rope_freq",), _without_rotary, _without_rotary_words),
+    Entry(
+        ("--no-rope-freq",),
+        ("model.no_rope_freq",),
+        _without_rotary,
+        words_of("--no-rope-freq", "model.no_rope_freq"),
+    ),
     Entry(("--window-size",), ("model.window_size",), _window, _window_words),
 )
 
@@ -401,7 +374,7 @@ EXPERTS: tuple[Entry, ...] = (
         ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"),
         ("model.moe.flex_dispatcher_backend",),
         _flex,
-        _flex_words,
+        words_of("--moe-flex-dispatcher-backend", "model.moe.flex_dispatcher_backend"),
         switches=("--moe-enable-deepep",),
     ),
 )

@@ -23,6 +23,7 @@ STYLES = {
 
 def _warmup(arguments: Arguments, draft: Draft) -> Draft:
     key = "optim.warmup_iters"
+    # Megatron-LM reads the share before steps and samples
     share = arguments.converted("--lr-warmup-fraction", float)
     if share is not None:
         steps = draft.get("optim.decay_iters") or draft.get("trainer.train_iters") or 0
@@ -44,6 +45,7 @@ def _warmup_words(values: Values) -> list[str]:
 
 def _clip(arguments: Arguments, draft: Draft) -> Draft:
     norm = arguments.converted("--clip-grad", float)
+    # 0 turns clipping off, which is null here
     return {"optim.clip_grad": 1.0 if norm is None else norm or None}
 
 
@@ -96,6 +98,7 @@ def _aware(arguments: Arguments, draft: Draft) -> Draft:
         arguments.refuse(
             "--main-grads-dtype", "derived here", f"gradients are read as they are reduced: {word}"
         )
+    # only then Megatron-LM stores the lower halves of fp32 weights next to bf16 ones
     half = draft["precision.dtype"] == "bf16" and draft.get("parallel.distributed_optimizer", False)
     return {**out, REMAINDERS: half}
 
@@ -108,6 +111,7 @@ def _aware_words(values: Values) -> list[str]:
     ]
     if not kept and not values[REMAINDERS]:
         return []
+    # the flag has to agree with the format in which gradients are reduced
     reduced = values["precision.dtype"] == "bf16" and not values["precision.grad_reduce_in_fp32"]
     words = [AWARE[0], *(word for pair in kept for word in pair)]
     return [*words, "--main-grads-dtype", "bf16"] if reduced else words
@@ -117,6 +121,7 @@ def _offload_words(values: Values) -> list[str]:
     share = values["optim.cpu_offload"]
     if not share:
         return []
+    # Megatron-LM refuses the first without the second
     words = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 

@@ -29,6 +29,7 @@ def _delayed(values: Values) -> bool:
 def _some_layers(arguments: Arguments, draft: Draft) -> Draft:
     """Return one layer at each end by default; delayed scaling excludes no layers."""
     start, end = (arguments.converted(flag, whole) for flag in (START, END))
+    # without a low-precision format there is nothing to exclude layers from
     few = (_eight(draft) or draft["precision.fp4"] is not None) and not _delayed(draft)
     if arguments.has(SOME) and few:
         return {
@@ -115,6 +116,7 @@ PRECISION: tuple[Entry, ...] = (
         ("--moe-router-dtype",),
         (),
         _router,
+        # mtrain's routers always compute so
         lambda values: ["--moe-router-dtype", "fp32"] if "model.moe.num_experts" in values else [],
     ),
     Entry(

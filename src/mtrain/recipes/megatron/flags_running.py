@@ -11,7 +11,9 @@ from mtrain.recipes.megatron.entries import always, default_of, list_choices
 
 def _timeout(arguments: Arguments, draft: Draft) -> Draft:
     minutes = arguments.converted("--distributed-timeout-minutes", whole)
+    # 10 minutes are Megatron-LM's default
     limit = 60.0 * minutes if minutes and minutes > 0 else 600.0
+    # it warns before the limit ends the run, so it has to be shorter
     soft = default_of("trainer.soft_timeout_s")
     return {
         "trainer.timeout_s": limit,
@@ -79,6 +81,7 @@ FUSED = "kernels.gradient_accumulation_fusion"
 
 def _kernels(arguments: Arguments, draft: Draft) -> Draft:
     kind = arguments.word("--transformer-impl")
+    # Megatron-LM's local layers are plain torch, like the reference
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
     fused = (
         word == "te"
@@ -105,6 +108,7 @@ def _saving(arguments: Arguments, draft: Draft) -> Draft:
     if not arguments.has("--save"):
         return {"checkpoint.save_interval": 0, "checkpoint.save_final": False}
     arguments.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
+    # an interval of the whole training means only the final checkpoint
     last = steps is not None and steps == draft.get("trainer.train_iters")
     return {"checkpoint.save_interval": 0 if last else steps, "checkpoint.save_final": True}
 
@@ -167,6 +171,7 @@ def _graphs(arguments: Arguments, draft: Draft) -> Draft:
             for given in arguments.words(flag) or ()
             for word in given.replace(",", " ").split()
         ):
+            # a module in some releases, and an implementation in others
             if word == "full_iteration" and impl in ("local", word):
                 impl = word
             elif word in list_choices(GRAPH_MODULES):
@@ -177,6 +182,7 @@ def _graphs(arguments: Arguments, draft: Draft) -> Draft:
                     "not supported",
                     f"{word}: modules are {', '.join(list_choices(GRAPH_MODULES))}",
                 )
+    # graphs of a whole iteration have no modules
     is_read = impl in ("local", "transformer_engine")
     return {GRAPH_IMPL: impl, GRAPH_MODULES: modules if modules and is_read else None}
 

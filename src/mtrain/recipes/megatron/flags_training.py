@@ -12,6 +12,7 @@ from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, w
 from mtrain.recipes.megatron.entries import always, one, spelled
 from mtrain.recipes.megatron.vocabularies import ids_of
 
+# keys of the training data; those of the other splits follow
 SOURCES = tuple(f"data.{key}" for key in ("path", "blend", "blend_weights"))
 OF_SPLITS = {"--valid-data-path": "validation", "--test-data-path": "test"}
 
@@ -25,6 +26,7 @@ def _source(arguments: Arguments, draft: Draft) -> Draft:
         own, shares = _corpora(arguments, flag)
         out |= {f"data.{name}_blend": own or None, f"data.{name}_weights": shares}
     if arguments.has("--mock-data"):
+        # synthetic data do not depend on a path that is unknown
         arguments.doubts = {
             flag: why for flag, why in arguments.doubts.items() if flag in arguments.maybe
         }
@@ -40,6 +42,7 @@ def _source(arguments: Arguments, draft: Draft) -> Draft:
 def _corpora(arguments: Arguments, flag: str) -> tuple[list[str], list[float] | None]:
     """Return the prefixes that a flag names, and their weights."""
     words = arguments.words(flag) or []
+    # Megatron-LM reads weights and prefixes in turn, if the number of words is even
     weights = _weights(words[::2]) if words and len(words) % 2 == 0 else None
     return (words[1::2] if weights else words), weights
 
@@ -59,6 +62,7 @@ def _source_words(values: Values) -> list[str]:
     out: list[str] = []
     for flag, name in OF_SPLITS.items():
         out += _words(flag, values[f"data.{name}_blend"], values[f"data.{name}_weights"])
+    # with corpora of other splits, Megatron-LM reads those of training from this flag
     own = "--train-data-path" if out else "--data-path"
     path = values["data.path"]
     return [
@@ -85,6 +89,7 @@ def _split(arguments: Arguments, draft: Draft) -> Draft:
     # Megatron-LM ignores quotes and brackets
     parts = re.findall(r"[.0-9]+", text)
     try:
+        # more numbers are ignored, fewer are zeros
         shares = [float(part) for part in parts][:3]
     except ValueError:
         shares = []
@@ -126,8 +131,10 @@ def _tokens(arguments: Arguments, draft: Draft) -> Draft:
         arguments.notes.append(
             f"{name} is taken to have {size} ids ({known[1]}); its files are not read"
         )
+    # the size is set, so that an unknown tokenizer leaves nothing open
     if size is not None or padded is not None:
         arguments.doubts.pop("--tokenizer-model", None)
+    # the padded size is what Megatron-LM builds; the other only if it pads to the same
     if padded is not None:
         same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
         return {**out, "model.vocab_size": size if same else padded}
@@ -158,6 +165,7 @@ def _tokens_words(values: Values) -> list[str]:
             values["data.tokenizer"],
         ]
         return [*tokenizer, "--vocab-size", str(size), *padded]
+    # NullTokenizer adds an end of document to the ids that it is given
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
 
 
@@ -171,6 +179,7 @@ def _batch(arguments: Arguments, draft: Draft) -> Draft:
     micro = arguments.converted("--micro-batch-size", whole)
     batch = arguments.converted("--global-batch-size", whole)
     if batch is None and micro is not None:
+        # Megatron-LM's default: one micro-batch on each data-parallel rank
         batch = micro * max(
             1,
             draft.get("ranks", 1)
@@ -205,6 +214,7 @@ def _stepped(arguments: Arguments, draft: Draft) -> list[tuple[int, int]] | None
     words = arguments.words(STEPPED)
     if words is None:
         return None
+    # the list may be one word or several
     text = " ".join(words).replace(",", " ")
     try:
         pairs = sorted(
@@ -214,6 +224,7 @@ def _stepped(arguments: Arguments, draft: Draft) -> list[tuple[int, int]] | None
     except (ValueError, OverflowError):
         pairs = []
     seq_length = draft.get("data.seq_length") or 1
+    # Megatron-LM counts samples, so that a stage begins with a whole one
     stages = [(tokens // seq_length * seq_length, size) for tokens, size in pairs]
     grows = all(one[0] < two[0] for one, two in itertools.pairwise(stages))
     if not stages or stages[0][0] or not grows or any(size < 1 for _, size in stages):
@@ -246,6 +257,7 @@ def _ramp(arguments: Arguments, batch: int | None) -> list[int] | None:
             "takes three whole numbers: first size, increment, samples",
         )
         return None
+    # a ramp that begins at its end
     if first == batch or not samples:
         return None
     arguments.notes.append(
@@ -310,6 +322,7 @@ def steps(
     def write(values: Values) -> list[str]:
         if values.get(key) is None:
             return []
+        # with a ramp, Megatron-LM requires samples in place of steps
         if not values.get(RAMP):
             return [flag, str(values[key])]
         plan = plan_of(values)[-1:] if at_the_end else plan_of(values)

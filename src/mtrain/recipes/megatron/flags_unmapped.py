@@ -10,6 +10,7 @@ from mtrain.recipes.megatron.arguments import Why
 NO_SUCH_PART = "changes the numbers: mtrain has no such part of the network"
 """The reason of flags for parts of a network that mtrain does not build."""
 
+# A flag that takes a value ends with `=`: the reader has to know which words are values.
 _GROUPS: tuple[tuple[Why, str, str], ...] = (
     (
         "no effect",

@@ -44,10 +44,11 @@ from mtrain.recipes.megatron.reading import (
 )
 from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.secrets import Secrets
-from mtrain.recipes.shell.gaps import Word, shown
+from mtrain.recipes.shell.gaps import Word, pieces_of, shown
 from mtrain.recipes.shell.reader import Opener, Script, read_script
 
 VOCABULARY = "model.vocab_size"
+# an import gives the same recipe on every machine
 _NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -80,6 +81,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
     """Return text and name of a sourced file if it lies next to the script, else None."""
     for folder in dict.fromkeys((Path(), Path(script).parent)):
+        # no link leads out of the folder: a foreign script names what is read
         file = Path(os.path.realpath(folder / path))
         inside = os.path.realpath(folder) in map(str, file.parents)
         is_script = file.suffix in SCRIPT_ENDINGS and file.is_file()
@@ -123,6 +125,7 @@ def import_commands(
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
     """
+    # unknown flags, too: Megatron-LM has no --wandb-api-key
     secrets = Secrets(
         {n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()}
     )
@@ -133,6 +136,7 @@ def import_commands(
     several = starts_several(command.launcher)
     if why_unknown and not several:
         notes.append(f"{why_unknown}: cluster.nodes and cluster.devices_per_node are unset")
+    # `python pretrain_gpt.py` is a training on one GPU
     if _starts_one_process(command.launcher):
         why_unknown = ""
     world = launched if launched.world is not None or several else None
@@ -183,8 +187,10 @@ def import_words(
         words, launched.world if launched is not None else None, why_unknown
     )
     if family == "bert":
+        # over the keys of GPTs, which share most flags
         draft |= bert_keys(arguments, draft, left)
     set_cluster(arguments, draft, launched, left)
+    # before anything is written or shown
     without_secrets(draft, arguments, secrets)
     draft["model.name"] = name
     notes = [*notes, *absent_words(arguments), *arguments.notes]
@@ -205,6 +211,7 @@ def import_words(
         and key.partition(".")[0] not in given.choices
     }
     notes += _unset_keys(draft | exported, run, extra, list(left))
+    # with open keys, the layout is not known yet
     if not any(key.startswith(("parallel.", "cluster.")) for key in left):
         notes += _too_few(run)
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
@@ -221,10 +228,7 @@ def _starts_one_process(launcher: Sequence[Word]) -> bool:
 
 def _known(words: Sequence[Word]) -> list[str]:
     """Return the known pieces of words."""
-    pieces = (
-        piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces)
-    )
-    return [piece for piece in pieces if isinstance(piece, str)]
+    return [piece for word in words for piece in pieces_of(word) if isinstance(piece, str)]
 
 
 def _given_as_flags(script: Script) -> dict[str, list[Word]]:
@@ -248,6 +252,7 @@ def _vocabulary(draft: Draft, notes: list[str], extra: Sequence[str], left: dict
         return
     if VOCABULARY in draft and VOCABULARY not in left:
         return
+    # a model of unknown shape has no lookalike
     open_shape = any(key.startswith("model.") for key in left)
     lookalike = None if open_shape else same_shape(draft)
     if lookalike is None:
@@ -272,6 +277,7 @@ def _padding(run: UnresolvedRun, exported: Draft, notes: list[str]) -> Unresolve
     if key in exported:
         return run
     if m.vocab_size == m.padded_vocab_size:
+        # true is the default: a recipe does not mention what changes nothing
         return run.model_copy(update={"model": m.model_copy(update={"mask_padded_vocab": True})})
     if not m.mask_padded_vocab:
         notes.append(f"{m.padding_in_words}, as in Megatron-LM; {key}=true masks it")

@@ -12,6 +12,7 @@ from mtrain.recipes.shell.gaps import Unread, Word, shown
 _NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
 _OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
 """Options of a launcher for its processes per machine, which override those of the job."""
+# torchrun takes these words in place of a number
 _EACH_GPU = ("gpu", "auto")
 """Words by which torchrun starts a process on each GPU; other words mean other devices."""
 _GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
@@ -49,6 +50,7 @@ _STARTERS = (
 )
 """Programs that start several processes."""
 _NUMBER = re.compile(r"[0-9]{1,6}")
+# directives of a batch script, which are comments to a shell
 _SBATCH = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
 
@@ -91,14 +93,17 @@ class Requested:
 def requested_by(words: Sequence[Word], directives: Mapping[str, str]) -> Requested:
     """Return the request of a launcher's words, completed by the directives of a batch script."""
     for index, word in enumerate(words):
+        # after an option, an unknown word is its value and sets nothing else
         if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
             return Requested(
                 None, None, f"{word.text} may set how many processes are started: it {word.why}"
             )
     programs = {shown(word).rpartition("/")[2] for word in words}
+    # it counts resource sets, whose size other options give
     if "jsrun" in programs:
         return Requested(None, None, "how many processes jsrun starts is not known here")
     own_options = _flags(words) if programs.isdisjoint(_MPI) else _of_mpi(_flags(words))
+    # options of the launcher override those of the job
     given = {**directives, **own_options}
     named = not given.keys().isdisjoint(_NODES)
     tasks = _first(given, _TASKS)
@@ -121,6 +126,7 @@ def requested_by(words: Sequence[Word], directives: Mapping[str, str]) -> Reques
         if per_node is None:
             per_node = _tasks_of_a_node(given, machines, tasks)
         if per_node is None and given.keys().isdisjoint(_GPUS) and _starts(words, _TORCHRUN):
+            # torchrun's default
             per_node = 1
     if not named:
         in_all = tasks is not None and per_node is not None and not given.keys().isdisjoint(_IN_ALL)
@@ -183,6 +189,7 @@ def _of_mpi(own_options: Mapping[str, str]) -> dict[str, str]:
     """
     names = {"--ntasks": "--np", "--nodes": "--npernode"}
     out = {names.get(flag, flag): value for flag, value in own_options.items()}
+    # `--map-by ppr:8:node` of Open MPI
     mapped = re.match(r"ppr:([^:]*):(\w*)", out.get("--map-by", ""))
     if mapped is not None:
         out["--npernode"] = mapped[1] if mapped[2] == "node" else mapped[0]
@@ -251,6 +258,7 @@ def _is_value(words: Sequence[Word], index: int) -> bool:
 def _flags(words: Sequence[Word]) -> dict[str, str]:
     out: dict[str, str] = {}
     for index, word in enumerate(map(shown, words)):
+        # -N2 and -n8, as SLURM allows
         attached = re.fullmatch(r"(-[NnG])([0-9]+)", word)
         name, equals, value = attached.group(1, 0, 2) if attached else word.partition("=")
         name = _SHORT.get(name, name)

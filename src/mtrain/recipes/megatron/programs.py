@@ -109,6 +109,7 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
     elif source.endswith((".yaml", ".yml")):
         folders = _words(source.split("/")[-3:-1])
     purpose = _named(name, name)
+    # a folder tells only where the name does not: examples/bert/pretrain_gpt.py trains a GPT
     if not purpose and "gpt" not in name | folders:
         purpose = _named(folders & _FOLDERS, name)
     return purpose or _by_flags(flags)
@@ -134,11 +135,13 @@ def _words(parts: Iterable[str]) -> set[str]:
 
 
 def _named(words: set[str], name: set[str]) -> str:
+    # pretrain_... never evaluates or converts
     purposes = _TRAINED if name & TRAINS else _OTHER | _TRAINED
     return next((does for word, does in purposes.items() if word in words), "")
 
 
 def _by_flags(flags: Mapping[str, list[Word]]) -> str:
+    # 0 and None are how scripts turn such a feature off
     telling = [f for f in flags if _ANY.match(f) and flags[f] not in (["0"], ["0.0"], ["None"])]
     for pattern, word in _FLAGS if telling else ():
         matching = [f for f in telling if re.fullmatch(f"--({pattern})", f)]

@@ -36,6 +36,7 @@ def read_flags(
     """
     arguments = Arguments(words, switches())
     loose = next((word for word in arguments.loose if not word.absent), None)
+    # such a word may hold any flag that is required and missing
     if loose is not None:
         required = [*REQUIRED]
         if "--seq-length" not in arguments.flags:
@@ -56,6 +57,7 @@ def read_flags(
     ):
         present = draft.get(key) is not None if part == "moe" else draft.pop(key) is not None
         if part == "moe" and key in left and not present:
+            # a number that stands in: a model with experts, as many as ranks that share them
             draft[key] = max(2, draft.get("parallel.ep") or 1)
             present = True
         if not present:
@@ -90,6 +92,7 @@ def leave_open(arguments: Arguments, draft: Draft, left: dict[str, str]) -> None
         field = field_of(key)
         draft[key] = 1 if field is not None and field.is_required() else default_of(key)
     heads = draft.get("model.num_attention_heads") or draft.get("model.num_query_groups") or 1
+    # numbers that stand in pass the checks of layout and heads
     values = (draft.get("parallel.pp", 1) * draft.get("parallel.vpp", 1), 64 * heads, heads)
     for key, value in zip(REQUIRED, values, strict=True):
         if key in left and draft.get(key) is None:
@@ -140,6 +143,7 @@ def set_cluster(
         return
     launched = launched or Requested(1, 1)
     draft["cluster.device"] = CPU.name if gloo else CUDA.name
+    # CPUs are not counted for each machine
     if gloo:
         numbers: dict[str, int | None] = {
             "parallel.ranks": launched.world.ranks if launched.world is not None else None
@@ -163,9 +167,11 @@ def unplaced_flags(arguments: Arguments) -> list[Unplaced]:
             arguments.refuse(flag, "no effect", fitting)
         elif why != "unknown":
             arguments.refuse(flag, why, text)
+        # its entry did not consult it
         elif flag in known_flags():
             arguments.refuse(flag, "no effect", "another flag sets the same, and is read before it")
         else:
+            # each comparison with all known flags takes milliseconds
             guesses -= 1
             suggestion = _suggestion(flag) if guesses >= 0 else ""
             hint = f"; did you mean {suggestion}?" if suggestion else ""
@@ -185,6 +191,7 @@ def blacked_out(flags: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
     for item in flags:
         why = item.why
         text = secrets.hide(item.text)
+        # the value of an unknown flag may be a password
         value = HIDDEN if item.value else ""
         if item.flag in known_flags():
             value = secrets.hide(item.value)

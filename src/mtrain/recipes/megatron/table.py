@@ -42,6 +42,7 @@ def table() -> tuple[Entry, ...]:
         for key in keys()
         if key not in taken and (flag := flag_of(key)) is not None
     ]
+    # the order of the schema is the order of an exported command
     place = {key: index for index, key in enumerate(keys())}
     return tuple(
         sorted(

@@ -67,6 +67,7 @@ takes it), and the source.
 """
 _EXTENDED = re.compile("chinese|japanese|korean|arabic|vocab|extend|expand")
 """Words in the names of models that were trained further with a larger tokenizer."""
+# a name begins a part of a path: `my-llama-3` counts, `xllama-3` does not
 _BY_NAME = tuple(
     (re.compile(rf"(?:^|[/_-])(?:{name})(?![a-z0-9])"), n, source) for name, n, source in _MODELS
 )

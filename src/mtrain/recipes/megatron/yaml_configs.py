@@ -21,7 +21,7 @@ from mtrain.recipes.megatron.programs import family_of, other_than_gpt
 from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell.expansion import Expander
-from mtrain.recipes.shell.gaps import Word, word_of
+from mtrain.recipes.shell.gaps import Word, pieces_of, word_of
 from mtrain.recipes.shell.lexer import Lexer, Raw
 from mtrain.recipes.shell.reader import read_script
 
@@ -36,7 +36,9 @@ _NAMED = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 """Arguments of `--yaml-cfg` whose flag has another name."""
+# here true is what sets the flag
 _TRUE = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
+# flags that turn an argument off
 _FALSE = {"add_bias_linear": "--disable-bias-linear", "fp8_wgrad": "--no-fp8-wgrad"}
 _ACTIVATIONS = {
     "swiglu": ["--swiglu"],
@@ -71,13 +73,11 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
     document = parse(text, source, foreign=True)
     values = document.values
     held = read_script(*texts[:-1]).variables
+    # later than variables of scripts, which the file may override
     held |= {
         str(k): [spelled(v)] for k, v in _mapping(values.get("ENV_VARS")).items() if v is not None
     }
-    expander = Expander(
-        {n: [(w,) if isinstance(w, str) else w.pieces for w in ws] for n, ws in held.items()},
-        source,
-    )
+    expander = Expander({n: list(map(pieces_of, words)) for n, words in held.items()}, source)
     notes = [
         "how many processes it starts is not set: cluster.nodes and cluster.devices_per_node are"
         " unset"
@@ -144,6 +144,7 @@ def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[Word]:
         for item in _items(value):
             raw = Raw()
             Lexer(item, expander.source).quoted(raw, "")
+            # the test harness expands variables, and nothing else, in the values
             yield word_of(expander.joined(raw.parts)) if "$" in item else item
 
 
@@ -160,6 +161,7 @@ def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
     for section in _SECTIONS:
         flat |= _mapping(values.get(section))
     gated = flat.pop("gated_linear_unit", False)
+    # swiglu already says that the unit is gated
     if gated is True and flat.get("activation_func") != "swiglu":
         yield "--gated-linear-unit"
     if flat.get("num_query_groups") and not flat.get("group_query_attention"):

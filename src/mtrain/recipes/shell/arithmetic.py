@@ -20,24 +20,24 @@ class _Unreadable(ValueError):
 
 def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None:
     """Return the value of sums and products of integers and variables; None if unknown."""
+    value = _value(text, variable)
+    return value if isinstance(value, int) and abs(value) < 10**MAX_DIGITS else None
+
+
+def pattern_of(text: str) -> list[int] | None:
+    """Return the list that `([0]*3+[1]*58)` spells; None for other or longer texts."""
+    value = _value(text, lambda name: None)
+    return value if isinstance(value, list) else None
+
+
+def _value(text: str, variable: Callable[[str], str | None]) -> int | list[int] | None:
     try:
         parser = _Parser(text, variable)
         value = parser.sum()
         parser.end()
     except (_Unreadable, ZeroDivisionError, RecursionError):
         return None
-    return value if isinstance(value, int) and abs(value) < 10**MAX_DIGITS else None
-
-
-def pattern_of(text: str) -> list[int] | None:
-    """Return the list that `([0]*3+[1]*58)` spells; None for other or longer texts."""
-    try:
-        parser = _Parser(text, lambda name: None)
-        value = parser.sum()
-        parser.end()
-    except (_Unreadable, ZeroDivisionError, RecursionError):
-        return None
-    return value if isinstance(value, list) else None
+    return value
 
 
 class _Parser:
@@ -126,18 +126,22 @@ class _Parser:
 def _apply(sign: str, left: int | list[int], right: int | list[int]) -> int | list[int]:
     if isinstance(left, int) and isinstance(right, int):
         if sign in "/%":
+            # a shell rounds towards zero, Python down
             quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
             return quotient if sign == "/" else left - quotient * right
         value = {"+": left + right, "-": left - right, "*": left * right}[sign]
+        # beyond 64 bits a shell's integers wrap around
         if abs(value) >= 10**MAX_DIGITS:
             raise _Unreadable
         return value
     if sign == "+" and isinstance(left, list) and isinstance(right, list):
         return _bounded(left + right)
+    # a list of layers repeated, in either order, as in Python
     if sign == "*" and isinstance(left, list) != isinstance(right, list):
         items, times = (left, right) if isinstance(left, list) else (right, left)
         assert isinstance(items, list)
         assert isinstance(times, int)
+        # before the list is made
         if len(items) * max(0, times) > MAX_ITEMS:
             raise _Unreadable
         return items * times

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from mtrain.recipes.secrets import names_secret
 from mtrain.recipes.shell.expansion import Expander, has_braces, sets_computed
-from mtrain.recipes.shell.gaps import Gap, Value, Word, shown, word_of, words_in
+from mtrain.recipes.shell.gaps import Gap, Value, Word, pieces_of, shown, word_of, words_in
 from mtrain.recipes.shell.lexer import Part, Raw
 from mtrain.recipes.shell.statements import (
     Branches,
@@ -67,6 +67,7 @@ class Effects(Expander):
         """Make variables unknown from here on, and all if a name is a reference."""
         forgotten = dict.fromkeys(names)
         super().forget(forgotten, why)
+        # a name reference sets the variable that it refers to, whatever that is
         if not self.references.isdisjoint(forgotten.keys()):
             self.forget_all(why)
 
@@ -94,20 +95,24 @@ class Effects(Expander):
                     arguments = command.words[place + 1 :]
                 if any(map(_computed_name, _naming(name, arguments))):
                     self.forget_all(why)
+                # once for each function: functions may call each other
                 if name in self.functions and name not in seen:
                     seen.add(name)
                     bodies.append(self.functions[name][1].body)
+                # a command with a computed name may be any command
                 hidden = any(part.kind != "text" or part.quoted for part in first.parts)
                 if hidden or name in _ANY:
                     self.forget_all(why)
 
     def set_arguments(self, name: str, words: list[str], why: str) -> None:
         """Apply `set` and `shift`, which change the arguments and the options."""
+        # `set -o NAME`: the word after -o is no argument
         options = [
             word
             for word, before in zip(words, ["", *words], strict=False)
             if not re.match("[-+][a-z]*o$", before)
         ]
+        # `set -e` leaves the arguments as they are; `set -- a b` replaces them
         if name == "shift" or any(word == "--" or word[:1] not in ("-", "+") for word in options):
             self.state.arguments = self.gap("$@", why)
 
@@ -138,18 +143,16 @@ class Effects(Expander):
             self.homes.add(rest)
         value: list[Value]
         if raw.array is not None:
-            value = [
-                (w,) if isinstance(w, str) else w.pieces
-                for item in raw.array
-                for w in self.expand(item)
-            ]
+            value = [pieces_of(word) for item in raw.array for word in self.expand(item)]
         else:
             value = [self.joined([Part("text", rest, False), *raw.parts[1:]])]
         held = self.state.variables.get(name)
         if name in self.kept and raw.array is None and not more and _argument(value[0]):
             return  # an earlier script set the variable that this argument would set
+        # an earlier statement that was not followed may have set it
         if more and held is None and self.state.lost:
             held = self.gap(f"${name}", self.state.lost.why)
+        # `A+=x` of a variable that the script never sets appends to the environment's
         if more and held is None and raw.array is None:
             self.defaults.setdefault(name, self.where)
         before: list[Value] = [(held,)] if isinstance(held, Gap) else held or []
@@ -159,6 +162,7 @@ class Effects(Expander):
             value = [(*(before[0] if more and before else ()), *value[0]), *before[1:]]
         elif raw.array is None and more:
             value = [(*before[0], *value[0])]
+        # each `+=` copies the whole value
         self.spend(sum(len(item) for item in value))
         self.state.variables[name] = value
         if names_secret(name):
@@ -183,8 +187,10 @@ class Effects(Expander):
                 self.assign(raw, typed=typed or has_braces(raw))
             elif typed and name in self.state.variables:
                 self.forget([name], f"is declared {options} (line {node.line})")
+            # later assignments to it fail, or are converted
             if typed or command == "readonly" or "r" in options:
                 self.assumed.add(name)
+            # declare -n: the name refers to another variable
             if "n" in options:
                 self.references.add(name)
 
@@ -199,10 +205,12 @@ class Effects(Expander):
         values = [_items(one) for one in choices]
         if all(len(items) == 1 for items in values):
             words = [word_of(items[0]) for items in values]
+            # the usual `A="$A --flag"` in a branch: the beginning is certain
             start = min(words, key=lambda word: len(shown(word)))
             if isinstance(start, str) and all(_extends(word, start) for word in words):
                 added = tuple(one for word in words for one in shown(word)[len(start) :].split())
                 return [(start, " ", self.gap(f"${name}", why, words=added))]
+        # arrays with items added at their end in some branches
         same = [items[0] for items in takewhile(_alike, zip(*values, strict=False))]
         rest = [item for items in values for item in items[len(same) :]]
         gap = self.gap(
@@ -243,12 +251,14 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
         refers = any(re.match("-[A-Za-z]*n", text) for text in plain)
         return [_UNKNOWN] if refers else list(words)
     if command in ("printf", "wait"):
+        # printf -v NAME and wait -p NAME set a variable
         option = "-v" if command == "printf" else "-p"
         return [words[at + 1] for at, text in enumerate(plain[:-1]) if text == option]
     if command == "getopts":
         return list(words[1:2])
     if command == "let":
         return [_UNKNOWN for raw in words if _sets_computed(raw)]
+    # options with a value, which is no name of a variable
     taking = {"read": "dinNptu", "mapfile": "dnOsuCc", "readarray": "dnOsuCc"}.get(command)
     if taking is None:
         return []

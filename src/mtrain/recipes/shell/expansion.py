@@ -11,6 +11,7 @@ from mtrain.recipes.shell.arithmetic import whole_number
 from mtrain.recipes.shell.gaps import Gap, Unread, Value, Word, between, shown, split, word_of
 from mtrain.recipes.shell.lexer import Lexer, Part, Raw
 
+# lines such as A=$A$A would otherwise fill the memory of a reader
 MAX_EXPANDED = 4 << 20
 MAX_DEPTH = 16
 ITEM = 16
@@ -26,6 +27,7 @@ _COMPUTED = re.compile(
     r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$"
 )
 _NAMES = re.compile(r"[A-Za-z_]\w*")
+# signs of a pattern that a shell replaces by the names of files
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
 _QUOTED_DEFAULT = re.compile(r"\w+:?[-=+]([\"']).*\s.*\1\Z", re.DOTALL)
 _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
@@ -98,6 +100,7 @@ class Expander:
         Raises:
             ConfigError: the script makes too many.
         """
+        # an empty expansion takes time, too
         self.left -= size + 1
         if self.left < 0:
             rule = f"expands to more than {MAX_EXPANDED} characters"
@@ -123,12 +126,14 @@ class Expander:
         """Make variables unknown from here on."""
         for name in names:
             self.state.variables[name] = self.gap(f"${name}", why)
+            # words are split at other signs from here on
             if name == "IFS":
                 self.state.splits = False
 
     def forget_all(self, why: str) -> None:
         """Make every variable unknown from here on."""
         self.spend(len(self.state.variables))
+        # not the method of a subclass, which calls this one for references
         Expander.forget(self, list(self.state.variables), why)
         self.state.lost = self.gap("", why)
         self.state.arguments = self.gap("$@", why)
@@ -159,6 +164,7 @@ class Expander:
         for index, part in enumerate(raw.parts):
             if part.kind == "text":
                 text = part.text
+                # only a tilde at the beginning of a word is the home folder
                 if not part.quoted and index == 0 and text.startswith("~"):
                     self.homes.add(text)
                 current = [*(current or ()), text]
@@ -209,6 +215,7 @@ class Expander:
         odd = next(
             (p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None
         )
+        # with another IFS, a letter or a sign may cut the text
         if not self.state.splits and odd is not None:
             return False, [[self.gap(odd, "is split by another IFS")]], False
         pieces = [piece for item in items for piece in split(item)]
@@ -219,6 +226,7 @@ class Expander:
 
     def value(self, part: Part, depth: int) -> list[Value]:
         """Return the values of an expansion; an array gives its items."""
+        # defaults may nest, each with another inside
         if depth > MAX_DEPTH:
             raise ConfigError(
                 [Problem("MT005", "", None, "expansions are nested too deep", "", self.source)]
@@ -267,6 +275,7 @@ class Expander:
         if held is None:
             return self.gap(spelled, NOT_SET, absent=True)
         if index is None:
+            # $A of an array is its first item
             return held[:1] or [("",)]
         if index in ("[@]", "[*]"):
             if index == "[*]" and quoted:
@@ -275,6 +284,7 @@ class Expander:
                 return self.gap(spelled, "is joined by another IFS")
             return list(held)
         place = int(index[1:-1])
+        # an item that does not exist is empty, and no error
         return [held[place]] if place < len(held) else [("",)]
 
     def _argument(self, name: str, spelled: str) -> list[Value] | Gap:
@@ -282,6 +292,7 @@ class Expander:
         if isinstance(given, Gap):
             return Gap(spelled, given.where, given.why)
         if name in "@*":
+            # a script that is called without arguments and one called with some look the same here
             if not given and not self.state.called:
                 return self.gap(spelled, "is what the script is called with", absent=True)
             if name == "*" and not self.state.splits:
@@ -300,6 +311,7 @@ class Expander:
         name = match[1]
         operator = match[3]
         word = match[4] or ""
+        # `:-` also replaces an empty value, `-` only one that is not set
         empty = isinstance(held, list) and not any(piece for item in held for piece in item)
         if (
             isinstance(held, list)
@@ -312,15 +324,18 @@ class Expander:
         present = isinstance(held, list) and (
             not empty or (not operator.startswith(":") and held != [])
         )
+        # the script ends if the value is empty, so that it has one afterwards
         if operator.endswith("?"):
             return held if isinstance(held, list) else [(held,)]
         if isinstance(held, Gap):
+            # for a note: the environment may set the variable otherwise
             self.defaults.setdefault(name, self.where)
         if operator.endswith("+"):
             return [self._inner(word, spelled, quoted, depth)] if present else [("",)]
         if present and isinstance(held, list):
             return held
         out = [self._inner(word, spelled, quoted, depth)]
+        # `:=` sets the variable as well
         if operator.endswith("="):
             self.state.variables[name] = list(out)
         return out
@@ -331,6 +346,7 @@ class Expander:
             text = text[1:-1]
         elif len(text) > 1 and text[0] == text[-1] == "'" and text.count("'") == 2 and not quoted:
             return (text[1:-1],)
+        # quotes in a default follow rules that differ in and outside of double quotes
         if re.search("['\"\\\\]", text):
             return (self.gap(spelled, "has quotes inside of its default"),)
         raw = Raw()
@@ -348,6 +364,7 @@ class Expander:
         sets = _ASSIGNS.search(text) is not None
         if sets:
             self.forget(_NAMES.findall(text), f"is set by {by}")
+        # `$1 += 2` sets the variable that $1 names
         if sets and sets_computed(text):
             self.forget_all(f"may be set by {by}")
         return sets

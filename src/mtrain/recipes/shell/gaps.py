@@ -72,10 +72,16 @@ def shown(word: Word) -> str:
     return word if isinstance(word, str) else word.text
 
 
+def pieces_of(word: Word) -> Value:
+    """Return a word as a text with gaps."""
+    return (word,) if isinstance(word, str) else word.pieces
+
+
 def word_of(value: Iterable[str | Gap]) -> Word:
     """Return a text with gaps as one word."""
     pieces = list[str | Gap]()
     for piece in value:
+        # neighbouring texts become one, so that equal words compare equal
         if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
             pieces[-1] += piece
         else:
@@ -87,6 +93,7 @@ def word_of(value: Iterable[str | Gap]) -> Word:
 
 def split(value: Value) -> list[list[str | Gap]]:
     """Return a text cut at spaces; a gap belongs to the word around it."""
+    # a gap has no spaces that could be seen: it may turn out as several words, and counts as one
     out = list[list[str | Gap]]()
     fresh = True
     for piece in value:
@@ -103,7 +110,7 @@ def split(value: Value) -> list[list[str | Gap]]:
 
 def words_in(word: Word) -> list[Word]:
     """Return the words that an unquoted word becomes."""
-    return [word_of(pieces) for pieces in split((word,) if isinstance(word, str) else word.pieces)]
+    return [word_of(pieces) for pieces in split(pieces_of(word))]
 
 
 def between(items: Sequence[Value]) -> Value:

@@ -13,6 +13,7 @@ MAX_NESTED = 64
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=\Z")
 _PLAIN = re.compile(r"[^ \t\r\n;&|<>()'\"$`\\]+")
+# the escapes of $'...' are those of C, and \e
 _ESCAPES = {char: char for char in "\\'\"?"}
 _ESCAPES |= dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
 _ESCAPES |= dict.fromkeys("eE", "\x1b")
@@ -63,6 +64,7 @@ class Lexer:
     def line(self) -> int:
         """Return the current line."""
         at = min(self.at, len(self.text))
+        # counted from the last place: from the beginning, long scripts would take quadratic time
         self._line += self.text.count("\n", self._line_at, at) if at >= self._line_at else 0
         self._line_at = max(at, self._line_at)
         return self._line
@@ -101,10 +103,12 @@ class Lexer:
             char = self.text[self.at]
             if self.ahead("\\\n"):
                 self.at += 2
+            # process substitution names a pipe, which exists only in a run
             elif self.ahead("<(", ">("):
                 self.at += 2
                 raw.parts.append(Part("command", self.balanced("(", ")"), False))
             elif char in " \t\r\n;&|<>()":
+                # only directly after NAME= does a bracket begin an array
                 if char == "(" and len(raw.parts) == 1 and _ARRAY.match(raw.plain or ""):
                     self.at += 1
                     raw.array = self._array()
@@ -114,6 +118,7 @@ class Lexer:
                 raw.parts.append(Part("text", self._escaped(), True))
             elif char == "'":
                 raw.parts.append(Part("text", self._to("'"), True))
+            # $"..." is translated where a catalogue exists, and is the plain text elsewhere
             elif char == '"' or self.ahead('$"'):
                 self.at += 1 if char == '"' else 2
                 self.quoted(raw)
@@ -132,6 +137,8 @@ class Lexer:
             if char == end:
                 self.at += 1
                 return
+            # in double quotes a backslash is an ordinary character before any other one; without a
+            # closing quote, as in a here-document, \" is two characters
             if char == "\\" and self.text[self.at + 1 : self.at + 2] in (
                 "$",
                 "`",
@@ -169,6 +176,7 @@ class Lexer:
             elif char == '"':
                 self._pass_quoted()
                 continue
+            # within ${...}, a single quote may be the apostrophe of a default
             elif char == "'" and opening != "{":
                 self._to("'")
                 continue
@@ -210,6 +218,7 @@ class Lexer:
                 self.at += 1
                 return out.decode("utf-8", "replace")
             if number:
+                # escapes spell bytes, several of which may make one character
                 out += bytes([int(number[1], 16) if number[1] else int(number[2], 8) & 255])
                 self.at = number.end()
             elif char == "\\" and after in _ESCAPES:
@@ -252,6 +261,7 @@ class Lexer:
             self.at = name.end()
             return Part("variable", name.group(), quoted)
         char = self.text[self.at + 1 : self.at + 2]
+        # one digit: $10 is $1 and a 0
         if char and char in "@*#?$!0123456789-":
             self.at += 2
             return Part("variable", char, quoted)

@@ -17,7 +17,7 @@ from itertools import takewhile
 from mtrain.errors import ConfigError
 from mtrain.recipes.shell.effects import DECLARING, NAMES, SETTING, Effects, either_function
 from mtrain.recipes.shell.expansion import State
-from mtrain.recipes.shell.gaps import Gap, Unread, Value, Word, shown, word_of
+from mtrain.recipes.shell.gaps import Gap, Unread, Value, Word, pieces_of, shown, word_of
 from mtrain.recipes.shell.statements import (
     Branches,
     Command,
@@ -125,6 +125,7 @@ class _Reader(Effects):
         self.follow(parse_script(text, source))
         self.source = before
         self.state.ended = False
+        # later files are read as if they had sourced this one
         self.kept = set(self.state.variables)
 
     def result(self) -> Script:
@@ -151,6 +152,7 @@ class _Reader(Effects):
         for name, (source, function) in list(self.functions.items()):
             if name not in self.called:
                 self.source = source
+                # its commands may train, with arguments that only a caller knows
                 unknown = self.gap("$@", "is what a function is called with that nothing calls")
                 self.in_subshell(function.body, unknown, conditional=True)
 
@@ -170,6 +172,7 @@ class _Reader(Effects):
                 self.functions[node.name] = self.source, node
             elif node.subshell:
                 self.in_subshell(node.body)
+                # with `shopt -s lastpipe`, the last part of a pipeline sets variables of the script
                 if self.lastpipe:
                     self.forget_set((), node.body, f"is set in a pipeline (line {node.line})")
             else:
@@ -213,8 +216,10 @@ class _Reader(Effects):
             ends.append(self.in_subshell(body, conditional=not node.expected))
             defined.append(self.functions)
         if not node.whole:
+            # without an else, the functions from before may remain
             defined.append(functions)
         self.functions = either_function(node, defined)
+        # a branch that exits has no part in the values that follow
         ends = [end for end in ends if not end.ended]
         if not node.whole:
             ends.append(self.state.copy())
@@ -230,6 +235,7 @@ class _Reader(Effects):
             choices = [end.variables.get(name) for end in ends]
             if any(one != choices[0] for one in choices):
                 merged.variables[name] = self.either(name, choices, why)
+                # merging branches takes time that no expansion counts
                 self.spend(100)
         self.state = merged
         lost = next((end.lost for end in ends if end.lost), None)
@@ -238,6 +244,7 @@ class _Reader(Effects):
 
     def loop(self, node: Loop) -> None:
         """Forget the variables that the loop sets, and read its commands once."""
+        # forgotten first: a second round sees what the first has set
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
         self.lose(self.in_subshell(node.body, conditional=True))
 
@@ -263,6 +270,7 @@ class _Reader(Effects):
         functions = self.functions
         while (
             len(raws) > 1
+            # `command NAME` passes over functions of that name
             and raws[0].plain in ("command", "builtin")
             and (raws[1].plain or "-")[0] != "-"
         ):
@@ -273,6 +281,7 @@ class _Reader(Effects):
             return
         words = [word for raw in raws for word in self.expand(raw)]
         first = words[0] if words else ""
+        # assignments before a function or a file may outlive the call
         if isinstance(first, str) and (first in functions or first in ("eval", "source", ".")):
             self.forget(
                 (m[1] for m in map(assignment, given) if m),
@@ -301,15 +310,18 @@ class _Reader(Effects):
             self.evaluate(words[1:], node)
         elif name in ("cd", "pushd", "popd"):
             self.state.moved = self.state.moved or not (
+                # `cd "$(dirname "$0")"` stays with the script and its neighbours
                 words[1:] and _OWN_FOLDER.search(arguments[-1])
             )
         elif name in ("set", "shift"):
             self.set_arguments(name, arguments, why)
         elif name in ("exit", "return", "exec"):
+            # exec with a command never returns; without one it only redirects
             if name == "exec" and arguments:
                 self.keep(words[1:], node)
             self.state.ended = name != "exec" or bool(arguments)
         elif name in SETTING or name in DECLARING:
+            # it prints, and sets nothing
             if name == "printf" and "-v" not in arguments:
                 return True
             self.forget([*NAMES.findall(" ".join(arguments)), "REPLY", "MAPFILE"], why)
@@ -321,6 +333,7 @@ class _Reader(Effects):
         ):
             self.aliases |= {text.partition("=")[0] for text in arguments if name == "alias"}
             self.forget_all(why)
+            # shopt may have turned it on
             self.lastpipe = True
         elif name in ("command", "builtin") and arguments[:1] not in (["-v"], ["-V"]):
             self.forget_all(why)
@@ -330,6 +343,7 @@ class _Reader(Effects):
 
     def call(self, name: str, words: list[Word]) -> None:
         """Read the commands of a called function, and forget what it may set."""
+        # functions that call each other twice take exponential time
         self.spend(1000)
         self.called.add(name)
         source, function = self.functions[name]
@@ -338,9 +352,7 @@ class _Reader(Effects):
         if name not in self.calls and len(self.calls) < MAX_CALLS:
             self.source = source
             self.calls.append(name)
-            after = self.in_subshell(
-                function.body, [(word,) if isinstance(word, str) else word.pieces for word in words]
-            )
+            after = self.in_subshell(function.body, list(map(pieces_of, words)))
             self.calls.pop()
             self.source = kept
             self.line = line
@@ -354,6 +366,7 @@ class _Reader(Effects):
         if os.path.basename(path) in self.given:
             return
         if isinstance(word, Unread):
+            # `source "$(dirname "$0")/common.sh"` names a neighbour
             folder = (
                 len(word.gaps) == 1 and not word.start and _OWN_FOLDER.search(word.gaps[0].text)
             )
@@ -364,6 +377,7 @@ class _Reader(Effects):
             elsewhere = False
         else:
             elsewhere = self.state.moved and not os.path.isabs(path)
+        # the file that lies there now is not the one that the script writes
         made = os.path.basename(path) in self.written
         if path and not elsewhere and not made and len(self.calls) < MAX_CALLS:
             reads = self.opener
@@ -392,9 +406,7 @@ class _Reader(Effects):
         arguments = self.state.arguments
         called = self.state.called
         if words[1:]:
-            self.state.arguments = [
-                (one,) if isinstance(one, str) else one.pieces for one in words[1:]
-            ]
+            self.state.arguments = list(map(pieces_of, words[1:]))
             self.state.called = True
         self.follow(parse_script(text, name))
         if words[1:]:
@@ -402,6 +414,7 @@ class _Reader(Effects):
             self.state.called = called
         self.source = kept
         self.line = line
+        # `return` in a sourced file ends only that file
         self.state.ended = False
         self.calls.pop()
 
@@ -417,9 +430,9 @@ class _Reader(Effects):
         """Return the statements of a text made of words, with a variable for each gap; None if it
         cannot be parsed.
         """
-        pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
         text = " ".join(
-            "".join(self.stand_in(p) if isinstance(p, Gap) else p for p in some) for some in pieces
+            "".join(self.stand_in(p) if isinstance(p, Gap) else p for p in pieces_of(word))
+            for word in words
         )
         self.spend(100 + len(text))
         try:
@@ -434,11 +447,13 @@ class _Reader(Effects):
         )
         inner = inner_text(words)
         if inner is None and node.stdin is not None and shown(words[0]) in (*SHELLS, "sbatch"):
+            # `bash <<EOF` and `sbatch <<EOF` run the text
             inner = words, [word_of(self.joined(node.stdin.parts))]
         first = len(self.script.commands)
         if inner is not None and len(self.calls) < MAX_CALLS:
             before = self.state
             own = self.gap("$@", "is what a shell is started with")
+            # a new shell sees exported variables, which are not followed
             self.state = State(arguments=own, lost=own)
             self.calls.append("sh -c")
             self.follow(self.parsed(inner[1]) or [])

@@ -10,6 +10,7 @@ from mtrain.errors import ConfigError
 from mtrain.recipes.shell.lexer import MAX_NESTED, Lexer, Raw
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?(\+?)=", re.DOTALL)
+# <( and >( begin substitutions
 _REDIRECTION = re.compile(r"(?:[0-9]*|\{\w+\})(?:<<<|<<-?|<>|<&|>&|>\||>>|&>>|&>|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"([^\s;&|<>()'\"$`\\]+)[ \t]*\([ \t]*\)\s*")
 _ENDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}", "in"))
@@ -106,6 +107,7 @@ def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
     Raises:
         ConfigError: a quote, a bracket or a statement does not close.
     """
+    # scripts that were edited on Windows end lines with \r\n
     parser = _Parser(text.replace("\r\n", "\n"), source, line)
     nodes = parser.body(())
     if parser.at < len(parser.text):
@@ -139,12 +141,18 @@ class _Parser(Lexer):
         if match is None:
             return ""
         after = self.text[match.end() : match.end() + 1]
+        # `fi` begins the word `file`, and is no keyword in it
         return match.group() if not after or after in " \t\r\n;&|<>()" else ""
+
+    def since(self, start: int) -> str:
+        """Return the text from `start` up to here, in one line."""
+        return " ".join(self.text[start : self.at].split())
 
     def body(self, ends: Sequence[str]) -> list[Node]:
         """Return statements up to a word or a sign that ends them, which is not passed over."""
         out: list[Node] = []
         self.depth += 1
+        # a foreign script could exhaust Python's own stack
         if self.depth > MAX_NESTED:
             raise self.bad(f"statements nested deeper than {MAX_NESTED}")
         while True:
@@ -164,6 +172,7 @@ class _Parser(Lexer):
             if self.ahead("\n"):
                 self.at += 1
                 self.read_heredocs()
+            # `;;` and `;&` end a case, `&&` joins commands, and `&>` redirects
             elif self.ahead(";", "&") and not self.ahead(";;", ";&", "&&", "&>"):
                 self.at += 1
             else:
@@ -182,15 +191,18 @@ class _Parser(Lexer):
             line = self.line
             start = self.at
             right = self.pipeline()
+            # an assignment cannot fail, so that the command after it always runs
             succeeds = sign == "&&" and all(
                 isinstance(n, Command) and _only_assigns(n) for n in left
             )
-            text = f"{_first_text(left)} {sign} {' '.join(self.text[start : self.at].split())}"
+            text = f"{_first_text(left)} {sign} {self.since(start)}"
+            # `cd FOLDER && torchrun ...` is meant to run; a command after a test may not be
             expected = sign == "&&" and not any(isinstance(n, Command) and _tests(n) for n in left)
             if succeeds:
                 left = [*left, *right]
             else:
                 left = [Branches(line, text, left, [right], False, expected)]
+        # a background command has a subshell, whose variables are lost
         if self.ahead("&") and not self.ahead("&&", "&>"):
             self.at += 1
             return [Group(self.line, left, True)]
@@ -214,6 +226,7 @@ class _Parser(Lexer):
             parts.append(self.command())
         if len(parts) == 1:
             return parts[0]
+        # each part of a pipeline has a subshell of its own
         return [Group(self.line, part, True) for part in parts]
 
     def command(self) -> list[Node]:
@@ -221,6 +234,7 @@ class _Parser(Lexer):
         line = self.line
         keyword = self.keyword()
         function = _FUNCTION.match(self.text, self.at)
+        # A=() is an array and no function
         if keyword == "function" or (function and "=" not in function[1]):
             return [self.function(line)]
         readers: dict[str, Callable[[int], Node]] = {
@@ -242,6 +256,7 @@ class _Parser(Lexer):
         else:
             return [self.simple(line)]
         redirections = self.simple(line)
+        # files that a loop or a group writes matter: the script may source them
         return [*nodes, redirections] if redirections.writes else nodes
 
     def arithmetic(self) -> bool:
@@ -263,6 +278,7 @@ class _Parser(Lexer):
         start = self.at
         self.at += 2
         if keyword == "[[":
+            # in a test, signs such as < and && neither redirect nor join commands
             while self.at < len(self.text) and self.keyword_end() != "]]":
                 if not self.word().parts:
                     self.at += 1
@@ -317,7 +333,7 @@ class _Parser(Lexer):
         start = self.at + 2
         self.at = start
         first = self.body(("then",))
-        text = " ".join(self.text[start : self.at].split()).removesuffix(";")
+        text = self.since(start).removesuffix(";")
         bodies = []
         whole = False
         before = list[Node]()
@@ -325,10 +341,12 @@ class _Parser(Lexer):
             word = self.keyword()
             self.at += len(word)
             if word == "elif":
+                # the condition of an elif runs only after the conditions before it
                 before = [*before, *self.body(("then",))]
                 continue
             whole = whole or word == "else"
             if word == "fi":
+                # without an else, the last condition may be all that runs
                 bodies += [before] if before and not whole else []
                 return Branches(line, text, first, bodies, whole or bool(before))
             bodies.append([*before, *self.body(("elif", "else", "fi"))])
@@ -359,14 +377,17 @@ class _Parser(Lexer):
                 if not self.word().parts:
                     self.at += 1
                 self.blank("\n")
+            # a case with a pattern for everything runs one of its bodies
             whole = whole or self.text[start : self.at].strip() == "*"
             self.at += 1
             body = self.body((";;", ";&", "esac"))
             bodies.append(
                 [*bodies.pop(), Branches(line, text, [], [body], False)] if falls else body
             )
+            # these two go on with the next body or pattern
             falls = bool(self.ahead(";&", ";;&"))
             self.at += len(self.ahead(";;&", ";;", ";&"))
+        # the subject may set a variable, as ${A:=x} does
         first: list[Node] = [Command([Lexer(":", self.source).word(), subject], line, text)]
         return Branches(line, text, first, bodies, whole)
 
@@ -388,7 +409,7 @@ class _Parser(Lexer):
             # `in` and the words after it
             words = [] if self.keyword() == "do" else self.simple(line).words
             before = [Command([Lexer(":", self.source).word(), *words], line, "")]
-        text = " ".join(self.text[start : self.at].split()).removesuffix(";")
+        text = self.since(start).removesuffix(";")
         self.between()
         brace = self.ahead("{")
         self.expect(brace or "do")
@@ -412,7 +433,7 @@ class _Parser(Lexer):
             command.words.append(word)
         if self.ahead("("):
             raise self.bad(f"{self.text[self.at]!r} stands where a command is to begin")
-        command.text = " ".join(self.text[start : self.at].split())
+        command.text = self.since(start)
         return command
 
     def redirect(self, match: re.Match[str], command: Command) -> None:
@@ -421,6 +442,7 @@ class _Parser(Lexer):
         self.blank()
         word = self.word()
         if match.group().rstrip("-").endswith("<<") and not match.group().endswith("<<<"):
+            # quotes around the end mark, which are no part of it, turn expansions off
             end = "".join(part.text for part in word.parts)
             quoted = any(part.quoted for part in word.parts)
             self.heredocs.append(_Heredoc(end, quoted, match.group().endswith("-"), command))
@@ -434,6 +456,7 @@ class _Parser(Lexer):
         waiting = self.heredocs
         self.heredocs = []
         for heredoc in waiting:
+            # `<<-` allows tabs before the end mark
             tabs = r"\t*" if heredoc.tabs else ""
             end = re.compile(rf"^{tabs}{re.escape(heredoc.end)}$", re.MULTILINE).search(
                 self.text, self.at
@@ -443,6 +466,7 @@ class _Parser(Lexer):
             raw = Raw()
             if heredoc.quoted:
                 raw = Raw([*Lexer("''", self.source).word().parts])
+                # one quoted part, which nothing expands
                 raw.parts[0].text = text
             else:
                 inner.quoted(raw, "")

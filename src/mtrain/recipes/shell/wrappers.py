@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-from mtrain.recipes.shell.gaps import Gap, Unread, Word, shown, word_of
+from mtrain.recipes.shell.gaps import Gap, Unread, Word, pieces_of, shown, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 
@@ -16,6 +16,7 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
     """Split `srun bash -c TEXT` or `sbatch --wrap=TEXT` into the first words and the text."""
     for index, word in enumerate(words):
         if os.path.basename(shown(word)) in SHELLS:
+            # a -c further on belongs to the program that the shell starts
             for place in range(index + 1, min(index + 6, len(words) - 1)):
                 option = shown(words[place])
                 if re.fullmatch("-[a-z]*c", option):
@@ -23,13 +24,11 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
                 if not option.startswith("-"):
                     break
         text = shown(word)
-        # The output of a command, as in $(python3 blend.py --part train), is a gap, and no
-        # command line of this script.
-        if isinstance(word, str):
-            known = word
-        else:
-            known = " ".join(piece for piece in word.pieces if isinstance(piece, str))
+        # the output of a command, as in $(python3 blend.py --part train), is a gap, and no
+        # command line of this script
+        known = " ".join(piece for piece in pieces_of(word) if isinstance(piece, str))
         if (
+            # ssh and similar programs take a whole command line as one word
             re.search(r"\s", known)
             and ".py" in known
             and " --" in known
@@ -66,6 +65,7 @@ def with_input(words: list[Word], gap: Gap) -> list[Word]:
     command = list(takewhile(lambda word: not shown(word).startswith(":::"), words[place + 1 :]))
     filled = [_without(word, mark, gap) for word in command]
     if filled == command:
+        # without a mark, the words come last
         filled = [*filled, Unread((gap,))]
     return [*words[: place + 1], *filled]
 
@@ -87,7 +87,7 @@ def _without(word: Word, mark: str, gap: Gap) -> Word:
     if not mark or mark not in shown(word):
         return word
     pieces = list[str | Gap]()
-    for piece in (word,) if isinstance(word, str) else word.pieces:
+    for piece in pieces_of(word):
         if isinstance(piece, Gap):
             pieces.append(piece)
             continue
