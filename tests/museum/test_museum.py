@@ -53,7 +53,7 @@ def test_museum_clean_layout_passes_same_modules_as_one_rank(
 ) -> None:
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")
-    with prove._observed(small, traced=True) as (one, many):
+    with prove.observed(small, traced=True) as (one, many):
         from mtrain.train.verify.first_divergence import BACKWARD, FORWARD, Recorded, errors
 
         expected = Recorded(one)
