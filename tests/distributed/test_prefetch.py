@@ -146,9 +146,9 @@ def test_prefetch_hanging_read_is_named_with_stack(tmp_path: Path, started: list
     words = (f"trainer.soft_timeout_s={patient(2)}", f"trainer.timeout_s={patient(4)}")
     started.append(run := Launched(*RUN, *words, cwd=tmp_path, patch=reading(hang)))
     assert run.wait() == 5, run.said
-    assert re.search(r"rank 1 .* is behind, in step 6, data, at prefetch.py:\d+ in take", run.said), (
-        run.said
-    )
+    assert re.search(
+        r"rank 1 .* is behind, in step 6, data, at prefetch.py:\d+ in take", run.said
+    ), run.said
     stacks = (tmp_path / "runs/run/errors/stacks_rank_00001.txt").read_text()
     assert "data ahead, most recent call last" in stacks
     assert "# the disk that does not answer" in stacks
