@@ -5,7 +5,6 @@ imported.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ def _imported() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        # a comparison of paths takes seconds for all the tests of the repository
+        if item.nodeid.startswith("tests/parity_hf/"):
             item.add_marker(pytest.mark.dist)
