@@ -4,11 +4,13 @@ runs a part of them.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import zlib
 from argparse import ArgumentTypeError
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
@@ -21,6 +23,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", default="1/1", help="K/N: one of N parts of the cases; all N have each case once"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector away from the collected tests.
+
+    Each of its full passes would look at a million objects that stay until the end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else libraries report what is not freed at the end
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -132,6 +132,7 @@ def test_activation_seeded_bug_is_found(kind: str, old: str, new: str) -> None:
             compare(kind, inputs(shape, weighted=True))
 
 
+@pytest.mark.full
 def test_activation_passes_torch_registration() -> None:
     for kind, weighted in (("swiglu", True), ("squared_relu", False)):
         found = inputs((5, 18), weighted=weighted)
@@ -146,6 +147,7 @@ def test_activation_passes_torch_registration() -> None:
         )
 
 
+@pytest.mark.full
 def test_activation_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return op.activation(x, "geglu", weight=weight, impl="triton").square().sum()

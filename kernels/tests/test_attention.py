@@ -351,6 +351,7 @@ def test_attention_flash3_call_is_valid(way: str, monkeypatch: pytest.MonkeyPatc
     op._decide.cache_clear()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["causal", "packed, window", "cap"])
 def test_attention_compiled_gradient_is_equal(way: str) -> None:
     found = inputs(way)

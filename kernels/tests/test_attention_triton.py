@@ -106,6 +106,7 @@ def test_attention_triton_any_head_width(sizes: tuple[int, int], names: tuple[st
     parity.check(ours, definition, inputs(names, sizes=sizes))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("s", [1, 16, 17])
 def test_attention_triton_lengths_around_a_tile(s: int) -> None:
     parity.check(ours, definition, inputs(("window", "sink"), s=s, sizes=(24, 8), batch=2 - s % 2))
@@ -149,6 +150,7 @@ def written_out(
     return (z - lse.unsqueeze(-1)).exp().masked_fill(~mask, 0) @ v, lse
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_triton_partial_keys_have_lse_and_gradients(packed: bool) -> None:
     torch.manual_seed(0)
@@ -180,6 +182,7 @@ def test_attention_triton_partial_keys_merge() -> None:
     torch.testing.assert_close(parts.with_sink(out, lse, sink), definition(**found))
 
 
+@pytest.mark.full
 def test_attention_triton_is_deterministic() -> None:
     found = inputs(("window", "sink"), torch.bfloat16, s=20)
     leaves = [found[n] for n in ("q", "k", "v", "sink")]

@@ -150,6 +150,7 @@ def test_causal_conv1d_passes_torch_registration() -> None:
     torch.library.opcheck(op._conv, (found["x"], found["weight"], None, found["segments"], True))
 
 
+@pytest.mark.full
 def test_causal_conv1d_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return op.causal_conv1d(x, weight, bias, impl="triton").square().sum()

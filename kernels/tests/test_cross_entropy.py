@@ -119,6 +119,7 @@ def test_cross_entropy_label_outside_vocabulary_gives_nan(impl):
     assert given["logits"].grad[1].isfinite().all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_cross_entropy_passes_opcheck(impl):
     given = inputs(3, 40, torch.float32)
@@ -127,6 +128,7 @@ def test_cross_entropy_passes_opcheck(impl):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

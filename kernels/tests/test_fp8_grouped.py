@@ -80,6 +80,7 @@ def assert_same_operands(x: Tensor, counts: list[int], recipe: Recipe, **options
         assert torch.equal(a[cut].float(), b[cut].float()), name
 
 
+@pytest.mark.sampled
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("counts", COUNTS)
@@ -165,6 +166,7 @@ def test_fp8_grouped_recomputation_is_bitwise_without_operands(recipe: Recipe, i
     assert kept[False] - kept[True] == 150 * 128 * reference.blocks_of(given["x"].shape[0], 3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_fp8_grouped_gradients_accumulate_weights_quantise_once(
     impl: str,
@@ -205,6 +207,7 @@ def test_fp8_grouped_freed_weights_requantise_bitwise(recipe: Recipe) -> None:
     assert not torch.equal(found[True, 2][0], right[0])
 
 
+@pytest.mark.full
 def test_fp8_grouped_descriptors_equal_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain_kernels.fp8_grouped import triton
 

@@ -40,6 +40,7 @@ def operands(m: int, n: int, k: int, kinds: tuple[str, str]) -> dict[str, Tensor
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kinds", [("one", "one"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 )

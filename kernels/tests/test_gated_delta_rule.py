@@ -87,6 +87,7 @@ def test_gated_delta_rule_recurrence_equals_plain_numbers(way: str) -> None:
         assert torch.allclose(torch.tensor(state, dtype=torch.float64), last[n, h])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", [1, 4, 13, 64])
 @pytest.mark.parametrize("way", WAYS)
 def test_gated_delta_rule_chunks_equal_recurrence_with_gradients(way: str, chunk: int) -> None:

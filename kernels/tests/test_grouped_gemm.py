@@ -80,6 +80,7 @@ def test_grouped_gemm_torch_product_is_equal(counts: list[int]) -> None:
     compare(inputs(counts, (24, 40), torch.bfloat16, rest=3), "torch")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 4), (4, 0), (150, 20), (20, 150)])
 def test_grouped_gemm_any_size(sizes: tuple[int, int]) -> None:
     compare(inputs([2, 0, 3], sizes))
@@ -144,6 +145,7 @@ def test_grouped_gemm_seeded_bug_is_found(old: str, new: str) -> None:
         compare(inputs([17, 0, 2, 3], (19, 19), rest=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 def test_grouped_gemm_passes_torch_registration(implementation: str) -> None:
     found = inputs([3, 0, 2], (8, 16), torch.bfloat16, rest=3)
@@ -156,6 +158,7 @@ def test_grouped_gemm_passes_torch_registration(implementation: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_grouped_gemm_compiled_gradient_is_equal() -> None:
     def loss(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
         return op.grouped_gemm(x, weight, counts, bias, impl="triton").square().sum()
@@ -195,6 +198,7 @@ def test_grouped_gemm_unfit_is_refused() -> None:
         op.grouped_gemm(**found | {"counts": found["counts"] + 1}, impl="reference")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("impl", "dtype"),
     [(c, d) for c in ("reference", "triton") for d in (torch.bfloat16, torch.float16)]

@@ -73,6 +73,7 @@ def gated(
     return activation(reference.grouped_gemm(x, weight, counts), kind, weight=share)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("counts", [[40, 1, 17, 0], [0, 30, 9], [5]])
 def test_grouped_gemm_weights_are_read_in_place(counts: list[int], even: bool) -> None:

@@ -223,6 +223,7 @@ def test_linear_cross_entropy_non_finite_shows():
     assert bool(given["hidden"].grad[2:].isfinite().all())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -193,6 +193,7 @@ def test_moe_permute_seeded_bug_is_found(old: str, new: str) -> None:
         compare(*inputs())
 
 
+@pytest.mark.full
 def test_moe_permute_passes_torch_registration() -> None:
     forth, back = inputs()
     made = forth["plan"]
@@ -202,6 +203,7 @@ def test_moe_permute_passes_torch_registration() -> None:
     )
 
 
+@pytest.mark.full
 def test_moe_permute_compiled_round_trip() -> None:
     def loss(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         made = plan(indices, 7, pad_to=4)

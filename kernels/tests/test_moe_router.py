@@ -119,6 +119,7 @@ def test_moe_router_equals_definition_with_gradients(way: str) -> None:
     compare(inputs(201, 20, way))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", ["softmax", "softmax before", "bias", "groups"])
 def test_moe_router_half_logits_score_in_fp32(way: str, dtype: torch.dtype) -> None:
@@ -212,6 +213,7 @@ def test_moe_router_seeded_bug_is_found(old: str, new: str) -> None:
         compare(inputs(77, 20, "groups with a bias"))
 
 
+@pytest.mark.full
 def test_moe_router_passes_torch_registration() -> None:
     found = inputs(5, 20, "groups with a bias")
     arguments = (

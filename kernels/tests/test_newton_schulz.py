@@ -45,6 +45,7 @@ def compare(found: dict[str, Any]) -> None:
     parity.check(partial(op.symmetric_product, impl="triton"), reference.symmetric_product, found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_newton_schulz_singular_values_approach_one(impl: str) -> None:
     g = drawn(2, 40, 24)
@@ -142,6 +143,7 @@ def test_newton_schulz_unfit_is_refused() -> None:
         op.newton_schulz(torch.zeros(3, 3), dtype=torch.float64, impl="triton")
 
 
+@pytest.mark.full
 def test_newton_schulz_passes_torch_registration() -> None:
     from mtrain_kernels.newton_schulz.op import _symmetric_product
 

@@ -111,6 +111,7 @@ def test_norm_operand_written_and_quantised_share_divisor() -> None:
     assert done.stdout.split() == ["f32"]
 
 
+@pytest.mark.sampled
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("full", [False, True])
@@ -240,6 +241,7 @@ def test_norm_operand_seeded_bug_is_found(module: str, old: str, new: str, notic
         noticed_by()
 
 
+@pytest.mark.full
 def test_norm_operand_passes_torch_registration() -> None:
     given = inputs((5, 17), True)
     arguments = *(given[name] for name in ("x", "residual", "weight", "bias", "eps")), True, True

@@ -93,6 +93,7 @@ def assert_same(found: Lists, wanted: Lists) -> None:
                 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"grad_scale": torch.tensor(0.3)}], ids=["", "scaled"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,6 +217,7 @@ def test_optimizer_norm_and_clipping_equal_torch(impl):
     assert op.grad_norm([torch.tensor([1.0, torch.nan])], impl=impl).isnan()
 
 
+@pytest.mark.full
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_optimizer_passes_opcheck(impl):
@@ -226,6 +228,7 @@ def test_optimizer_passes_opcheck(impl):
     torch.library.opcheck(op._scale, (lists.grads, torch.tensor(0.5), impl))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
@@ -367,6 +370,7 @@ def test_optimizer_split_masters_train_equally():
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
 def test_optimizer_states_pass_through_fp32(options):
     """What a sharded checkpoint does: every state by name out in fp32, and into an optimizer that

@@ -69,6 +69,7 @@ def test_quantize_tensorwise_is_bitwise(shape, format, dtype):
     both(op.quantize_tensorwise, x, format=format, multiplier=torch.tensor([3.7]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("layout", "format"), zip(LAYOUTS, itertools.cycle(["e4m3", "e5m2"]), strict=False)
 )
@@ -85,6 +86,7 @@ def test_quantize_blocks_are_bitwise(shape, layout, format):
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 18)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantize_nvfp4_is_bitwise(shape, dtype):
@@ -253,6 +255,7 @@ def ties() -> None:
     test_quantize_rounds_to_nearest_of_all_numbers("e4m3")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("module", "old", "new", "noticed_by"),
     [

@@ -115,6 +115,7 @@ def test_registry_readme_holds_limits() -> None:
     )
 
 
+@pytest.mark.full
 def test_registry_bench_measures_every_op(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_rope_seeded_bug_is_found(old: str, new: str, norm: bool) -> None:
             compare(inputs(shape, 70, 60, norm=norm), zero_centered=True)
 
 
+@pytest.mark.full
 def test_rope_passes_torch_registration() -> None:
     found = inputs((2, 5, 3), 10, 6, norm=True)
     for weight, positions in (
@@ -196,6 +197,7 @@ def test_rope_passes_torch_registration() -> None:
     )
 
 
+@pytest.mark.full
 def test_rope_compiled_gradient_is_equal() -> None:
     found = inputs((5, 3), 10, 6, norm=True)
 

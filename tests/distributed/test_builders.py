@@ -13,6 +13,7 @@ import torch
 from mtrain.api import load
 from mtrain.cli.main import main
 from mtrain.config.schema.run import RunConfig
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.engine_runs import CASES as OF_BOTH_RELEASES
 from tests.support.engine_runs import IN_HALVES
@@ -21,45 +22,13 @@ from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 BUILDERS = ("gpt", "hybrid")
 TOLERANCE = 1e-6
-SHORT = "model.num_layers=2"
 WORDS = (
     "data=mock data.seq_length=32 trainer.train_iters=2 trainer.global_batch_size=4"
     " trainer.micro_batch_size=1 trainer.eval_iters=0 optim.warmup_iters=0 cluster=cpu"
     " kernels=reference"
 )
 DEEPSEEK = "model=deepseek_tiny model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
-LAYOUTS = {
-    "dense tp2, dropout": (
-        f"parallel=tp2sp {SHORT} model.hidden_dropout=0.1 model.attention_dropout=0.1"
-    ),
-    "experts ep2": f"model=mixtral_tiny parallel=ep2 {SHORT}",
-    "latent attention pp2": f"{DEEPSEEK} parallel=pp2 parallel.layers_per_stage=[3,1]",
-    "sparse attention pp2": (
-        f"{DEEPSEEK.replace('deepseek_tiny', 'deepseek_v3_2_tiny')} parallel=pp2"
-    ),
-    "gated delta nets tp2pp2": "model=qwen3_next_tiny parallel=tp2pp2sp",
-    "latent attention tp2pp2": f"{DEEPSEEK} parallel=tp2pp2sp",
-    "dense pp2vpp2": "parallel=pp2vpp2",
-    "dense cp2, packed": f"parallel=cp2 {SHORT} data.packed=true",
-    "tied fsdp": f"parallel=dp2 parallel.fsdp=megatron {SHORT} model.tie_word_embeddings=true",
-    "lora": f"parallel=single {SHORT} peft=lora",
-    "recomputed": (
-        f"parallel=single {SHORT} parallel.recompute.granularity=selective "
-        "parallel.recompute.modules=[core_attn,layernorm,mlp]"
-    ),
-    "windows": (
-        "parallel=single model.window_size=8 model.window_attn_skip_freq=2 model.no_rope_freq=2"
-    ),
-    "norms on both sides": (
-        f"parallel=single {SHORT} model.norm_placement=pre_and_post model.scale_embedding=true "
-        "model.final_logit_softcapping=30 model.window_size=8 model.rotary_base_local=5000"
-    ),
-    "biases": (
-        f"parallel=single {SHORT} model.add_bias_linear=true model.normalization=LayerNorm "
-        "model.rotary_interleaved=true model.rotary_percent=0.5 model.activation=gelu"
-    ),
-    "scaled positions": f"parallel=single {SHORT} model.rope_scaling_factor=8",
-}
+LAYOUTS = cases_of("builders")
 
 
 def built_as(builder: str, words: str) -> RunConfig:

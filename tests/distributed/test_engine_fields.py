@@ -78,9 +78,9 @@ def test_engine_fields_are_fed_or_explained_once(owner: str) -> None:
         if f.startswith(f"{owner}.")
     }
     there = {f"{owner}.{name}" for name in declared()[owner]}
-    assert not with_key & reasons, "a key feeds it now: take it out of config/engine/field_facts.py"
+    assert not with_key & reasons, "a key feeds it now: take it out of config/engine/fields.json"
     assert not there - with_key - reasons, (
-        "new in megatron-core, or in no table: give it a key or a reason in field_facts.py"
+        "new in megatron-core, or in no table: give it a key or a reason in fields.json"
     )
     expected = {f for f in with_key | reasons if is_there(f.partition(".")[2])}
     assert not expected - there, (

@@ -17,40 +17,13 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching import prove
 from tests.distributed.test_fp8_linear import WIDE, assert_stays_near_bf16, counted, fp8
 from tests.distributed.test_fp8_operands import SMALL
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run
 
 MOE = "model=mixtral_tiny"
-PROVEN = {
-    "tensor, tp2 ep2": f"{MOE} precision=fp8_tensorwise parallel=tp2ep2",
-    "blocks, tp2 ep2": f"{MOE} precision=fp8_blockwise parallel=tp2ep2",
-    "tensor, dp2 ep2": f"{MOE} precision=fp8_tensorwise parallel=dp parallel.ranks=2 parallel.ep=2",
-    "blocks, dp2 ep2, padded": (
-        f"{MOE} precision=fp8_blockwise parallel=dp parallel.ranks=2 parallel.ep=2 "
-        "model.moe.pad_alltoall=true"
-    ),
-    "tensor, etp2": f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.etp=2",
-    "tensor, tp2 ep2 etp1": f"{MOE} precision=fp8_tensorwise parallel=tp2ep2sp parallel.etp=1",
-    "blocks, cp2 ep2": f"{MOE} precision=fp8_blockwise parallel=cp2 parallel.ep=2",
-    "gathered": (
-        f"{MOE} precision=fp8_tensorwise parallel=dp parallel.ranks=2 parallel.ep=2 "
-        "model.moe.token_dispatcher_type=allgather"
-    ),
-    "MLA, shared experts, pp2 ep2": (
-        "model=deepseek_tiny precision=fp8_blockwise parallel=pp2ep2 "
-        "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
-    ),
-    "sequences balanced, predicting, pp2": "model=glm45_tiny precision=fp8_tensorwise parallel=pp2",
-    "biases": "model=gpt_oss_tiny precision=fp8_tensorwise parallel=ep2",
-    "all again, tp2": (
-        f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.recompute.granularity=full"
-    ),
-    "activations again": (
-        f"{MOE} precision=fp8_blockwise parallel=ep2 parallel.recompute.granularity=selective "
-        "parallel.recompute.modules=[moe_act]"
-    ),
-}
+PROVEN = cases_of("fp8_experts")
 
 
 def _proven(words: str) -> dict[str, prove.Row]:

@@ -18,6 +18,7 @@ from mtrain.api import load
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching import prove
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -29,7 +30,6 @@ WIDE = {
     "num_query_groups": 8,
     "vocab_size": 128,
 }
-SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
 BOUND = 2.5e-3
 """Relative error of the loss that DeepSeek-V3 stayed below against bf16 (arXiv:2412.19437, section
@@ -92,28 +92,7 @@ def _worst(found: Any, right: Any) -> float:
     return max(float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items())
 
 
-PROVEN = {
-    "tensorwise, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp",
-    "blockwise, tp2cp2": "precision=fp8_blockwise parallel=tp2cp2sp",
-    "MLA, tp2pp2": f"precision=fp8_tensorwise parallel=tp2pp2 model=deepseek_tiny {LATENT}",
-    "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
-    "hybrid, tp2 sequence parallel": (
-        "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny model.hybrid.num_heads=32"
-    ),
-    "FSDP2, tp2": (
-        "precision=fp8_tensorwise parallel=tp2dp2sp parallel.fsdp=fsdp2 "
-        "parallel.distributed_optimizer=false"
-    ),
-    "MLA, FSDP of megatron-core": (
-        "precision=fp8_blockwise parallel=dp2 parallel.fsdp=megatron "
-        f"parallel.distributed_optimizer=false model=deepseek_tiny {LATENT}"
-    ),
-    # with the default seed two ranks round one value to another code of eight bits than one rank,
-    # 2e-2 of a gradient
-    "predicting, tp2": (
-        "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1 trainer.seed=5"
-    ),
-}
+PROVEN = cases_of("fp8_linear")
 
 
 def _proven(words: str) -> list[prove.Row]:

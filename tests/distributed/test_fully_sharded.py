@@ -18,83 +18,13 @@ from mtrain.launching import prove
 from mtrain.plan.shrink import alone
 from tests.museum.exhibit import seeded
 from tests.museum.resumes import unreduced
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import Uninterrupted, rank_tensors, train_steps, whole_tensors
 
-MIXTRAL = "model=mixtral_tiny"
 FSDP2 = "parallel.fsdp=fsdp2"
-MEGATRON = "parallel.fsdp=megatron"
-LAYOUTS = {
-    "fsdp2": f"parallel=dp2 {FSDP2}",
-    "fsdp2 tp2": f"parallel=tp2dp2sp {FSDP2}",
-    "fsdp2 cp2": f"parallel=cp2dp2 {FSDP2}",
-    "fsdp2 pp2 tied": f"parallel=pp2dp2 {FSDP2} model.tie_word_embeddings=true",
-    "fsdp2 pp2vpp2": f"parallel=pp2vpp2dp2 {FSDP2}",
-    "fsdp2 replicas": f"parallel=dp4 {FSDP2} parallel.hsdp_replicas=2",
-    "fsdp2 tied": f"parallel=dp2 {FSDP2} model.tie_word_embeddings=true model.mtp_num_layers=1",
-    "fsdp2 experts": f"{MIXTRAL} parallel=dp2 {FSDP2}",
-    "fsdp2 ep2 replicas": f"{MIXTRAL} parallel=ep2dp4 {FSDP2} parallel.hsdp_replicas=2",
-    "fsdp2 tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {FSDP2}",
-    "fsdp2 sgd": f"parallel=dp2 {FSDP2} optim=sgd",
-    "fsdp2 recomputation": f"parallel=dp2 {FSDP2} parallel.recompute.granularity=full",
-    "fsdp2 gemma tp2": f"model=gemma_tiny parallel=tp2dp2sp {FSDP2}",
-    "fsdp2 norms over all heads tp2": (
-        f"parallel=tp2dp2 {FSDP2} model.qk_layernorm=true "
-        "model.qk_layernorm_across_heads=true model.norm_placement=post"
-    ),
-    "megatron gemma": f"model=gemma_tiny parallel=dp2 {MEGATRON}",
-    "megatron norms over all heads tp2": (
-        f"parallel=tp2dp2 {MEGATRON} model.qk_layernorm=true "
-        "model.qk_layernorm_across_heads=true model.norm_placement=post"
-    ),
-    "fsdp2 bf16": f"parallel=tp2dp2sp {FSDP2} precision=bf16",
-    "megatron": f"parallel=dp2 {MEGATRON}",
-    "megatron biases": (
-        f"parallel=tp2dp2sp {MEGATRON} model.add_bias_linear=true model.normalization=LayerNorm "
-        "model.activation=gelu"
-    ),
-    "megatron optimizer and gradients": (
-        f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim_grads"
-    ),
-    "megatron optimizer": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim",
-    "megatron tp2": f"parallel=tp2dp2sp {MEGATRON}",
-    "megatron cp2": f"parallel=cp2dp2 {MEGATRON}",
-    "megatron pp2 tied": f"parallel=pp2dp2 {MEGATRON} model.tie_word_embeddings=true",
-    "megatron pp2vpp2": (
-        f"parallel=pp2vpp2dp2 {MEGATRON} model.num_layers=3 "
-        "parallel.account_for_embedding_in_pipeline_split=true"
-    ),
-    "megatron replicas": f"parallel=dp4 {MEGATRON} parallel.hsdp_replicas=2",
-    "megatron optimizer replicas": (
-        f"parallel=dp4 {MEGATRON} parallel.fsdp_sharding=optim parallel.hsdp_replicas=2"
-    ),
-    "megatron ep2": f"{MIXTRAL} parallel=ep2dp2 {MEGATRON}",
-    "megatron tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {MEGATRON}",
-    "megatron recomputation": f"parallel=dp2 {MEGATRON} parallel.recompute.granularity=full",
-    "megatron bf16": f"parallel=tp2dp2sp {MEGATRON} precision=bf16",
-    "megatron optimizer bf16": (
-        f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim precision=bf16"
-    ),
-    "fsdp2 small DeepSeek-V3": f"model=deepseek_tiny parallel=tp2ep2etp1spdp2 {FSDP2}",
-    "megatron small DeepSeek-V3": f"model=deepseek_tiny parallel=ep2dp2 {MEGATRON} precision=bf16",
-    "distributed optimizer replicas": (
-        "parallel=dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2"
-    ),
-    "distributed optimizer replicas ep2": (
-        f"{MIXTRAL} parallel=ep2dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2"
-    ),
-    "offload": "parallel=dp2 optim.cpu_offload=1.0",
-    "offload half": "parallel=single optim.cpu_offload=0.5",
-    "offload half, distributed optimizer": (
-        "parallel=dp2 optim.cpu_offload=0.5 parallel.distributed_optimizer=true"
-    ),
-    "offload half sgd": "parallel=tp2 optim.cpu_offload=0.5 optim=sgd",
-    "offload half bf16": "parallel=dp2 optim.cpu_offload=0.5 precision=bf16",
-    "offload bf16, distributed optimizer": (
-        "parallel=dp2 optim.cpu_offload=1.0 precision=bf16 parallel.distributed_optimizer=true"
-    ),
-}
+LAYOUTS = cases_of("fully_sharded")
 STEPS = 3
 HALF = 1
 
@@ -185,14 +115,7 @@ def test_fully_sharded_resume_is_bitwise(name: str, whole: Uninterrupted, tmp_pa
         assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-PLAIN = {
-    "one rank": "parallel=single",
-    "tp2": "parallel=tp2",
-    "tp2pp2": "parallel=tp2pp2",
-    "dp2 distributed optimizer": "parallel=dp2 parallel.distributed_optimizer=true",
-    "ep2": f"{MIXTRAL} parallel=ep2dp2",
-    "one rank bf16": "parallel=single precision=bf16",
-}
+PLAIN = cases_of("fully_sharded_from")
 
 
 CHANGES = [

@@ -157,9 +157,8 @@ WAYS: dict[str, Start] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("way", some(WAYS, ["exec", "torchrun", "srun"]))
+@pytest.mark.parametrize("way", some(WAYS, ["torchrun", "srun"]))
 def test_launchers_ranks_end_bitwise_as_forked(
     way: str, ranks: int, expected: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:

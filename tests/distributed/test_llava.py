@@ -16,6 +16,7 @@ from mtrain.launching import prove
 from mtrain.loading.configuration import load
 from mtrain.models.count import frozen_parameters
 from mtrain.plan.count import parameters
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -31,7 +32,6 @@ OWN: dict[str, Any] = {
     "image_token_id": 511,
 }
 SEQUENCE = 24
-BATCH = 8
 PARTS = {"vision": "model/vision.", "projector": "model/projector."}
 
 
@@ -127,19 +127,7 @@ def test_llava_plan_counts_built_and_frozen(pp: int) -> None:
     assert sum(frozen for _, frozen in found) == frozen_parameters(run.model)
 
 
-FREEZE = "model.llava.freeze="
-LAYOUTS = {
-    "tp2 sequence parallel": "parallel=tp2sp",
-    "tp2, projector alone": f"parallel=tp2 {FREEZE}[vision,language]",
-    "pp2": "parallel=pp2",
-    "pp2, projector alone": f"parallel=pp2 {FREEZE}[vision,language]",
-    "pp2vpp2": f"parallel=pp2vpp2 {FREEZE}[vision]",
-    "tp2pp2, language frozen": f"parallel=tp2pp2 {FREEZE}[language]",
-    "dp2, sharded optimizer": f"parallel=dp2 {FREEZE}[vision] parallel.distributed_optimizer=true "
-    "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
-    "full recomputation": "parallel=tp2sp parallel.recompute.granularity=full",
-    "bf16": f"parallel=tp2sp precision=bf16 {FREEZE}[vision]",
-}
+LAYOUTS = cases_of("llava")
 
 
 def compared(words: str) -> list[Any]:

@@ -16,6 +16,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching import local, prove
 from tests.museum.exhibit import Exhibit, seeded
 from tests.museum.packed import EXHIBITS
+from tests.support.cases import cases_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -25,64 +26,10 @@ if TYPE_CHECKING:
     from mtrain.train.verify.prove import Row
 
 MIXTRAL = "model=mixtral_tiny"
-DEEPSEEK = "model=deepseek_tiny"
-GEMMA = "model=gemma_tiny"
-LEARNED = "model.position_embedding_type=learned_absolute"
 PACKED = "data.packed=true"
 WHOLE = "data.packed_by=first_fit"
 STEPS = 2
-LAYOUTS = {
-    "one rank": "",
-    "dp4": "parallel=dp4",
-    "dp2 distributed optimizer": (
-        "parallel=dp2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
-    ),
-    "tp2": "parallel=tp2",
-    "tp2 sequence parallel": "parallel=tp2sp",
-    "pp2": "parallel=pp2",
-    "pp4": "parallel=pp4",
-    "pp2vpp2": "parallel=pp2vpp2",
-    "tp2pp2dp2": "parallel=tp2pp2dp2",
-    "cp2 all-gather": "parallel=cp2 parallel.cp_comm_type=all_gather",
-    "cp2 ring": "parallel=cp2 parallel.cp_comm_type=p2p",
-    "cp2 all-to-all": "parallel=cp2 parallel.cp_comm_type=a2a",
-    "cp4 hierarchical": (
-        "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]"
-    ),
-    "tp2cp2 ring": "parallel=tp2cp2sp parallel.cp_comm_type=p2p",
-    "pp2cp2": "parallel=pp2cp2",
-    "cp2dp2": "parallel=cp2 parallel.ranks=4",
-    "padded to four tokens": "parallel=pp2 data.packed_multiple=4",
-    "learned positions, pp2": f"parallel=pp2 {LEARNED}",
-    "learned positions, cp2": f"parallel=cp2 {LEARNED}",
-    "a window and sinks, tp2cp2": (
-        "parallel=tp2cp2 model.window_size=8 model.softmax_type=learnable"
-    ),
-    "Gemma's windows and bases, pp2": f"{GEMMA} parallel=pp2",
-    "ep2": f"{MIXTRAL} parallel=ep2",
-    "tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp",
-    "a small DeepSeek-V3, tp2pp2ep2": (
-        f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp model.moe.router_load_balancing_type=aux_loss"
-    ),
-    "MTP, pp2cp2": "parallel=pp2cp2 model.mtp_num_layers=1",
-    "recomputed": (
-        "parallel=tp2 parallel.recompute.granularity=full parallel.recompute.method=block"
-    ),
-    "dealt out by work, dp2": "parallel=dp2 data.packing_scheduler=dp_balanced",
-    "dynamic context": "parallel=dp4 parallel.hybrid_context_parallel=true",
-    "dynamic context, ring": (
-        "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p"
-    ),
-    "Gemma with caps, cp2 all-to-all": (
-        f"{GEMMA} parallel=cp2 parallel.cp_comm_type=a2a "
-        "model.attn_logit_softcapping=0.5 model.final_logit_softcapping=2"
-    ),
-    "a hybrid, tp2cp2": "model=nemotron_h_tiny parallel=tp2cp2sp",
-    "a hybrid, recomputed": (
-        "model=nemotron_h_tiny parallel=pp2 parallel.recompute.granularity=full"
-    ),
-    "fsdp2": "parallel=dp2 parallel.fsdp=fsdp2",
-}
+LAYOUTS = cases_of("packing")
 
 
 def _compared(words: str) -> list[Row]:

@@ -18,6 +18,7 @@ from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching import prove
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -97,38 +98,7 @@ def test_peft_router_biases_are_frozen(tmp_path: Path) -> None:
     assert all(torch.equal(begun[key], ended[key]) for key in still)
 
 
-LAYOUTS = {
-    "tp2, sequence parallel": "model=llama_tiny peft=lora parallel=tp2sp",
-    "tp2, dora": "model=llama_tiny peft=dora parallel=tp2",
-    "pp2": "model=llama_tiny peft=lora parallel=pp2",
-    "pp2, tied embeddings": (
-        "model=llama_tiny peft=lora parallel=pp2 model.tie_word_embeddings=true"
-    ),
-    "pp2vpp2": "model=llama_tiny peft=lora parallel=pp2vpp2",
-    "cp2": "model=llama_tiny peft=lora parallel=cp2",
-    "more ranks than key heads, dora": (
-        "model=llama_tiny model.num_query_groups=2 peft=dora parallel=tp4sp"
-    ),
-    "recomputed": "model=llama_tiny peft=lora parallel=tp2sp parallel.recompute.granularity=full",
-    "ep2": "model=mixtral_tiny peft=lora parallel=ep2",
-    "experts over tp2": "model=mixtral_tiny peft=lora parallel=tp2",
-    "experts over etp2": "model=mixtral_tiny peft=lora parallel=tp1ep1etp2",
-    "tp2ep2etp1": "model=mixtral_tiny peft=lora parallel=tp2ep2etp1sp",
-    "mla": "model=deepseek_tiny peft=lora parallel=tp2sp",
-    "shared experts": "model=glm45_tiny peft=lora parallel=tp2ep2etp1sp",
-    "a hybrid": "model=nemotron_h_tiny peft=lora parallel=tp2sp",
-    "a hybrid, recomputed, cp2": (
-        "model=nemotron_h_tiny peft=lora parallel=cp2 parallel.recompute.granularity=full"
-    ),
-    "a hybrid, dora": (
-        "model=nemotron_h_tiny peft=dora parallel=pp2tp2 "
-        "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]"
-    ),
-    "overlapped": (
-        "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "
-        "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true precision=bf16"
-    ),
-}
+LAYOUTS = cases_of("peft")
 
 
 def compared(words: str) -> list[Any]:
@@ -149,21 +119,7 @@ def test_peft_layout_equals_one_rank(name: str) -> None:
     assert all(row.equal for row in rows), prove.table(rows)
 
 
-COUNTED = {
-    "llama": "model=llama_tiny peft=lora",
-    "dora": "model=llama_tiny peft=dora",
-    "experts": "model=mixtral_tiny peft=lora",
-    "some": "model=mixtral_tiny peft=dora peft.target=[proj]",
-    "mla and shared experts": "model=deepseek_tiny peft=lora",
-    "mtp, shared experts, a dense layer": "model=glm45_tiny peft=lora",
-    "without gates": "model=pythia_tiny peft=dora",
-    "a hybrid": "model=nemotron_h_tiny peft=dora peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
-    "a hybrid with mla": (
-        "model=nemotron_h_tiny peft=lora peft.target=[qkv] model.num_layers=3 "
-        "model.hybrid.pattern=M+- model.mla={q_lora_rank:32} model.position_embedding_type=rope "
-        "model.num_query_groups=null"
-    ),
-}
+COUNTED = cases_of("peft_counted")
 
 
 @pytest.mark.parametrize("name", some(COUNTED, ["mtp, shared experts, a dense layer"]))

@@ -25,7 +25,8 @@ from mtrain.models.liveness import Moment, Rises
 from mtrain.plan import rank
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.shrink import portable
-from tests.distributed.test_plan_kept import KEPT, SHORT, planned
+from tests.distributed.test_plan_kept import KEPT, planned
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.memory import alive, measured
@@ -92,93 +93,8 @@ def test_plan_trace_recipe_plan_is_within_3_percent(name: str) -> None:
         assert abs(off["optimizer"]) < 0.01
 
 
-TOKENS = "data=mock data.seq_length=512 trainer.micro_batch_size=2 trainer.global_batch_size=16"
-WIDTH = (
-    "model.hidden_size=512 model.num_attention_heads=8 model.num_query_groups=4"
-    " model.vocab_size=4096"
-)
-DENSE = f"model.num_layers=3 {WIDTH} model.ffn_hidden_size=1536 {TOKENS}"
-EXPERTS = f"model=mixtral_tiny {WIDTH} model.num_layers=2 model.moe.ffn_hidden_size=1024 {TOKENS}"
-FEW_AT_ONCE = (
-    "data=mock data.seq_length=2048 trainer.micro_batch_size=1 trainer.global_batch_size=16"
-    " precision=bf16"
-)
 AGAIN = "parallel.recompute.granularity=selective parallel.recompute.modules="
-PADDED = "model.moe.pad_alltoall=true"
-DRAWN = {
-    "dense": f"{DENSE} parallel=single",
-    "dense bf16": f"{DENSE} parallel=single precision=bf16",
-    "dense tp sp": f"{DENSE} parallel=tp2sp precision=bf16",
-    "dense full": f"{DENSE} parallel=single precision=bf16 parallel.recompute.granularity=full",
-    "dense selective": f"{DENSE} parallel=tp2sp precision=bf16 {AGAIN}[layernorm,mlp]",
-    "dense core": f"{DENSE} parallel=single {AGAIN}[core_attn]",
-    "dense vpp": f"{DENSE} parallel=pp2vpp2 precision=bf16".replace("num_layers=3", "num_layers=8"),
-    "dense ring": f"{DENSE} parallel=cp2 parallel.cp_comm_type=p2p precision=bf16",
-    "dense ulysses": f"{DENSE} parallel=cp2 parallel.cp_comm_type=a2a precision=bf16",
-    "dense gathered": f"{DENSE} parallel=cp2 precision=bf16",
-    "dense all logits": f"{DENSE} parallel=tp2sp kernels.loss=megatron precision=bf16",
-    "dense packed": f"{DENSE} parallel=tp2sp data.packed=true precision=bf16",
-    "dense dropout": (
-        f"{DENSE} parallel=tp2sp precision=bf16 model.hidden_dropout=0.1"
-        " model.attention_dropout=0.1"
-    ),
-    "lora": f"{DENSE} parallel=tp2sp peft=lora precision=bf16",
-    "experts": f"{EXPERTS} parallel=single",
-    "experts bf16": f"{EXPERTS} parallel=ep4 precision=bf16",
-    "experts etp": f"{EXPERTS} parallel=tp2ep2sp parallel.etp=2 precision=bf16",
-    "experts gathered": (
-        f"{EXPERTS} parallel=tp2ep2sp model.moe.token_dispatcher_type=allgather precision=bf16"
-    ),
-    "padded": f"{EXPERTS} parallel=ep2 {PADDED} precision=bf16",
-    "padded fp32": f"{EXPERTS} parallel=ep4 {PADDED}",
-    "padded factor": (
-        f"{EXPERTS} parallel=tp2ep2sp parallel.etp=1 {PADDED}"
-        " model.moe.alltoall_capacity_factor=1.5 precision=bf16"
-    ),
-    "padded etp": (
-        f"{EXPERTS} parallel=tp2ep2sp parallel.etp=2 {PADDED}"
-        " model.moe.alltoall_capacity_factor=1.25"
-    ),
-    "shared": (
-        f"{EXPERTS} parallel=ep2 precision=bf16 model.moe.shared_expert_intermediate_size=1024"
-    ),
-    "shared gate": (
-        f"{EXPERTS} parallel=tp2sp model.moe.shared_expert_intermediate_size=2048 "
-        "model.moe.shared_expert_gate=true"
-    ),
-    "experts' activation": f"{EXPERTS} parallel=ep2 precision=bf16 {AGAIN}[moe_act]",
-    "experts again": f"{EXPERTS} parallel=ep2 precision=bf16 {AGAIN}[moe]",
-    "experts full": f"{EXPERTS} parallel=ep2 precision=bf16 parallel.recompute.granularity=full",
-    "experts pp": f"{EXPERTS} parallel=pp2ep2 precision=bf16".replace(
-        "num_layers=2", "num_layers=4"
-    ),
-    "experts lora": f"{EXPERTS} parallel=ep2 peft=lora precision=bf16",
-    "latent": (
-        f"model=deepseek_tiny parallel=single precision=bf16 {TOKENS}"
-        f" {AGAIN}[mla_up_proj,moe_act,layernorm]"
-    ),
-    "latent fp32": f"model=deepseek_tiny parallel=tp2sp {TOKENS}",
-    "sparse": f"model=deepseek_v3_2_tiny parallel=tp2sp precision=bf16 {TOKENS}",
-    "delta net": f"model=qwen3_next_tiny parallel=tp2sp precision=bf16 {TOKENS}",
-    "delta net full": (
-        f"model=qwen3_next_tiny parallel=single {TOKENS} parallel.recompute.granularity=full"
-    ),
-    "mamba": f"model=nemotron_h_tiny parallel=tp2sp precision=bf16 {TOKENS}",
-    "bent": (
-        "model=gemma2_9b model.num_layers=2 model.hidden_size=96 model.ffn_hidden_size=192"
-        " model.vocab_size=1000 model.num_attention_heads=4 model.num_query_groups=2"
-        " model.kv_channels=32 model.window_size=32 data=mock data.seq_length=64"
-        " trainer.micro_batch_size=2 trainer.global_batch_size=8 parallel=single precision=bf16"
-    ),
-    "t5": f"model=t5_tiny parallel=tp2 precision=bf16 {TOKENS}",
-    "mixtral": f"model=mixtral_8x7b model.num_layers=4 parallel=ep8 {FEW_AT_ONCE}",
-    "qwen": f"model=qwen3_30b_a3b model.num_layers=2 parallel=ep4 {FEW_AT_ONCE}",
-    "llama fp8": (
-        f"model=llama3_8b model.num_layers=3 parallel=tp2sp cluster=h100 {FEW_AT_ONCE}".replace(
-            "precision=bf16", "precision=fp8_blockwise"
-        )
-    ),
-}
+DRAWN = cases_of("plan_trace")
 STATE = ("weights", "gradients", "optimizer")
 
 
@@ -351,25 +267,7 @@ def test_plan_trace_largest_llama_rank_takes_a_minute() -> None:
     assert abs(found["difference_percent"]["peak"]) < 3
 
 
-FSDP2 = "parallel.fsdp=fsdp2"
-MEGATRON = "parallel.fsdp=megatron"
-WIDE = {
-    "fsdp2": f"parallel=dp2 {FSDP2} {SHORT}",
-    "fsdp2 bf16": f"parallel=dp2 {FSDP2} {SHORT} precision=bf16",
-    "fsdp2 replicas": f"parallel=dp4 {FSDP2} {SHORT} parallel.hsdp_replicas=2",
-    "fsdp2 recomputation": f"parallel=dp2 {FSDP2} {SHORT} parallel.recompute.granularity=full",
-    "fsdp2 experts": f"model=mixtral_tiny parallel=ep2dp2 {FSDP2} {SHORT}",
-    "megatron experts": f"model=mixtral_tiny parallel=ep2dp2 {MEGATRON} {SHORT}",
-    "megatron": f"parallel=dp2 {MEGATRON} {SHORT}",
-    "megatron gradients": f"parallel=dp2 {MEGATRON} {SHORT} parallel.fsdp_sharding=optim_grads",
-    "megatron optimizer": f"parallel=dp2 {MEGATRON} {SHORT} parallel.fsdp_sharding=optim",
-    "megatron bf16": f"parallel=dp2 {MEGATRON} {SHORT} precision=bf16",
-    "offload": f"parallel=dp2 optim.cpu_offload=1.0 {SHORT} precision=bf16",
-    "offload half": f"parallel=dp2 optim.cpu_offload=0.5 {SHORT} precision=bf16",
-    "dynamic context": (
-        f"parallel=dp4 parallel.hybrid_context_parallel=true data.packed=true {SHORT}"
-    ),
-}
+WIDE = cases_of("plan_trace_sharded")
 
 
 @pytest.mark.parametrize("case", some(WIDE, ["fsdp2 bf16"]))

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrain.config.schema.run import RunConfig
 from tests.distributed.test_builders import built_as
 from tests.distributed.test_peft import compared
+from tests.support.cases import cases_of
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import train_steps
@@ -212,27 +213,7 @@ def test_sparse_attention_all_keys_equal_plain_mla() -> None:
     assert (other - logits).abs().max() > 1e-3 * logits.abs().max()
 
 
-LAYOUTS = {
-    "tp2": "parallel=tp2",
-    "tp2, sequence parallel": "parallel=tp2sp",
-    "pp2": "parallel=pp2",
-    "ep2": "parallel=ep2",
-    "tp2pp2ep2": "parallel=tp2pp2ep2etp1sp",
-    "dp2, distributed optimizer, overlapped": (
-        "parallel=dp2 parallel.distributed_optimizer=true "
-        "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true"
-    ),
-    "loss over chosen keys": "parallel=tp2sp model.dsa.indexer_use_sparse_loss=true",
-    "recomputed": "parallel=tp2sp parallel.recompute.granularity=full",
-    "parts recomputed": (
-        "parallel=tp2 parallel.recompute.granularity=selective "
-        "parallel.recompute.modules=[layernorm,mla_up_proj]"
-    ),
-    "tp2 fp16": "parallel=tp2sp precision=fp16",
-    "muon": "parallel=tp2sp optim=muon",
-    "tp2 bf16": "parallel=tp2sp precision=bf16",
-    "as a hybrid": f"parallel=tp2pp2sp model.builder=hybrid {ALONE}",
-}
+LAYOUTS = cases_of("sparse_attention")
 
 
 @pytest.mark.full

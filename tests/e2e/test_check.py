@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import launched
 from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,14 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def mtrain(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *argv],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        env=environ,
-    )
+    return launched.mtrain(*argv, cwd=ROOT, **environment)
 
 
 def test_check_prints_what_would_run() -> None:

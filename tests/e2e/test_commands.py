@@ -1,4 +1,4 @@
-"""Commands of users, each in a process of its own: its exit code and its words."""
+"""Commands of users, each in a forked process: its exit code and its words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtrain.data.store.indexed import IndexedWriter
-from tests.support.commands import mtrain
+from tests.support.launched import mtrain
 
 FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128"
@@ -179,7 +179,7 @@ MEETS: dict[str, Met] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MEETS)
 def test_command_prints_what_is_right(name: str, tmp_path: Path) -> None:
     met = MEETS[name]

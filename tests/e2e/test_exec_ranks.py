@@ -80,17 +80,21 @@ class OnDriver:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> OnDriver:
-    """A run on the stand-in; `prove` has two ranks."""
+    """A run on the stand-in, on a corpus with a tokenizer that the launcher trains."""
     command = OnDriver(tmp_path_factory.mktemp("driver"))
     said = command(
         *SMALL, *ON_GPUS, *ALONE, "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1"
     )
     assert "step 2/2" in said
+    command.assert_ranks_alone_used_it(1)
     return command
 
 
-def test_exec_ranks_train_calls_no_driver_before_ranks(trained: OnDriver) -> None:
-    trained.assert_ranks_alone_used_it(1)
+def test_exec_ranks_train_calls_no_driver_before_ranks(tmp_path: Path) -> None:
+    command = OnDriver(tmp_path)
+    said = command(*SMALL, *ON_GPUS, *ALONE)
+    assert "step 2/2" in said
+    command.assert_ranks_alone_used_it(1)
 
 
 @pytest.mark.full

@@ -1,5 +1,5 @@
-"""Commands of a first day, each in a process of its own: faults that people met, and the answers
-they get now.
+"""Commands of a first day: faults that people met, and the answers they get now. Those of the table
+run in processes of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from mtrain.data.store.indexed import IndexedWriter
-from tests.support.commands import mtrain
+from tests.support import commands
+from tests.support.covering import some
+from tests.support.launched import mtrain
 from tests.unit.test_start_from_weights import MIXTRAL
 
 ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -73,10 +75,12 @@ ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(
+    "name", some(ANSWERS, ["the version", "a stage with less than nothing", "a name on the hub"])
+)
 def test_fresh_process_answers_command(name: str, tmp_path: Path) -> None:
     words, code, said = ANSWERS[name]
-    done = mtrain(*words.split(), cwd=tmp_path)
+    done = commands.mtrain(*words.split(), cwd=tmp_path)
     text = done.stdout + done.stderr
     assert done.returncode == code, text
     for part in said:
@@ -91,7 +95,7 @@ def corpus(prefix: Path, lengths: list[int]) -> None:
         writer.add(np.zeros(sum(lengths), np.int64), np.array(lengths))
 
 
-def test_fresh_process_small_blend_share_passes_zero_warns(tmp_path: Path) -> None:
+def test_first_day_small_blend_share_passes_zero_warns(tmp_path: Path) -> None:
     for name in "abc":
         corpus(tmp_path / name, [3000] * 8)
     words = "data=indexed data.blend=[a,b,c] data.blend_weights=[1,1.8e-7,0]"
@@ -100,7 +104,7 @@ def test_fresh_process_small_blend_share_passes_zero_warns(tmp_path: Path) -> No
     assert "warning[MT319]" in done.stderr + done.stdout
 
 
-def test_fresh_process_sample_has_what_fits(tmp_path: Path) -> None:
+def test_first_day_sample_has_what_fits(tmp_path: Path) -> None:
     corpus(tmp_path / "c", [12_000, 40_000, 9_000])
     done = mtrain("data", "sample", "c", "--out", "few", "--tokens", "10000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -110,7 +114,7 @@ def test_fresh_process_sample_has_what_fits(tmp_path: Path) -> None:
     assert "all: 3 documents, 61.00k tokens\n" in done.stdout
 
 
-def test_fresh_process_unread_layer_kinds_keep_window(tmp_path: Path) -> None:
+def test_first_day_unread_layer_kinds_keep_window(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         **MIXTRAL,
         "sliding_window": 16,

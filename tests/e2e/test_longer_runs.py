@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, metrics, mtrain
+from tests.support.commands import SMALL, metrics
+from tests.support.launched import mtrain
 
 RUN = (
     *SMALL,

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.launched import mtrain
 
-pytestmark = pytest.mark.e2e
+# tests/unit/test_recipe_import_bert.py reads such a script without a command
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 SCRIPT = (
     "torchrun --nproc-per-node 8 pretrain_bert.py --num-layers 24 --hidden-size 1024"
     " --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 4"

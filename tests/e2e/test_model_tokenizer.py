@@ -38,6 +38,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Hugging Face folder `hf`, the run `mine` that was imported from it, texts and
     chats.
     """
+    import transformers.models.llama.modeling_llama  # noqa: F401  # once for all forks
+
     home = tmp_path_factory.mktemp("kept")
     folder_of(home / "hf", "chatml")
     folder_of(home / "other", "llama3")
@@ -302,7 +304,7 @@ def test_model_tokenizer_is_not_trained_for_weights_without_one(size: int, home:
     (bare / "tokenizer.json").unlink()
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
-    done = fresh(
+    done = mtrain(
         "check", f"checkpoint.init_from={bare.name}", "data=text", "data.path=text", cwd=home
     )
     assert done.returncode == 2

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import commands
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.commands import SMALL, metrics
 from tests.support.launched import Launched, mtrain
@@ -68,10 +67,8 @@ def of_chats(home: Path, length: int, batch: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def short(home: Path) -> tuple[list[dict[str, Any]], str]:
-    """The metrics of a run with little padding and what it said, in a process that nothing was
-    imported in.
-    """
-    done = commands.mtrain(*of_chats(home, 72, 3), cwd=home)
+    """The metrics of a run with little padding, and its output."""
+    done = mtrain(*of_chats(home, 72, 3), cwd=home)
     assert done.returncode == 0, done.stderr
     return metrics(home / "runs/chats_72_3"), done.stdout
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands
 from tests.support.commands import SMALL, command, environment, metrics, wait_for
 from tests.support.launched import Launched, mtrain
 from tests.support.patience import patient
@@ -54,7 +53,7 @@ def text_words(home: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
     """A finished run."""
-    done = commands.mtrain(*text_words(home), "log.name=run", cwd=home)
+    done = mtrain(*text_words(home), "log.name=run", cwd=home)
     assert done.returncode == 0, done.stderr
     for said in ("unigram entropy", "final validation loss", "saved", "sample from step_00000012"):
         assert said in done.stdout

@@ -5,29 +5,23 @@ imported.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
-    """Import both sides once; one thread, for a pool of threads does not survive a fork."""
+    """Import both sides once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    from mtrain import mcore
-    from mtrain.devices import registry
-
-    mcore.install(registry.get("cpu"))
     from tests.parity_hf import hf_reference
+    from tests.support.forked import import_engine
 
     hf_reference.import_models()
+    import_engine()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        # a comparison of paths takes seconds for all the tests of the repository
+        if item.nodeid.startswith("tests/parity_hf/"):
             item.add_marker(pytest.mark.dist)

@@ -9,12 +9,14 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -172,35 +174,31 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
     return [values[r] for r in range(len(receivers))]
 
 
-OF_FAMILIES = (
-    *(
-        f"models.{family}.{part}"
-        for family in ("gpt", "bert", "t5", "llava")
-        for part in ("build", "data")
-    ),
-    "models.hybrid.build",
-    "data.batch",
-)
-"""What a rank imports once it knows its model."""
+NOT_IMPORTED = ("mtrain.__main__", "mtrain.train.generate.harness")
+"""A program, and what needs lm-eval."""
 
 
-def import_engine(without: Iterable[str] = ()) -> None:
-    """Install the adapter without the patches named, and import all that a rank needs.
+@cache
+def import_engine(without: tuple[str, ...] = ()) -> None:
+    """Install the adapter without the patches named, and import all of mtrain, once for all forks.
 
-    This process has one thread from then on: a pool of threads does not survive a fork.
+    A rank that finds its modules imported needs half of the time. This process has one thread from
+    then on: a pool of threads does not survive a fork.
     """
-    import torch
+    import mtrain_kernels.registry
 
+    import mtrain
     from mtrain import mcore
+    from mtrain.assembly import philox
     from mtrain.devices import registry
 
     torch.set_num_threads(1)
     mcore.install(registry.get("cpu"), without=without)
-    import mtrain_kernels.registry
-
-    for name in OF_FAMILIES:
-        importlib.import_module(f"mtrain.{name}")
+    for module in pkgutil.walk_packages(mtrain.__path__, "mtrain."):
+        if module.name not in NOT_IMPORTED:
+            importlib.import_module(module.name)
     mtrain_kernels.registry.ops()
+    philox.edges()
     gc.collect()
     atexit.register(gc.unfreeze)  # else libraries report what is not freed at the end
     gc.freeze()  # no forked process looks through it for garbage, which would copy it

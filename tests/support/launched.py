@@ -122,10 +122,12 @@ class Launched:
             os.waitpid(self.pid, 0)
 
 
-def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def mtrain(
+    *argv: str, cwd: Path, timeout_s: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as `commands.mtrain` does, without its imports."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Launched(*argv, cwd=cwd, apart=Path(folder))
+        run = Launched(*argv, cwd=cwd, environment=environment, apart=Path(folder))
         code = run.wait(timeout_s)
         return subprocess.CompletedProcess(list(argv), code, run.said, run.errors.read_text())
 
