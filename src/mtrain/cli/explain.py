@@ -173,7 +173,10 @@ def _code(code: str) -> dict[str, Any]:
     )
     change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
     found = _raised(known)
-    says = [p.message() for p in found] or [sentence(code, known.says)]
+    says = [p.message() for p in found]
+    # Without a sample of its numbers a message would only repeat what the code means.
+    if known.says and not says:
+        says = [sentence(code, known.says)]
     return {
         "code": code,
         "about": family(code),
@@ -181,7 +184,7 @@ def _code(code: str) -> dict[str, Any]:
         "severity": next((p.severity for p in found), known.severity),
         "keys": keys,
         "example": known.example,
-        "says": [text for text in dict.fromkeys(says) if text],
+        "says": list(dict.fromkeys(says)),
         "fix": next((p.fix for p in found), ""),
         "do": known.help or change,
         "raised_in": sorted({rule.file for rule in rules}),
