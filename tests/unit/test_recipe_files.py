@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli import multirun
 from mtrain.cli.main import main
-from mtrain.cli.recipe import listing
+from mtrain.cli.recipe import files
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml
@@ -66,7 +66,7 @@ def test_recipe_list_has_all_with_description(run: Run, monkeypatch: pytest.Monk
     assert card["hardware"]
     assert card["verified"]
     # the page shows the same cards, which take a tenth of a second each
-    monkeypatch.setattr(listing, "recipe_names", lambda: NAMES[::9])
+    monkeypatch.setattr(files, "recipe_names", lambda: NAMES[::9])
     plain = run("recipe", "list")[1]
     assert all(name in plain for name in NAMES[::9])
 
@@ -245,7 +245,7 @@ def test_recipe_diff_resolves_planned_layout(
     swept = multirun._composed(words)
     assert swept is not None
     assert swept.parallel == loaded.parallel
-    monkeypatch.setattr(listing, "recipe_names", lambda: set(recipe_names()) & {"open"})
+    monkeypatch.setattr(files, "recipe_names", lambda: set(recipe_names()) & {"open"})
     cards = json.loads(run("recipe", "list", "--json", "--config-dir", str(tmp_path / "conf"))[1])
     assert [card["layout"] for card in cards] == ["auto on 2 ranks"]
 
