@@ -146,7 +146,7 @@ def test_bert_excluded_ids_leave_fewer_masks() -> None:
     assert not (batch["loss_mask"].bool() & (batch["labels"] == 5)).any()
     windows = torch.full((2, LENGTH + 1), 5)
     windows[1, 7] = 6
-    found = data.form(windows, np.array([0, 1]))
+    found = data.collator(windows, np.array([0, 1]))
     assert found["loss_mask"].sum(1).tolist() == [0, 1]
 
 
