@@ -96,14 +96,11 @@ class Weights:
 
     def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
         """Return the adapter of one of our weights, as tensors of torch; None: it has none."""
-        if not self.adapters:
-            return None
-        from mtrain.mcore.layers.merging import Whole
-
-        # most weights have none
         names = self._adapter_names(weight)
         if not names:
             return None
+        from mtrain.mcore.layers.merging import Whole
+
         # dora has a magnitude, lora none
         found = {
             name: self._read(name, self.adapters[name], record)
