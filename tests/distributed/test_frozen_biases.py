@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtrain.api import load
-from tests.support import commands
 from tests.support.forked import run_ranks
+from tests.support.launched import mtrain
 from tests.support.runs import train_steps, whole_tensors
 
 RATE = "model.moe.router_bias_update_rate"
@@ -46,6 +46,6 @@ def test_frozen_biases_zero_rate_freezes_biases_only(
 
 def test_frozen_biases_imported_from_script(tmp_path: Path) -> None:
     (tmp_path / "frozen.sh").write_text(SCRIPT)
-    done = commands.mtrain("recipe", "import", "frozen.sh", "-o", "frozen.yaml", cwd=tmp_path)
+    done = mtrain("recipe", "import", "frozen.sh", "-o", "frozen.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "router_bias_update_rate: 0.0" in (tmp_path / "frozen.yaml").read_text()

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _trained(
-    run: RunConfig, folder: Path, steps: int = 3
+    run: RunConfig, folder: Path, steps: int = 2
 ) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
     return values, whole_tensors(folder / "step_00000000")
@@ -48,7 +48,7 @@ def _errors(found: Any, right: Any) -> dict[str, float]:
 @pytest.mark.parametrize("name", some(CASES, ["tp2 sequence parallel, tied"]))
 def test_gradient_accumulation_fused_equals_separate(name: str, tmp_path: Path) -> None:
     model, parallel = CASES[name]
-    run = tiny_run(model=model, **parallel)
+    run = tiny_run(model={"num_layers": 2, **model}, **parallel)
     right = _trained(run, tmp_path / "apart")
     found = _trained(apply(run, FUSED), tmp_path / "fused")
     assert max(_errors(found, right).values()) < 1e-5

@@ -53,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-ALWAYS = ["tp2pp2, sequence parallel", "pp2 unlike stages", "cp2"]
+ALWAYS = ["tp2", "pp2 unlike stages", "cp2"]
 
 
 def hybrid_run(**more: Any) -> RunConfig:

@@ -103,7 +103,7 @@ def _by_the_count_of_the_main_loss() -> None:
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS, engine=OF_A_RELEASE))
 def test_op_override_chunked_loss_trains_as_megatron(name: str, tmp_path: Path) -> None:
     model, parallel = LAYOUTS[name]
-    run = tiny_run(model=model, **parallel)
+    run = tiny_run(model={"num_layers": 2, **model}, **parallel)
     all_logits = apply(run, {"kernels.loss": "megatron"})
     whole = _trained(all_logits, tmp_path / "whole")
     _agree(_trained(run, tmp_path / "parts"), whole, 1e-6)

@@ -112,7 +112,10 @@ def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
     of_data = {key: value for key, value in layout.items() if key == "packing_scheduler"}
     degrees = {key: value for key, value in layout.items() if key not in of_data}
     run = tiny_run(
-        trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **degrees
+        model={"num_layers": 2},
+        trainer={"train_iters": 1, "micro_batch_size": micro},
+        optim={"warmup_iters": 0},
+        **degrees,
     )
     packed = {"packed": True, "packed_multiple": 8, "seq_length": 64, **of_data}
     return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)

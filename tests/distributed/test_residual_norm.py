@@ -25,6 +25,7 @@ MEGATRON_BERT = {
 }
 SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["layernorm"]}}
 FULL = {"recompute": {"granularity": "full", "method": "uniform", "num_layers": 2}}
+STEPS = 2
 # Model, layout, and how many of the sums of a forward of its four layers norms make, on the first
 # rank.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
@@ -95,12 +96,12 @@ def test_residual_norm_fused_sum_trains_as_separate(
 ) -> None:
     model, parallel, sums = CASES[name]
     run = tiny_run(model=model, **parallel)
-    right = _trained(run, tmp_path / "apart", 3)
+    right = _trained(run, tmp_path / "apart", STEPS)
     for family in ("gpt", "bert"):
         monkeypatch.setattr(f"mtrain.models.{family}.build.sums_apart", lambda run: None)
-    found = _trained(run, tmp_path / "together", 3)
+    found = _trained(run, tmp_path / "together", STEPS)
     assert right[2] == 0
-    micro = 3 * run.trainer.batch // (run.trainer.micro * run.parallel.dp)
+    micro = STEPS * run.trainer.batch // (run.trainer.micro * run.parallel.dp)
     again = 2 if parallel is FULL else 1
     assert found[2] == micro * sums * again, "norms make another number of sums"
     assert _apart(found, right) < 1e-5
