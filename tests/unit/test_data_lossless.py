@@ -152,7 +152,7 @@ def test_lossless_changing_input_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(build.Draft, "commit", commit)
         assert tokenize("d.jsonl", "out=o") == 2
-    assert "d.jsonl: changed while it was read" in capsys.readouterr().err
+    assert "d.jsonl: cannot be tokenized because it changed while it was read" in capsys.readouterr().err
     assert not Path("o.bin").exists()
     assert tokenize("d.jsonl", "out=o") == 0, "nothing is left of it"
 
@@ -187,7 +187,7 @@ def test_lossless_tokenizer_is_chosen_by_kind(
         kinds.append(held.body["tokenizer"]["kind"])
     assert kinds == ["gpt2", "tokenizer.json"]
     assert main([*words, "out=c", "kind=bert"]) == 2
-    assert "without a tokenizer of the kind bert" in capsys.readouterr().err
+    assert "the folder has no tokenizer of the kind bert" in capsys.readouterr().err
 
 
 LONG = "x" * 300
