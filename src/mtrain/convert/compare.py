@@ -82,7 +82,8 @@ class Row(NamedTuple):
 
     name: str
     equal: bool
-    text: str = ""
+    # a key of `convert verify --json`, so that the name stays
+    said: str = ""
 
 
 def compare(
