@@ -69,11 +69,11 @@ def sentence(code: str, detail: str) -> str:
     text = known.text[0].lower() + known.text[1:].removesuffix(".")
     if not detail:
         return text
+    # A detail that says itself what cannot be done is more exact than its code.
+    if detail.startswith("cannot "):
+        return detail
     if " because " in text:
         return f"{text} ({detail})"
-    # A cause that says itself what cannot be read.
-    if detail.startswith("cannot ") and not detail.startswith("cannot be "):
-        return detail
     # `ARGUMENT: cause` of a command line, and causes that are predicates, become a sentence.
     named, colon, cause = detail.partition(": ")
     if not colon or " " in named:

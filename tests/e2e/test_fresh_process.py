@@ -95,7 +95,8 @@ def corpus(prefix: Path, lengths: list[int]) -> None:
         writer.add(np.zeros(sum(lengths), np.int64), np.array(lengths))
 
 
-def test_first_day_small_blend_share_passes_zero_warns(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_fresh_process_small_blend_share_passes_zero_warns(tmp_path: Path) -> None:
     for name in "abc":
         corpus(tmp_path / name, [3000] * 8)
     words = "data=indexed data.blend=[a,b,c] data.blend_weights=[1,1.8e-7,0]"
@@ -104,7 +105,8 @@ def test_first_day_small_blend_share_passes_zero_warns(tmp_path: Path) -> None:
     assert "warning[MT319]" in done.stderr + done.stdout
 
 
-def test_first_day_sample_has_what_fits(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_fresh_process_sample_has_what_fits(tmp_path: Path) -> None:
     corpus(tmp_path / "c", [12_000, 40_000, 9_000])
     done = mtrain("data", "sample", "c", "--out", "few", "--tokens", "10000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -114,7 +116,8 @@ def test_first_day_sample_has_what_fits(tmp_path: Path) -> None:
     assert "all: 3 documents, 61.00k tokens\n" in done.stdout
 
 
-def test_first_day_unread_layer_kinds_keep_window(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_fresh_process_unread_layer_kinds_keep_window(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         **MIXTRAL,
         "sliding_window": 16,

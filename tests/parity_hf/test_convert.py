@@ -337,7 +337,7 @@ def test_convert_equality_means_every_bit() -> None:
     def said(a: torch.Tensor, b: torch.Tensor) -> str:
         (row,), only = compare(_Held(a), _Held(b))
         assert only == []
-        return "the same" if row.equal else row.text
+        return "the same" if row.equal else row.said
 
     one = torch.tensor(1.0)
     assert said(one, one.clone()) == "the same"

@@ -185,13 +185,26 @@ def ids_of(kind: str, path: Path) -> Any:
     return (lambda text: encoding.encode(text, allowed_special="all")), len(ranks)
 
 
+def megatron_builder() -> Any:
+    """Return megatron-core's `IndexedDatasetBuilder`.
+
+    The adapter is installed first: megatron-core without it is bound to CUDA, and forks of this
+    process could not run on a CPU.
+    """
+    from mtrain import mcore
+    from mtrain.devices import registry
+
+    mcore.install(registry.get("cpu"))
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    return IndexedDatasetBuilder
+
+
 def with_builder(
     prefix: Path, texts: Sequence[Any], encode: Any, eod: int | None, dtype: Any
 ) -> None:
     """Write documents as Megatron-LM's preprocess_data.py does, with megatron-core's builder."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    builder = megatron_builder()(f"{prefix}.bin", dtype=dtype)
     for text in texts:
         ids: list[int] = []
         lengths: list[int] = []

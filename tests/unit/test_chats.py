@@ -196,10 +196,10 @@ def test_chats_cut_and_empty_ones_are_counted(home: Path, tmp_path: Path) -> Non
     }
     assert "2 chats of train are cut at data.seq_length 96; 1 of them" in splits.remarks()[1]
     with pytest.raises(
-        ConfigError, match=r"= 20: .*none of the 4 .* has anything to learn in its first 20"
+        ConfigError, match=r"=20: .*none of the 4 .* has anything to learn in its first 20"
     ):
         opened(home, path=str(path), split=(1.0, 0.0, 0.0), seq_length=20)
-    with pytest.raises(ConfigError, match=r"split = .*: the train split has none of the 4 chats"):
+    with pytest.raises(ConfigError, match=r"split=.*the train split has none of the 4 chats"):
         opened(home, path=str(path), split=(0.0, 1.0, 0.0))
 
 

@@ -21,7 +21,7 @@ from mtrain.config.rules import apply
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
-from mtrain.data.samples.blend import BLOCK, Blend, Stretch, by_sizes
+from mtrain.data.samples.blend import BLOCK, SMALL, Blend, Stretch, by_sizes
 from mtrain.data.samples.token_stream import Samples
 from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
 from mtrain.errors import ConfigError
@@ -69,7 +69,9 @@ def test_blend_part_stays_within_a_sample_of_its_share(weights: list[float], blo
     then = one.given((blocks + 1) * one.block)
     assert given_.sum() == blocks * one.block
     assert (then - given_ >= 0).all()
-    assert (np.abs(given_ - shares * blocks * one.block) <= 1 + 1e-6 * (1 + blocks)).all()
+    # Halving distributes tiny shares, and may be off by a sample for each of three halvings.
+    most = 3 if shares.min() < SMALL else 1
+    assert (np.abs(given_ - shares * blocks * one.block) <= most + 1e-6 * (1 + blocks)).all()
 
 
 def test_blend_shares_hold_in_every_block(
@@ -263,7 +265,7 @@ def test_blend_exhausted_corpora_end_the_data(prefixes: list[str]) -> None:
         mixed.batch([mixed.total])
     data = config(prefixes, blend_max_epochs=[1.0, 1.0, 1.0])
     with pytest.raises(
-        ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* the run needs 5000"
+        ConfigError, match=r"blend_max_epochs=\[1\.0, 1\.0, 1\.0\]: .* the run needs 5000"
     ):
         open_splits(data, 60_000, 5, prepare(data), ("train",), (5000, 1, 1))
     open_splits(data, 60_000, 5, prepare(data), ("train",), (500, 1, 1))
@@ -465,7 +467,7 @@ def test_blend_check_takes_tiny_share_and_reports_unread(
         return code, json.loads(capsys.readouterr().out)
 
     assert said("[5600000,1,1e12]")[0] == 0
-    assert said("[1,2]")[1]["problems"][0]["rule"] == "2 weights for 3 corpora"
+    assert said("[1,2]")[1]["problems"][0]["rule"].endswith("(2 weights for 3 corpora)")
     code, found = said("[3,0,1]")
     assert code == 0
     assert [(p["code"], prefixes[1] in p["rule"]) for p in found["problems"]] == [("MT319", True)]

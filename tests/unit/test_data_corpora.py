@@ -346,7 +346,7 @@ def test_corpora_run_reads_the_manifest(made: Path, tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(
         (tmp_path / "c.bin").read_bytes()[: (tmp_path / "c.bin").stat().st_size // 2 * 2]
     )
-    with pytest.raises(CorruptData, match=r"manifest\.json says"):
+    with pytest.raises(CorruptData, match=r"manifest\.json records"):
         prepare(indexed(path=str(tmp_path / "c")))
 
 

@@ -441,7 +441,7 @@ def test_prepare_given_files_differ_by_fingerprint(tmp_path: Path) -> None:
 
 
 def test_prepare_too_large_tokenizer_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab_size = 499: .* has 500 tokens"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size=499: .* has 500 tokens"):
         open_splits(config(folder), 499, 1, prepare(config(folder)))
 
 

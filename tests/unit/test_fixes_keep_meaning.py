@@ -129,4 +129,4 @@ def test_fixes_keep_missing_checkpoint_is_not_random(folder: Path) -> None:
     (problem,) = caught.value.problems
     assert problem.code == "MT502"
     assert "null" not in problem.fix
-    assert "has saved a checkpoint" in problem.fix
+    assert "wait until it has saved one" in problem.fix

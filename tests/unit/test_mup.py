@@ -82,6 +82,7 @@ def test_mup_flags_round_trip(flags: str, expected: MupConfig | None) -> None:
     )
     assert run.model.mup == expected
     assert run.model.mtp_use_repeated_layer
-    again = read(" ".join(word for group in export_words(run)[1] for word in group))
+    words = export_words(resolve(run, LAPTOP))[1]
+    again = read(" ".join(word for group in words for word in group))
     assert again.model.mup == expected
     assert again.model.mtp_use_repeated_layer

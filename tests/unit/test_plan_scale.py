@@ -78,7 +78,7 @@ def test_plan_scale_unfit_count_states_reason(capsys: pytest.CaptureFixture[str]
     words = ["model=llama3_8b", "cluster=h100", "data=mock", "trainer.global_batch_size=32"]
     assert main(["plan", "--scale", "1,4", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "none: llama3_8b with 32 samples" in lines[2]
+    assert "32 samples" in lines[2]
     assert "no layout fits" in lines[2]
     assert main(["plan", "--scale", "1", *words]) == 2
     assert "no layout fits" in capsys.readouterr().err

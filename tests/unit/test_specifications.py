@@ -56,7 +56,7 @@ def test_specifications_format_equals_its_dtype(word: str) -> None:
 
 
 def test_specifications_muon_splits_vision_heads_by_own_width() -> None:
-    run = compose(["model=llava_tiny", "optim=muon", "model.kv_channels=16"]).run
+    run = resolve(compose(["model=llava_tiny", "optim=muon", "model.kv_channels=16"]).run, LAPTOP)
     matrix: Any = SimpleNamespace(ndim=2)
 
     def settings(name: str) -> dict[str, Any]:

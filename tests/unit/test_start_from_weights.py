@@ -137,9 +137,9 @@ def test_start_other_chosen_model_names_each_key(
         ):
             line = next(row for row in done.stderr.splitlines() if f"model.{key}={here}:" in row)
             assert line.startswith("error[MT503] ")
-            assert f"(there it is {there})" in line
+            assert f"there it is {there})" in line
         assert done.stderr.count("origin: conf/model/llama_tiny.yaml:") >= 3
-        assert "leave the choice of model out" in done.stderr
+        assert "Leave the choice of model out" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -210,7 +210,7 @@ def verify(argv: list[str], *, as_json: bool) -> int:
         say(strict_json.dumps({**body, "equal": not apart and not only}))
     else:
         for row in apart[:20]:
-            say(f"{row.name}: {row.text}")
+            say(f"{row.name}: {row.said}")
         for name in only[:20]:
             say(f"{name}: only one of both has it")
         verdict = (

@@ -293,7 +293,7 @@ def _flag_of_another(name: str, flag: str, following: str) -> Problem:
         for owner, param in named
     ]
     owners = " and ".join(owner for owner, _ in named)
-    rule = f"{flag}: a flag of {owners}, not of {name}"
+    rule = f"{flag}: it is a flag of {owners}, not of {name}"
     return Problem("MT010", "", None, rule, " or ".join(fixes), COMMAND_LINE)
 
 
