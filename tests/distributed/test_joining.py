@@ -1,6 +1,4 @@
-"""Ranks that come together, or do not: who is absent, who came twice and what differs is named by
-all the others.
-"""
+"""The rendezvous of ranks: every rank names the absent ones, the duplicates and the differences."""
 
 from __future__ import annotations
 
@@ -34,15 +32,13 @@ ENVIRONMENT = 3
 
 
 def soon() -> str:
-    """Return the word for a limit that ranks which start at once keep, and that a test can wait
-    for.
-    """
+    """Return a join limit that ranks started together keep, and that a test can wait for."""
     return f"trainer.join_timeout_s={patient(2)}"
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts a rank of `parallel=dp`; none outlives the test."""
+    """Return a function that starts a rank of `parallel=dp`; no rank outlives the test."""
     port = free_port()
     started = []
 

@@ -1,6 +1,4 @@
-"""A step that is traced on shapes alone keeps what a real one keeps, and the plan
-agrees with it.
-"""
+"""A step that is traced on shapes keeps the tensors of a real step, and the plan agrees."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ RECIPES = sorted(
     for file in recipes_dir().rglob("*.yaml")
 )
 MANY = 128
-"""Experts of a layer above which a stage takes half a minute."""
+"""With more experts per layer, tracing a stage takes half a minute."""
 LARGE = (
     "model=llama31_405b parallel=tp8pp8sp parallel.layers_per_stage=[15,16,16,16,16,16,16,15]"
     " cluster=h100x1024 data=mock data.seq_length=8192"
@@ -46,7 +44,7 @@ LARGE = (
 
 
 def traced(run: RunConfig, rank: int) -> dict[str, Any]:
-    """The report of a rank, from a process of its own."""
+    """Return the report of a rank, from a process of its own."""
 
     def job() -> dict[str, Any]:
         from mtrain.train.trace.report import trace_report

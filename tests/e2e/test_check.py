@@ -174,4 +174,4 @@ def test_check_typos_hide_no_other_problem() -> None:
     words = ["trainer.tran_iters=3", "parallel=tp3", "optim.lr=fast", "model.hidden_size=2.5"]
     shown = mtrain("check", *words).stderr
     for key in ("trainer.tran_iters", "optim.lr", "model.hidden_size", "parallel.tp"):
-        assert f"{key} = " in shown, shown
+        assert f"{key}=" in shown, shown

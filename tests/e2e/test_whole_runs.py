@@ -149,7 +149,7 @@ def test_whole_run_wrong_words_report_every_problem(trained: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     for said in (
-        "top_p=2: cannot use this value because it must be a number above 0, and at most 1",
+        "top_p=2: cannot use this input because it must be a number above 0, and at most 1",
         "Use temperature=1",
         "2 problems",
     ):

@@ -1,4 +1,4 @@
-"""A chat is the text that transformers makes of it, and its template cannot leave the sandbox."""
+"""A chat renders as transformers renders it, and its template cannot leave the sandbox."""
 
 from __future__ import annotations
 

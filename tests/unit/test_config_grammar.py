@@ -1,4 +1,4 @@
-"""What an argument's value is: Hydra's grammar, within bounds."""
+"""Values of arguments follow Hydra's grammar, within bounds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Corpora that were made: no change is silent, what is derived of them is right, runs ask the
-manifest.
-"""
+"""Finished corpora: changes are detected, derived corpora are right, and runs read the manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def data(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `tokenizer.json`, `docs.jsonl` and the corpus `c`."""
+    """Return a folder with `tokenizer.json`, `docs.jsonl` and the corpus `c`."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = documents(200, 11)
     jsonl(folder / "docs.jsonl", [*texts, *texts[:20], texts[30] + " and more"])
@@ -43,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutations(rng: np.random.Generator) -> list[tuple[str, Callable[[bytes], bytes]]]:
-    """Ways to change a file, none of which leaves it as it is."""
+    """Return named functions that each change the bytes of a file."""
 
     def flip(raw: bytes) -> bytes:
         at = int(rng.integers(len(raw)))

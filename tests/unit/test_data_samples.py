@@ -268,6 +268,6 @@ def test_samples_mask_without_known_end_is_refused(dataset: IndexedDataset, tmp_
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
     with pytest.raises(
         ConfigError,
-        match=r"data.eod_mask_loss=true: cannot separate documents because no end",
+        match=r"data.eod_mask_loss=true: cannot mask the ends of documents because no end",
     ):
         open_splits(data, VOCAB, 1, prepare(data), need=("train",))

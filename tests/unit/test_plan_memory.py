@@ -1,6 +1,4 @@
-"""Sizes without end are refused with numbers, in a moment, and what is said of memory is a lower
-bound.
-"""
+"""Huge sizes are refused at once and with numbers, and the reported memory is a lower bound."""
 
 from __future__ import annotations
 

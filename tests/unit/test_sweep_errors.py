@@ -1,4 +1,4 @@
-"""Sweeps and layouts that stand for no run are refused by name, with a fix that runs."""
+"""Sweeps and layouts that describe no run are refused by name, with a fix that runs."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ GENERATIONS: dict[str, tuple[int, int]] = {
     "mxfp8": (100, 120),
     "nvfp4": (100, 999),
 }
-"""Where TransformerEngine runs a recipe: the first generation, and the first later one without it.
+"""Recipe -> the first generation that TransformerEngine runs it on, and the first later one that
+it does not.
 """
 MULTIPLES = {"mxfp8": 32}
-"""Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be
-partly empty.
-"""
+"""Recipe -> the divisor of every width; 16 for the others, whose last block may be partly empty."""
 PLAIN = "precision=bf16"
 BF16: Change = {"precision.dtype": "bf16"}
 ACCUMULATION = "parallel.ddp_reduce_scatter_with_fp32_accumulation"

@@ -28,7 +28,7 @@ class JsonEncoder(Encoder):
     ) -> None:
         super().__init__(spec)
         self.tokenizer = tokenizer
-        # both are meant for the batches of a model, and would cut or pad documents here
+        # Both serve batches of a model, and would truncate or pad documents here.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = spec.plain

@@ -28,7 +28,7 @@ WRITTEN: tuple[Entry, ...] = (
     *OPTIM,
     *RUNNING,
 )
-"""Entries that are more than one flag with one value."""
+"""Entries that need more than one flag with one value."""
 
 
 @cache

@@ -37,7 +37,7 @@ class Traced:
     """The recorded step of a rank."""
 
     run: RunConfig
-    """As it was traced."""
+    """The run that was traced."""
     rank: int
     stage: int
     microbatches: int
@@ -59,8 +59,10 @@ def trace(run: RunConfig, rank: int) -> Traced:
             context = assemble(run, world, splits, drawn=False)
             recorder.name(context.state.chunks)
             _watch_host(recorder, context)
-            steps.update(context.state, run.optim.schedule_counts)  # makes what the optimizer keeps
-            if run.parallel.fsdp == "megatron":  # it updates nothing before there is a gradient
+            # The first update allocates the optimizer's state.
+            steps.update(context.state, run.optim.schedule_counts)
+            # Megatron FSDP updates nothing before there is a gradient, so its state is allocated.
+            if run.parallel.fsdp == "megatron":
                 for shard in state_shards(context.state.chunks, context.state.optimizer):
                     shard.allocate()
             _declare(recorder, context)
@@ -74,13 +76,14 @@ def trace(run: RunConfig, rank: int) -> Traced:
 
 
 def microbatches(run: RunConfig, stage: int) -> int:
-    """Return the fewest micro-batches of a step with which a rank of a stage has as much in flight
-    as with all of them.
+    """Return the fewest micro-batches with which a rank of a stage has as much in flight as with
+    all micro-batches of a step.
     """
     p = run.parallel
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
     if p.hybrid_context_parallel:
-        return every  # which documents a rank runs is decided among all of a step
+        # The documents of a rank are chosen among all documents of a step.
+        return every
     # 1F1B: pp - stage micro-batches are in flight; one more shows that the peak is reached.
     if p.vpp == 1:
         return min(every, p.pp - stage + 1)
@@ -98,12 +101,11 @@ def microbatches(run: RunConfig, stage: int) -> int:
 def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
     """Declare what exists before a step: weights, gradients, the optimizer's state."""
     states: list[torch.Tensor] = []
-    for group in (group for chunk in context.state.chunks for group in flat_buffers(chunk)):
-        for (
-            part,
-            tensors,
-        ) in group.items():  # first: what the chunk calls its weights may be the main weights
-            recorder.declare(part, tensors)
+    # Flat buffers come first: the weights that a chunk lists may be the main weights.
+    for chunk in context.state.chunks:
+        for group in flat_buffers(chunk):
+            for part, tensors in group.items():
+                recorder.declare(part, tensors)
     weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
@@ -114,9 +116,8 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
         states += [
             t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
         ]
-    for leaf in offloading(
-        context.state.optimizer
-    ):  # main weights on the device, of which these have copies
+    # These optimizers hold copies of main weights that are on the device.
+    for leaf in offloading(context.state.optimizer):
         states += [weight for group in leaf.param_groups for weight in group["params"]]
         recorder.declare(HOST, [*leaf.cpu_copys_map_gpu_param, *leaf.cpu_copy_map_grad.values()])
     recorder.declare("optimizer", states)
@@ -159,7 +160,7 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
 
 
 def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward) -> steps.Forward:
-    """Return the same, with what it does recorded as the forward of a micro-batch of a chunk."""
+    """Return a forward that is recorded as that of a micro-batch of a chunk."""
     counts = [0] * len(places)
 
     def watched(iterator: Iterator[steps.Batch], model: Any) -> tuple[torch.Tensor, Any]:
