@@ -25,6 +25,8 @@ SMOOTHED = {"trainer.objective": "label_smoothing", "kernels.loss": "megatron"}
 
 def _steps(run: RunConfig, *, by_torch: bool = False) -> list[dict[str, float]]:
     """Return what two steps of a run log; `by_torch`: with torch's loss of all logits."""
+    from mtrain_kernels import runtime
+
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.objectives import label_smoothing
@@ -36,6 +38,8 @@ def _steps(run: RunConfig, *, by_torch: bool = False) -> list[dict[str, float]]:
         losses = F.cross_entropy(real, labels, reduction="none", label_smoothing=smoothing)
         return (losses * batch["loss_mask"].flatten()).sum()
 
+    # Tests of kernels set TRITON_INTERPRET here, and the interpreter takes half a minute.
+    runtime.interpreted = lambda: False
     if by_torch:
         label_smoothing.LabelSmoothing._sum = sum_by_torch  # type: ignore[method-assign]
     with joined(run) as world:
