@@ -256,8 +256,8 @@ NEW = {
 CHANGED = {
     "a key": (
         "src/mtrain/config/schema/trainer.py",
-        "    train_iters: ",
-        KEY + "    train_iters: ",
+        "    train_iters: Annotated[",
+        KEY + "    train_iters: Annotated[",
     ),
     "a launcher": (
         "src/mtrain/world/launchers.py",
