@@ -267,8 +267,8 @@ BUGS = [
     (PRODUCTS, "_clear(y_ptr, ends_ptr, rows, n, GROUPS, CLEARED)", "pass"),
     (
         PRODUCTS,
-        "(column < k)[None, :], other=0.0)\n            part",
-        "(column < k - 1)[None, :], other=0.0)\n            part",
+        "mask=(column < k)[None, :],\n",
+        "mask=(column < k - 1)[None, :],\n",
     ),
     (QUANTIZE, "upto <= block", "upto < block"),
     (QUANTIZE, "share[:, None]", "share[:, None] * 0.5"),
@@ -279,7 +279,7 @@ BUGS = [
     ),
     (QUANTIZE, "first + dealt(SIDE, RUN)", "first + tl.arange(0, SIDE)"),
     (QUANTIZE, "tl.trans(in_order(q, SIDE, RUN))", "tl.trans(q)"),
-    (QUANTIZE, "groups(in_order(x, SIDE, RUN), True", "groups(x, True"),
+    (QUANTIZE, "in_order(x, SIDE, RUN), True", "x, True"),
     (
         QUANTIZE,
         "column[:, None].to(tl.int64) * (blocks * SIDE)",

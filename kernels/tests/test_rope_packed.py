@@ -114,7 +114,7 @@ BUGS = {
     "weight_ptr = k_weight_ptr": "weight_ptr = q_weight_ptr",
     "sum_a += da * a": "sum_a = da * a",
     "to_ptr = v_ptr": "to_ptr = k_ptr",
-    "dv_ptr, v_token, v_batch, v_head\n": "dv_ptr, v_batch, v_token, v_head\n",
+    "dy_token = v_token": "dy_token = v_batch",
     "da * cos + db * sin": "da * cos - db * sin",
     "ends[0] : ends[1]": "ends[1] :",
 }
